@@ -90,7 +90,7 @@ class _RewardJob:
 
     key: Key
     call: RewardCall
-    submitted_at: float  # when it was submitted
+    submitted_at: float = 0.0  # not of a check
 
 
 class _RewardProcess(Worker):
@@ -452,9 +452,8 @@ def check_reward_process(
     pool = _RewardPool(msgspec.structs.replace(config, reward=reward))
     pool.judges_again = False
     try:
-        now = time.monotonic()
         pool.inbox.extend(
-            _RewardJob((index, 0, 0), RewardCall(*response), now)
+            _RewardJob((index, 0, 0), RewardCall(*response))
             for index, response in enumerate(responses)
         )
         while len(pool.results) < len(responses) or not any(x.ready for x in pool.workers):

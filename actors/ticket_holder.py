@@ -167,9 +167,10 @@ class TicketHolder(BufferPeer):
         if now - self.greeted > GREET_S:
             self.greet()
         wait = self.current_wait(now)
-        caused = wait is not None and wait.what in (m.TICKET_WAITED_FOR, m.CALL_WAITED_FOR)
-        text = f"{wait.what}: {self.wait_cause}" if wait and caused and self.wait_cause else ""
-        self.log_wait(wait._replace(what=text) if wait is not None and text else wait)
+        logged = wait
+        if wait and self.wait_cause and wait.what in (m.TICKET_WAITED_FOR, m.CALL_WAITED_FOR):
+            logged = wait._replace(what=f"{wait.what}: {self.wait_cause}")
+        self.log_wait(logged)
         self.request(self.make_renewal(wait))
 
     def renew_now(self) -> None:

@@ -278,7 +278,7 @@ class Group:
             line.merge(self.complete_sums)
         else:
             for stored in self.list_stored_samples():
-                if trained and stored.is_partly_trained:
+                if trained:
                     self._fold_parts(stored, ledger)
                 else:  # all its tokens are in one line
                     line.add_whole(stored.length, stored.trajectory.reward)
@@ -288,7 +288,7 @@ class Group:
 
     @staticmethod
     def _fold_parts(stored: StoredSample, ledger: Ledger) -> None:
-        """Add the lines of a trained sample whose tokens were not all trained with full weight."""
+        """Add the lines of a trained sample, some of whose tokens may not have been trained."""
         length, reward = stored.length, stored.trajectory.reward
         if stored.skipped:
             ledger.add("skipped", stored.skipped, 1, length, reward)

@@ -162,7 +162,7 @@ class TorchBackend(Trainer):
         if self.model.adapter is not None:
             return self.model.adapter.base.encode()
         return (
-            compute_probe_logprobs(self.model).astype("<f4").tobytes()
+            compute_probe_logprobs(self.model).tobytes()
             if ENGINES[self.config.generator.engine].probed
             else b""
         )

@@ -306,6 +306,6 @@ def write_endpoint_files(run_dir: Path, url: str, key: str) -> None:
     for name, text in (("agent.key", key), ("agent.url", url)):
         temporary_path = run_dir / f"{name}.new"
         descriptor = private.open_private(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(f"{text}\n".encode())
         temporary_path.replace(run_dir / name)

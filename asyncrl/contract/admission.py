@@ -66,9 +66,9 @@ class TicketQueue(Generic[Request]):
     >>> queue.add("generator-1", 4, "second")
     >>> queue.free, queue.shared, list(queue)
     (12, 8, [('generator-0', 8, 'first'), ('generator-1', 4, 'second')])
-    >>> queue.remove("generator-0")
-    >>> queue.free, queue.shared, "generator-0" in queue
-    (4, 0, False)
+    >>> queue.remove("generator-1")
+    >>> queue.free, queue.shared, "generator-1" in queue
+    (8, 8, False)
     """
 
     def __init__(self, evaluators: Collection[str] = ()) -> None:

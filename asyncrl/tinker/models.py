@@ -148,9 +148,8 @@ class ServedModel:
                 self.ledger.mark_trained(row["sequences"], self.record.model, number)
         self.trained_file = jsonl.JsonlAppender(self.trained_path)
         self.metrics = metrics.MetricsWriter(self.folder)
-        self.began = time.monotonic() - max(
-            (float(row.get("t", 0.0)) for row in metrics.read(self.folder)), default=0.0
-        )
+        self.clock = metrics.RunClock(self.folder)
+        self.clock.start(time.monotonic())
 
         # restore the state after the calls whose outcomes are on disk
         for number in self.log.list_numbers("outcome"):
@@ -178,7 +177,7 @@ class ServedModel:
         self.next = number + 1
         if outcome.row and number > self.recorded:
             self.samples.write(self.version)
-            seconds = time.monotonic() - self.began
+            seconds = self.clock.seconds_at(time.monotonic())
             self.metrics.write(outcome.row["batch"], outcome.metrics, seconds)
             self.trained_file.write(outcome.row)
             self.ledger.mark_trained(outcome.row["sequences"], self.record.model, number)

@@ -172,11 +172,10 @@ class ChunkServer(ListeningSocket, WeightsServer):
         else:
             size = min(max(request.size, 0), CHUNK_BYTES)
             try:
-                chunk = self.files.read(request.digest, request.offset, size)
+                data = self.files.read(request.digest, request.offset, size)
             except OSError:
-                chunk = None
-            data = chunk or b""
-            status = request.digest if chunk is not None else ""
+                data = b""
+            status = request.digest
         return _ChunkReply(status, data, xxhash.xxh3_64_intdigest(data), b"")
 
     def close(self) -> None:

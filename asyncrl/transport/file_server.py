@@ -180,10 +180,10 @@ class FileServer:
             return
         self.entries = entries
 
-    def read(self, digest: str, offset: int, size: int) -> bytes | None:
-        """Read bytes of a file that may be fetched; None for any other file. Raises OSError."""
+    def read(self, digest: str, offset: int, size: int) -> bytes:
+        """Read bytes of a file that may be fetched; none of any other file. Raises OSError."""
         if (path := self._paths.get(digest)) is None:
-            return None
+            return b""
         with path.open("rb") as file:
             file.seek(offset)
             return file.read(size)

@@ -180,6 +180,8 @@ def test_the_timeline_has_loads_and_prefills(make: MakeGenerator) -> None:
     asked = [x for x in g.socket.said if isinstance(x, m.TicketRequest)]
     assert asked[-1].holding == Label(1, 0), "the live view shows the weights of each generator"
     assert (asked[-1].producer, asked[-1].session) == (g.producer, g.session)
+    g.send_ticket_request(1, None)
+    assert g.socket.said[-1].sequence == asked[-1].sequence + 1
     g.tracer.close()
     spans = trace.read_sized_spans(g.run_dir)["generator-0"]
     assert [(x.name, x.size) for x in spans if x.name in ("weights", "prefill")] == [
@@ -188,7 +190,9 @@ def test_the_timeline_has_loads_and_prefills(make: MakeGenerator) -> None:
     ]
 
 
-def test_who_waits_for_rewards_waits_for_a_part_of_itself(make: MakeGenerator) -> None:
+def test_who_waits_for_rewards_waits_for_a_part_of_itself(
+    make: MakeGenerator, capsys: pytest.CaptureFixture[str]
+) -> None:
     g = make()
     g.set_wait(m.REWARDS_WAITED_FOR)
     wait = g.current_wait(time.monotonic() + 9)
@@ -196,6 +200,12 @@ def test_who_waits_for_rewards_waits_for_a_part_of_itself(make: MakeGenerator) -
     g.set_wait("a ticket")
     wait = g.current_wait(time.monotonic() + 9)
     assert wait is not None and wait.on == "buffer" and not wait.is_internal
+    g.socket.inbox.append(m.HeartbeatReply(1, cause="the buffer is full"))
+    g.read_replies(0.0)
+    g.waiting_since -= 99
+    g.renew()
+    expected = "has waited for the buffer at ipc:///nowhere for 99 s: a ticket: the buffer is full"
+    assert expected in capsys.readouterr().err and g.socket.said[-1].waiting.what == "a ticket"
 
 
 def test_one_that_draws_calls_forgoes_none_and_says_nothing_of_tickets(
@@ -230,9 +240,10 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(
         total = sum(slow)
 
         def step(
-            n: int, clock: list[float] = clock, made: list[int] = made, slow: list[float] = slow
+            n: int, g: Any = g, clock: Any = clock, made: Any = made, slow: Any = slow
         ) -> list[Completion]:
             made.append(n)
+            g.engine.steps_made += n
             clock[0] += slow.pop(0)
             return []
 
@@ -245,7 +256,7 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(
         assert g.usage.busy_s == pytest.approx(total)
         g.tracer.close()
         calls = trace.read_sized_spans(g.run_dir)[g.producer][-len(made) :]
-        assert {(call.name, call.size) for call in calls} == {("decode", 2)}
+        assert [(x.name, x.size, x.steps) for x in calls] == [("decode", 2, n) for n in made]
 
 
 def test_the_tokens_of_completions_are_summed(

@@ -323,7 +323,7 @@ def test_given_up_completions_leave_the_engine() -> None:
     open_one: Any = Future()
     thread.futures[1, 0, 1] = open_one
     thread.cancel([(1, 0, 1), (2, 0, 1)])
-    with pytest.raises(AsyncrlError):
+    with pytest.raises(AsyncrlError, match=r"^too long$"):
         thread.score([], 1).result()  # the one before it is done
     assert engine.aborted == [(1, 0, 1), (2, 0, 1)] and not thread.futures
     assert isinstance(open_one.exception(), CancelledError)

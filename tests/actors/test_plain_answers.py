@@ -193,6 +193,7 @@ def test_what_is_refused_in_full_is_refused_in_the_same_words(bad: m.Trajectory)
     alone = changed <= OUTCOME or not bad.mask  # what has no token has no broken array
     for samples in ([bad], [answer(), bad, answer(sample=0)]):
         why = in_full(at, samples)
+        assert f"ticket {bad.ticket}" in why[0]
         try:
             taken, refused = checks.check_delivery(at, samples, VOCABULARY)
         except BadMessage as error:

@@ -6,16 +6,14 @@ import math
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
-from learner_step_kit import GROUPS, SIZE, batch, weights
+from learner_step_kit import GROUPS, SIZE, batch_with_parts, weights
 from process_kit import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import reference_pages
 
 from asyncrl.config import load
-from asyncrl.contract.messages import Batch
 from asyncrl.models.policy import build_model
 from learner.step import LearnerCore
 
@@ -47,20 +45,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def with_parts(number: int) -> Batch:
-    """Completions whose rewards have two parts, as gdpo needs; every fourth one is cut."""
-    made = batch(number, seed=number)
-    samples = [
-        msgspec.structs.replace(
-            sample,
-            finish="length" if place % 4 == 0 else "stop",
-            reward_parts={"length": float(place % 3), "right": sample.reward},
-        )
-        for place, sample in enumerate(made.samples)
-    ]
-    return msgspec.structs.replace(made, samples=samples)
-
-
 @pytest.mark.parametrize("option", CASES)
 def test_the_settings_of_a_paper_train(models: dict[str, Path], option: list[str]) -> None:
     sets = [f"model.path={models['policy']}", *AROUND]
@@ -72,7 +56,7 @@ def test_the_settings_of_a_paper_train(models: dict[str, Path], option: list[str
     learner = LearnerCore(load.load(ROOT / "configs" / "demo.toml", sets), models["policy"])
     before = weights(learner)
     for number in range(2):
-        row = learner.train(with_parts(number))
+        row = learner.train(batch_with_parts(number))
         assert math.isfinite(row["loss/policy"])
     after = weights(learner)
     assert bool(after.isfinite().all()) and not bool((after == before).all())

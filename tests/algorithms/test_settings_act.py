@@ -12,9 +12,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from learner_step_kit import GROUPS, SIZE, batch, weights
+from learner_step_kit import GROUPS, SIZE, batch_with_parts, weights
 
 from asyncrl.algorithms import settings
 from asyncrl.config import layers, load
@@ -186,27 +185,13 @@ def run(models: dict[str, Path], keys: dict[str, Any], batches: int) -> Any:
     )
     try:
         learner = LearnerCore(load.convert(raw, "c.toml"), models["policy"])
-        rows = [learner.train(varied(number)) for number in range(batches)]
+        rows = [learner.train(batch_with_parts(number)) for number in range(batches)]
     except AsyncrlError as error:
         return str(error)
     numbers = [
         {name: value for name, value in row.items() if not math.isnan(value)} for row in rows
     ]
     return numbers, weights(learner).tolist()
-
-
-def varied(number: int) -> Any:
-    """Answers with parts of their reward, some cut, lags up to 3."""
-    made = batch(number, seed=number)
-    samples = [
-        msgspec.structs.replace(
-            sample,
-            finish="length" if place % 4 == 0 else "stop",
-            reward_parts={"length": float(place % 3), "right": sample.reward},
-        )
-        for place, sample in enumerate(made.samples)
-    ]
-    return msgspec.structs.replace(made, samples=samples)
 
 
 def other(field: Any, key: str, now: Any) -> Any:

@@ -72,16 +72,11 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
                 assert [(s.ticket, s.sample) for s in batch.samples] == [(number, 0), (number, 1)]
                 assert batch.lags == [0, 0]
                 number += 1
-                assert (
-                    ask(
-                        learner,
-                        m.Commit(
-                            1, number - 1, Label(1, number), f"d{number}", {"reward/mean": 0.5}
-                        ),
-                        m.CommitReply,
-                    ).number
-                    == number - 1
-                )
+                name = ("mismatch/k3_at_lag_0", "mismatch/k3_one_version")[number - 1]
+                metrics = {"reward/mean": 0.5, name: number / 4}
+                commit = m.Commit(1, number - 1, Label(1, number), f"d{number}", metrics)
+                assert ask(learner, commit, m.CommitReply).number == number - 1
+                assert run.service.make_summary()["mismatch_k3_max"] == number / 4
         generator.send(want(2 + number))
     learner.send(m.LearnerGoodbye(1, 2))
     (t,) = wait(generator, m.TicketGrant).tickets

@@ -212,11 +212,13 @@ def test_a_new_life_links_its_origins_checkpoints_and_claims_once(
     assert checkpoint.list_epochs(tmp_path, claimed=True) == [1], (
         "nothing counts before the buffer's welcome"
     )
+    (tmp_path / ".epoch_0.gone").touch()  # not a directory: its removal fails
     final = checkpoint.claim(mine, 4)
     assert checkpoint.list_numbers(final) == [4], (
         "what the buffer has let go of cannot be resumed from"
     )
-    assert [p.name for p in tmp_path.iterdir()] == ["epoch_3"] and not abandoned.exists()
+    assert {p.name for p in tmp_path.iterdir()} == {".epoch_0.gone", "epoch_3"}
+    assert not abandoned.exists()
     assert checkpoint.verify(final / "number_4") == ""
 
 

@@ -447,8 +447,9 @@ def test_a_signal_leaves_a_checkpoint_and_the_command_goes_on(
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 6
-    main([*words, "--set", "training.steps=4"])
-    assert "training.steps was 2 and is 4: the linear schedule" in capsys.readouterr().err
+    main([*words, "--set", "training.steps=4", "--set", "data.heldout=''"])
+    log = capsys.readouterr().err
+    assert "training.steps was 2 and is 4: the linear schedule" in log and "0 held out" in log
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def test_a_blob_is_checked_by_its_head_and_its_digest() -> None:
     damaged = blob[:60] + bytes([blob[60] ^ 1]) + blob[61:]
     for bad, said in (
         ({images.digest(blob): damaged}, "that has another one"),
-        (images.index_by_digest([encoded("JPEG")]), "not a PNG"),
-        (images.index_by_digest([encoded("PNG", "L")]), "not a PNG of 8-bit RGB"),
+        (images.index_by_digest([encoded("JPEG")]), "^an image that is not a PNG$"),
+        (images.index_by_digest([encoded("PNG", "L")]), "not a PNG of 8-bit RGB pixels$"),
         (images.index_by_digest([blob[:16] + b"\0" * 8 + blob[24:]]), "0 x 0 pixels"),
         (images.index_by_digest([bytes(images.MOST_BYTES + 1)]), "at most"),
     ):
@@ -141,7 +141,11 @@ def test_arrays_with_other_images_than_tokens_are_refused(llava: Path) -> None:
         row([9, 9, 1], [2, 9, 9], [name, name], b"\1\0\0"), "it", 12, None, shape
     )
     for bad, read, said in (
-        (row([9, 9], [1], [], b"\1"), shape, "it has 2 image tokens and 0 images"),
+        (
+            row([9, 9], [1], [], b"\1"),
+            shape,
+            "it has 2 image tokens and 0 images, each of 2 tokens",
+        ),
         (row([9, 9], [1], [name] * 2, b"\1"), shape, "it has 2 image tokens and 2 images"),
         (row([1], [9, 9], [name], b"\0\1"), shape, "an image token was sampled"),
         (row([9, 9], [1], ["x"], b"\1"), shape, "a digest of an image has another form"),

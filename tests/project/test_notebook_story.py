@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from itertools import pairwise
 
 import pytest
-from process_kit import ROOT
+from process_kit import ROOT, load_program
 
 pytestmark = pytest.mark.slow
 
 
 def test_the_notebook_runs_and_its_numbers_tell_its_story() -> None:
-    path = ROOT / "docs" / "notebooks" / "staleness.py"
-    spec = importlib.util.spec_from_file_location("staleness_notebook", path)
-    assert spec is not None and spec.loader is not None
-    notebook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(notebook)
+    notebook = load_program(ROOT / "docs" / "notebooks" / "staleness.py")
     outputs, found = notebook.app.run()
     pages = [output.text for output in outputs if output is not None]
     assert sum("iframe" in page for page in pages) == 3 and len(pages) == 7

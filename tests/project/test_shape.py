@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ROOT
+from process_kit import ROOT, load_program
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
 from lib import prose
 
-SPEC = importlib.util.spec_from_file_location("shape", ROOT / "benchmarks" / "shape.py")
-assert SPEC is not None and SPEC.loader is not None
-shape = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(shape)
+shape = load_program(ROOT / "benchmarks" / "shape.py")
 
 
 def test_the_product_is_within_every_limit() -> None:

@@ -106,8 +106,10 @@ def test_the_page_is_served_at_the_announced_address(
             assert page.status_code == 200 and "<html" in page.text
             assert "server" not in page.headers
             assert browser.get(f"{address}/api/runs").json()[0]["id"] == "first"
-    with serving(monkeypatch, [run_dir]) as (other, _):
+    with serving(monkeypatch, [run_dir], "0.0.0.0") as (other, _):
         assert other.split("=")[1] != token, "a token of its own"
+        page = httpx2.get(other, headers={"host": "this.machine"}, follow_redirects=True)
+        assert page.status_code == 200
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")

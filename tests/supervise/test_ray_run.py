@@ -3,7 +3,6 @@ tests/supervise/test_ray.py's."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -11,19 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from process_kit import ROOT
+from process_kit import ROOT, load_program
 
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    program = ROOT / "benchmarks" / "ray_run.py"
-    spec = importlib.util.spec_from_file_location("bench_ray_run", program)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     patch = pytest.MonkeyPatch()
     patch.syspath_prepend(str(ROOT / "benchmarks"))
     before = dict(os.environ)
-    spec.loader.exec_module(module)
+    module = load_program(ROOT / "benchmarks" / "ray_run.py")
     patch.undo()
     for name in os.environ.keys() - before.keys():
         del os.environ[name]

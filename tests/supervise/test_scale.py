@@ -3,14 +3,13 @@ with a list for a socket; what is judged."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ROOT
+from process_kit import ROOT, load_program
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
 from lib import crowd_of_peers
@@ -21,12 +20,7 @@ BATCH = GROUPS * SIZE
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    path = ROOT / "benchmarks" / "scale.py"
-    spec = importlib.util.spec_from_file_location("bench_scale", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(ROOT / "benchmarks" / "scale.py")
 
 
 @pytest.mark.parametrize("pace", [0.0, 1000.0])

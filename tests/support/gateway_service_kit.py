@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 
 PATIENCE_S = 600.0
@@ -23,7 +26,7 @@ class Wire:
         self.moved = False  # the buffer is elsewhere: told once
 
     def send(self, message: Any) -> None:
-        self.sent.append(message)
+        self.sent.append(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.FromPeer))
 
     def find_moved_buffer(self, silent: float) -> bool:
         moved, self.moved = self.moved, False

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from process_kit import ROOT
 
@@ -79,7 +80,7 @@ class Wire:
 
     def send(self, message: m.FromPeer) -> None:
         assert not self.closed
-        self.said.append(message)
+        self.said.append(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.FromPeer))
 
     def find_moved_buffer(self, silent: float) -> bool:
         moved, self.moved = self.moved, False

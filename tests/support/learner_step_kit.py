@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -62,6 +63,20 @@ ANCHORS: list[dict[str, Any]] = [
     {"correction": {"proximal": "interpolate", "preset": "tis"}},
     {"correction": {"proximal": "recompute", "preset": "tis"}},
 ]
+
+
+def batch_with_parts(number: int) -> Batch:
+    """Completions whose rewards have two parts, as gdpo needs; every fourth one is cut."""
+    made = batch(number, seed=number)
+    samples = [
+        msgspec.structs.replace(
+            sample,
+            finish="length" if place % 4 == 0 else "stop",
+            reward_parts={"length": float(place % 3), "right": sample.reward},
+        )
+        for place, sample in enumerate(made.samples)
+    ]
+    return msgspec.structs.replace(made, samples=samples)
 
 
 def core(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +15,15 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def load_program(path: Path) -> Any:
+    """A program's file as a module, under a name that hides no package."""
+    spec = importlib.util.spec_from_file_location(f"program_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # processes keep what they compile, also where Python is told to write no bytecode

@@ -3,11 +3,9 @@ environment would have said."""
 
 from __future__ import annotations
 
-import importlib.util
-
 import jinja2
 import pytest
-from process_kit import ROOT
+from process_kit import ROOT, load_program
 
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.calc import END, TURNS, CalcTask, Calculator, calculate
@@ -70,11 +68,7 @@ def test_fixed_sets_share_no_problem_with_training() -> None:
 @pytest.mark.parametrize("first", ["?37*8", "37*", "?12-30"])
 def test_a_framework_is_told_and_says_what_the_environment_does(first: str) -> None:
     """Its messages, written by the template, are the text of a session in the environment."""
-    path = ROOT / "benchmarks" / "openai_agents.py"
-    spec = importlib.util.spec_from_file_location("framework", path)
-    assert spec is not None and spec.loader is not None
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
+    program = load_program(ROOT / "benchmarks" / "openai_agents.py")
     assert program.solved("37*8+45=") == CalcTask().solve("37*8+45")
     assert program.solved("37*8-45=") == CalcTask().solve("37*8-45")
     call = program.called(first)

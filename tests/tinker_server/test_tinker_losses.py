@@ -306,6 +306,7 @@ def test_the_demo_model_reads_the_recipes_prompts(tmp_path: Path) -> None:
     first, second, third, fourth = (rows[ids[0]] for ids in numbers)
     assert torch.allclose(first - second, third - fourth, atol=1e-2)  # thirty
     model = load_policy(path, "float32", "cpu")
+    assert model.hf.config.intermediate_size == 256
     prefix = np.array(tokenizer.encode(demo_model.PREFIX), np.int32)
     texts = demo_model.make_demonstrations(demo_model.BATCH, seed=0)
     answers = [np.array(tokenizer.encode(text), np.int32) for text in texts]

@@ -20,6 +20,7 @@ from tinker_local_kit import KEY, LocalServer
 
 from asyncrl.tinker import app
 from asyncrl.tinker.call_log import CallLog, TrainingCall
+from asyncrl.tinker.messages import CallFailure
 from asyncrl.tinker.model_records import build_folder_name
 
 ADAM = types.AdamParams(learning_rate=1e-2)
@@ -304,7 +305,12 @@ def test_a_sampling_process_that_exits_samples_the_same(
     assert [list(x.tokens) for x in first] == [list(x.tokens) for x in again]
     assert server.server.ledger.sampled_total == known + 2
     link.exits = {1, 2}
-    with pytest.raises(tinker.RequestFailedError, match="the process ended") as failed:
-        sampler.sample(prompt(), 2, seeded).result()
-    assert failed.value.category == types.RequestErrorCategory.Server
+    for act, category in (
+        (link.act, "Server"),
+        (lambda *_: CallFailure("the process ended"), "User"),
+    ):
+        link.act = act
+        with pytest.raises(tinker.RequestFailedError, match="the process ended") as failed:
+            sampler.sample(prompt(), 2, seeded).result()
+        assert failed.value.category == types.RequestErrorCategory[category]
     assert server.server.ledger.sampled_total == known + 2

@@ -4,7 +4,6 @@ real run over a slow link where namespaces can be made."""
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import shutil
 import signal
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import ENV, ROOT, load_program
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
 from lib.network import namespaces
@@ -28,11 +27,7 @@ CUT = 60_000
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("bench_network", PROGRAM)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(PROGRAM)
 
 
 def test_a_line_is_shared_and_delays_what_has_left_it() -> None:

@@ -96,7 +96,7 @@ def test_a_key_says_what_its_role_says_and_no_more(said: Callable[[str, Any], An
     assert said("viewer", m.StatusRequest()) == m.StatusRequest()
     refused = said("generator-0", LEARNER_HELLO)
     assert isinstance(refused, m.Refusal) and refused.exit_code == 2
-    assert "the key of generator-0 may not send a LearnerHello" in refused.reason
+    assert "the key of generator-0 may not send a LearnerHello of 'a learner'" in refused.reason
     refused = said("generator-1", want)
     assert "the key of generator-1 may not send a TicketRequest of 'generator-0'" in refused.reason
     expected = "the key of viewer may not send a BatchRequest"

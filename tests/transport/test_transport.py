@@ -3,14 +3,13 @@ run, in which every answer is counted."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ROOT, run_command
+from process_kit import ROOT, load_program, run_command
 
 ANSWERS = {64: 100, 1024: 100, 16384: 100}
 
@@ -19,12 +18,7 @@ ANSWERS = {64: 100, 1024: 100, 16384: 100}
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     # last: benchmarks/learner.py must not hide the package
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
-    path = ROOT / "benchmarks" / "transport.py"
-    spec = importlib.util.spec_from_file_location("bench_transport", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(ROOT / "benchmarks" / "transport.py")
 
 
 def turns(**seconds: float) -> dict[str, dict[str, float]]:

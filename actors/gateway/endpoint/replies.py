@@ -94,7 +94,7 @@ def _count_usage(node: CallNode) -> dict[str, int]:
 
 def describe_token(text: str, logprob: float | None) -> dict[str, Any]:
     """Describe a sampled token as chat completions do."""
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> dict[str, Any]:

@@ -351,4 +351,4 @@ class SessionJournal:
     def clear(self) -> None:
         """Remove all files, at the end of the run."""
         for path in self.directory.glob("*"):
-            path.unlink(missing_ok=True)
+            path.unlink()

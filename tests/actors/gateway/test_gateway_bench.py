@@ -3,7 +3,6 @@ and a short run of it without vLLM."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import ENV, ROOT, load_program
 
 from asyncrl.contract import messages as m
 
@@ -29,12 +28,7 @@ from lib.endpoint import asker, stage
 @pytest.fixture(scope="module")
 def bench() -> Any:
     """benchmarks/gateway.py, under a name of its own."""
-    path = ROOT / "benchmarks" / "gateway.py"
-    spec = importlib.util.spec_from_file_location("bench_gateway", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(ROOT / "benchmarks" / "gateway.py")
 
 
 @pytest.fixture(scope="module")

@@ -377,15 +377,16 @@ def test_sessions_of_an_epoch_that_is_over_wait_and_go_on_under_the_next_grant(
     w.calls(1)
     gateway = w.gateway
     assert gateway.list_progress() == [(11, 1, 3)]
-    source = m.WeightsSource(2, "here", "", "")
-    gateway.announce(m.PolicyAnnouncement(Label(2, 1), "d", source))
-    assert len(gateway.list_parked_episodes()) == 2 and not gateway.router.open
+    for epoch in (2, 3):
+        source = m.WeightsSource(epoch, "here", "", "")
+        gateway.announce(m.PolicyAnnouncement(Label(epoch, 1), "d", source))
+        assert len(gateway.list_parked_episodes()) == 2 and not gateway.router.open
     assert gateway.free_sessions == 256
     assert gateway.list_progress() == [(11, 1, 3)]
     gateway.renewed = 0.0
     gateway.renew()
     assert [x.judging for x in w.wire.sent if isinstance(x, m.LeaseRenewal)] == [[]]
-    gateway.accept_tickets([msgspec.structs.replace(first, attempt=2, min_version=Label(2, 1))])
+    gateway.accept_tickets([msgspec.structs.replace(first, attempt=2, min_version=Label(3, 1))])
     assert not gateway.list_parked_episodes() and not gateway.deferred_calls
     assert sorted(gateway.list_progress()) == [(11, 1, 3), (11, 2, 0)]
     first_done = next(x.session.sample for x in gateway.episodes.values() if x.session.tokens)
@@ -393,15 +394,15 @@ def test_sessions_of_an_epoch_that_is_over_wait_and_go_on_under_the_next_grant(
     calls = w.calls(2)
     while calls:
         call = calls.pop()
-        assert call.min_version == Label(2, 1)
-        w.answer(call, texts[call.sample].pop(0), at=Label(2, 1))
+        assert call.min_version == Label(3, 1)
+        w.answer(call, texts[call.sample].pop(0), at=Label(3, 1))
         calls += w.calls(1) if texts[call.sample] else []
     samples = {s.sample: s for s in w.ended(2)}
     early = next(s for s in samples.values() if s.spans[0].label == AT)
     late = next(s for s in samples.values() if s is not early)
     assert (early.attempt, early.adopted, early.length) == (2, [(1, 3)], 9)
     assert early.tokens_by_attempt == [(2, 6), (1, 3)] and late.adopted == [(1, 0)]
-    assert [x.label for x in early.spans] == [AT, Label(2, 1), Label(2, 1)]
+    assert [x.label for x in early.spans] == [AT, Label(3, 1), Label(3, 1)]
 
 
 @pytest.mark.parametrize("later", [0, 1])

@@ -4,7 +4,6 @@ answers of an endpoint; the framework, which is no dependency, is played by a fe
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from process_kit import ROOT
+from process_kit import ROOT, load_program
 
 URL = "http://endpoint"
 SUM = "37*8+45="  # 341
@@ -59,12 +58,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     monkeypatch.setitem(sys.modules, "agents", framework)
     monkeypatch.setitem(sys.modules, "agents.exceptions", exceptions)
-    path = ROOT / "benchmarks" / "openai_agents.py"
-    spec = importlib.util.spec_from_file_location("openai_agents_program", path)
-    assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    return load_program(ROOT / "benchmarks" / "openai_agents.py")
 
 
 class Endpoint:

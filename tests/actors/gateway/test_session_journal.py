@@ -123,10 +123,10 @@ def test_a_restored_session_is_the_one_that_was_kept(tmp_path: Path) -> None:
         assert row.routed == experts_of(tokens_of(row)).encode()
     assert after.describe(8.0) == before.describe(8.0) and after.reported == 4
     own = [
-        {node.number: {at: one.number for at, one in node.ours.items()} for node in each.tree.nodes}
+        [(x.text_digest, {at: one.number for at, one in x.ours.items()}) for x in each.tree.nodes]
         for each in (before, after)
     ]
-    assert own[0] == own[1] and {1: 0} in own[1].values(), "messages that are its own answers"
+    assert own[0] == own[1] and {1: 0} in [numbers for _, numbers in own[1]], "its own answers"
     # the next call goes on behind the same one, from the same stream
     talk.append({"role": "user", "content": "more"})
     for messages, tools in ((talk, [TOOL]), ([USER], [])):

@@ -95,7 +95,7 @@ def test_who_leaves_frees_the_name_at_once_and_for_good() -> None:
     assert s.on_message("g", 1, 0.0) == "new" and not s.end_session("g", 2)
     assert s.end_session("g", 1) and s.get_holder("g") is None
     assert s.on_message("g", 1, 0.1) == "over" and s.on_message("g", 2, 0.2) == "new"
-    assert s.end_session("nobody", 7)
+    assert s.end_session("nobody", 7) and s.is_over("g", 1) and not s.is_over("nobody", 1)
 
 
 def test_memory_is_bounded_whatever_is_said() -> None:
