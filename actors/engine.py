@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from actors.decoding.constraints import TokenConstraint
-from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import VersionSpan
@@ -200,7 +199,7 @@ def find_finish(request: CompletionRequest, last_token: int) -> Finish:
 
 def build_engine(config: Config) -> Engine:
     """Build the engine that `generator.engine` names."""
-    engine_module = importlib.import_module(ENGINES[config.generator.engine].maker)
+    engine_module = importlib.import_module(config.generator.abilities.maker)
     engine: Engine = engine_module.make_engine(config)
     return engine
 

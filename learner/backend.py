@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 from asyncrl.models.policy import (
     PolicyModel,
@@ -163,7 +162,7 @@ class TorchBackend(Trainer):
             return self.model.adapter.base.encode()
         return (
             compute_probe_logprobs(self.model).tobytes()
-            if ENGINES[self.config.generator.engine].probed
+            if self.config.generator.abilities.probed
             else b""
         )
 

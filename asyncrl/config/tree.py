@@ -33,7 +33,7 @@ from asyncrl.algorithms.settings import (
     read_with,
 )
 from asyncrl.config.agents import AgentConfig, AgentSource
-from asyncrl.config.engines import EngineName
+from asyncrl.config.engines import ENGINES, EngineInfo, EngineName
 from asyncrl.config.placement import Placement
 from asyncrl.config.scorers import JudgeConfig, RewardModelConfig
 from asyncrl.config.transports import TransportName
@@ -309,6 +309,11 @@ class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """OpenMP threads of each generator process."""
     gpus: list[Count] = []
     """GPU numbers, assigned to the generators in turn. Empty: model.device."""
+
+    @property
+    def abilities(self) -> EngineInfo:
+        """The abilities of the engine."""
+        return ENGINES[self.engine]
 
 
 class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

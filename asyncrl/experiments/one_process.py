@@ -5,7 +5,7 @@ Every cell of a comparison is checked, so this module imports nothing heavy.
 
 from __future__ import annotations
 
-from asyncrl.config.engines import ENGINES, list_engines
+from asyncrl.config.engines import list_engines
 from asyncrl.config.tree import Config
 
 
@@ -13,7 +13,7 @@ def needs_own_process(config: Config) -> str:
     """Return the reason why `config` cannot run in a warm process; empty if it can."""
     if config.uses_sessions:
         return "agent: sessions need a gateway, which a warm process lacks; run it as processes"
-    if not ENGINES[config.generator.engine].one_process:
+    if not config.generator.abilities.one_process:
         return (
             f"generator.engine: {config.generator.engine} does not run in a warm process; "
             f"use {list_engines('one_process')}"

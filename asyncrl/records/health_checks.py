@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import REFUSALS
 from asyncrl.contract.toml_writer import read_table
@@ -522,7 +521,7 @@ def report_truncation(said: str, facts: RunFacts, unknown: str = "truncated_samp
             ("top_p", generator.top_p, 1),
             ("top_k", generator.top_k, 0),
         )
-        if value != unrestricted and not ENGINES[generator.engine].records_support
+        if value != unrestricted and not generator.abilities.records_support
     )
     if not cuts:
         return make_finding(unknown, said, "restricted_by_client")

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.config.engines import ENGINES
 from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import Config
 from asyncrl.contract.blobs.images import MARKER, digest
@@ -99,7 +98,7 @@ def _build_random_model(config: Config, task: Any, path: Path) -> Any:
         path,
         task.symbols,
         seed=config.seed,
-        heads=ENGINES[config.generator.engine].warm_start_heads,
+        heads=config.generator.abilities.warm_start_heads,
         max_positions=positions,
         family="qwen3_moe" if config.model.warm_start_experts else "qwen3",
         experts=config.model.warm_start_experts,
