@@ -1,8 +1,7 @@
 """Advantages from rewards: their shaping, KL in the reward, and the estimators.
 
-Args of most functions: rewards float [B] and groups int64 [B], where the samples of one prompt
-share a number. They return [B]. The token-level functions (reinforce_pp, gae, k_step, process_grpo,
-otb) take and return packed tensors [N].
+Of functions with them, rewards are float [B] and groups int64 [B], where the samples of one prompt
+share a number. They return [B].
 
 BY_ANSWER and BY_TOKEN, at the end, map config names to functions. To add an advantage, write a
 function of (RewardedBatch, its struct of `settings`) and add its line there.
@@ -87,7 +86,7 @@ def center_by_group(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor
     )
 
 
-def subtract_baseline(rewards: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
+def subtract_baseline(rewards: torch.Tensor, baseline: torch.Tensor | float) -> torch.Tensor:
     """Return r - b, exactly 0 where the two are equal (to EQUAL)."""
     return torch.where((rewards - baseline).abs() <= EQUAL * rewards.abs(), 0.0, rewards - baseline)
 
@@ -107,7 +106,9 @@ def compute_rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 
 
 def compute_grpo(
-    rewards: torch.Tensor, groups: torch.Tensor, *, ddof: int = 1, eps: float = 1e-4
+    rewards: torch.Tensor,
+    groups: torch.Tensor,
+    c: settings.GrpoAdvantage | settings.GdpoAdvantage,
 ) -> torch.Tensor:
     """(r_i - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300).
 
@@ -115,60 +116,18 @@ def compute_grpo(
     of one.
     """
     n = _count_by_group(groups)
-    if int(n.min()) <= ddof:
+    if int(n.min()) <= c.ddof:
         raise ConfigError(
-            f"advantage.name = grpo with ddof = {ddof} needs more than {ddof} samples of each "
+            f"advantage.name = grpo with ddof = {c.ddof} needs more than {c.ddof} samples of each "
             "prompt: raise learner.group_size"
         )
     deviation = center_by_group(rewards, groups)
-    var = average_by_group(deviation.square(), groups) * n / (n - ddof)
-    return torch.where(deviation == 0, 0.0, deviation / (var.sqrt() + eps))
-
-
-def compute_batch_grpo(
-    rewards: torch.Tensor, groups: torch.Tensor, *, ddof: int = 1, eps: float = 1e-4
-) -> torch.Tensor:
-    """(r_i - group's mean) / (std of the whole batch's rewards + eps).
-
-    Groups with little variance are not scaled up (Liu et al. 2025, "Tricks or traps", arXiv
-    2508.08221).
-    """
-    if len(rewards) <= ddof:
-        raise ConfigError(
-            f"advantage.name = grpo with ddof = {ddof} needs more than {ddof} samples in a batch"
-        )
-    return center_by_group(rewards, groups) / (rewards.std(correction=ddof) + eps)
-
-
-def compute_maxrl(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """(r_i - mean) / mean, 0 where the group's mean is not above 0 (MaxRL, arXiv 2602.02710).
-
-    For rewards of 0 and 1 it is the gradient of the log of the pass rate, to the order that the
-    group size allows.
-    """
-    mean = average_by_group(rewards, groups)
-    return torch.where(mean > 0, center_by_group(rewards, groups) / mean.clamp(min=1e-30), 0.0)
-
-
-def compute_pass_at_k(rewards: torch.Tensor, groups: torch.Tensor, *, k: int = 0) -> torch.Tensor:
-    """The contribution of each sample to the best of k, never below 0.
-
-    It is the mean, over all choices of k - 1 others of its group, of max(r_i, theirs) -
-    max(theirs): the `loo - 1` estimator of PKPO (arXiv 2505.15201), times the group's size over k.
-    k = 0 takes the whole group, where only a single best sample gets anything: its distance to the
-    second.
-
-    Raises ConfigError for a group of fewer than k.
-    """
-    contributions = torch.zeros_like(rewards)
-    for group in sorted(set(groups.tolist())):
-        in_group = groups == group
-        contributions[in_group] = _compute_contributions(rewards[in_group], k)
-    return contributions
+    var = average_by_group(deviation.square(), groups) * n / (n - c.ddof)
+    return torch.where(deviation == 0, 0.0, deviation / (var.sqrt() + c.eps))
 
 
 def _compute_contributions(rewards: torch.Tensor, k: int) -> torch.Tensor:
-    """Return `compute_pass_at_k` of one group [G].
+    """Return `_apply_pass_at_k` of one group [G].
 
     Sorted upwards, the best of k - 1 sampled from the samples below position i is at position j
     with probability C(j, k - 2) / C(G - 1, k - 1). Samples above i add nothing.
@@ -195,167 +154,6 @@ def _compute_contributions(rewards: torch.Tensor, k: int) -> torch.Tensor:
     return contributions
 
 
-def compute_dr_grpo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """r_i - mean, without division (Liu et al. 2025, arXiv 2503.20783)."""
-    return center_by_group(rewards, groups)
-
-
-def compute_reinforce(rewards: torch.Tensor, baseline: float) -> torch.Tensor:
-    """r - b (Williams 1992)."""
-    return subtract_baseline(rewards, torch.full_like(rewards, baseline))
-
-
-def compute_opo(rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """r_i minus the length-weighted mean of the group's rewards.
-
-    Hao et al. 2025, arXiv 2505.23585.
-
-    Args:
-        rewards: [B].
-        groups: int64 [B].
-        lengths: [B], in tokens.
-    """
-    t = lengths.to(rewards.dtype)
-    deviation = rewards - _sum_by_group(t * rewards, groups) / _sum_by_group(t, groups).clamp(min=1)
-    return torch.where(find_zero_variance(rewards, groups), 0.0, deviation)
-
-
-def compute_optimal_baseline(
-    rewards: torch.Tensor,
-    groups: torch.Tensor,
-    weights: torch.Tensor,
-    squared_norms: torch.Tensor,
-) -> torch.Tensor:
-    """Return the variance-optimal constant b of each sample's group [B].
-
-    b minimizes the variance of sum W (R - b) grad log pi(y): sum W^2 g^2 R / sum W^2 g^2 (OPOB of
-    VCPO, arXiv 2602.17616). The sample's own reward is included, which biases it by the order of
-    1/G.
-
-    Args:
-        rewards: [B].
-        groups: int64 [B].
-        weights: [B], W = pi_theta / mu of the whole sample, not truncated.
-        squared_norms: [B], g^2 = |grad log pi_theta(y)|^2.
-    """
-    share = weights.double().square() * squared_norms.double()
-    total_share = _sum_by_group(share, groups)
-    b = _sum_by_group(share * rewards, groups) / total_share.clamp(min=1e-300)
-    return torch.where(total_share > 0, b, average_by_group(rewards.double(), groups)).to(
-        rewards.dtype
-    )
-
-
-def compute_opob(
-    rewards: torch.Tensor,
-    groups: torch.Tensor,
-    weights: torch.Tensor,
-    squared_norms: torch.Tensor,
-) -> torch.Tensor:
-    """(r - `compute_optimal_baseline`) / (std of the group, ddof 0); 0 in zero-variance groups."""
-    deviation = rewards - compute_optimal_baseline(rewards, groups, weights, squared_norms)
-    std = average_by_group(center_by_group(rewards, groups).square(), groups).sqrt()
-    return torch.where(find_zero_variance(rewards, groups), 0.0, deviation / std.clamp(min=1e-8))
-
-
-def compute_gdpo(
-    parts: torch.Tensor,
-    groups: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    ddof: int = 1,
-    eps: float = 1e-4,
-) -> torch.Tensor:
-    """Sum `compute_grpo` of each named part of the reward, weighted, and whiten over the batch.
-
-    No part is dominated by the variance of another (GDPO, arXiv 2601.05242).
-
-    Args:
-        parts: [B, P].
-        groups: int64 [B].
-        weights: [P].
-    """
-    by_part = [compute_grpo(part, groups, ddof=ddof, eps=eps) for part in parts.unbind(1)]
-    return whiten((torch.stack(by_part, 1) * weights).sum(1))
-
-
-def compute_otb(
-    returns: torch.Tensor,
-    energy: torch.Tensor,
-    mask: torch.Tensor,
-    seq: torch.Tensor,
-    groups: torch.Tensor,
-) -> torch.Tensor:
-    """G_t - B_t [N], with a baseline for each position t of a group (OTB, arXiv 2602.07078).
-
-    B_t = sum G_t E_t / sum E_t over the samples that have reached t, where E_t is the energy of a
-    sample's tokens up to and including t. Positions are counted in tokens of the mask. Where only
-    one sample of a group goes on, its baseline is its own return and the advantage is 0.
-
-    Args:
-        returns: [N].
-        energy: [N].
-        mask: bool [N].
-        seq: int64 [N].
-        groups: int64 [B].
-    """
-    if not bool(mask.any()):
-        return torch.zeros_like(returns)
-    running_energy = compute_running_sum(torch.where(mask, energy, 0.0), seq)
-    position = compute_running_sum(mask.long(), seq) - 1
-    slot = groups[seq] * (int(position.max()) + 1) + position
-    n = int(slot.max()) + 1
-    masked_returns = torch.where(mask, returns, 0.0)
-    total, share = (
-        sum_by_sample(torch.where(mask, x, 0.0), slot, n)[slot]
-        for x in (masked_returns * running_energy, running_energy)
-    )
-    baseline = total / share.clamp(min=1e-8)
-    deviation = masked_returns - baseline
-    return torch.where(mask & (deviation.abs() > EQUAL * masked_returns.abs()), deviation, 0.0)
-
-
-def compute_gpg(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """(r_i - mean) B / B', B' the number of samples outside zero-variance groups.
-
-    GPG, Chu et al. 2025, arXiv 2504.02546.
-    """
-    informative = (~find_zero_variance(rewards, groups)).sum().clamp(min=1)
-    return compute_dr_grpo(rewards, groups) * len(rewards) / informative
-
-
-def compute_soft_value(rewards: torch.Tensor, groups: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return beta log mean e^(r / beta) over each sample's group [B].
-
-    beta = 0 gives the largest reward, beta = inf the mean.
-    """
-    if beta == math.inf:
-        return average_by_group(rewards, groups)
-    all_samples = torch.ones_like(groups, dtype=torch.bool)
-    largest = find_sample_max(rewards, all_samples, groups, int(groups.max()) + 1)[groups]
-    if beta == 0:
-        return largest
-    return largest + beta * average_by_group(((rewards - largest) / beta).exp(), groups).log()
-
-
-def compute_oapl(rewards: torch.Tensor, groups: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """A* = r - V, with the group's `compute_soft_value` V.
-
-    A*-PO, arXiv 2505.20686; OAPL, arXiv 2602.19362. beta = inf is `compute_dr_grpo`.
-    """
-    deviation = rewards - compute_soft_value(rewards, groups, beta)
-    return torch.where(find_zero_variance(rewards, groups), 0.0, deviation)
-
-
-def compute_asymre(rewards: torch.Tensor, groups: torch.Tensor, *, shift: float) -> torch.Tensor:
-    """r - (group mean + shift) (AsymRE, arXiv 2506.20520).
-
-    With shift below 0, rewarded samples count for more than unrewarded ones, and a zero-variance
-    group gets a positive advantage.
-    """
-    return center_by_group(rewards, groups) - shift
-
-
 def place_on_last_token(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
     """Place x [B] on each sample's last token of the mask, 0 elsewhere: [N]."""
     position = torch.arange(len(seq), device=seq.device)
@@ -363,18 +161,6 @@ def place_on_last_token(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) 
         0, seq, torch.where(mask, position, -1), "amax"
     )
     return torch.where(last_positions[seq] == position, x[seq], 0.0)
-
-
-def compute_reinforce_pp(
-    token_rewards: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, *, gamma: float = 1.0
-) -> torch.Tensor:
-    """Discounted return-to-go [N], whitened over the batch's tokens in the mask.
-
-    REINFORCE++, Hu 2025, arXiv 2501.03262. Its group-baseline variant subtracts the group's mean
-    reward first (`advantage.group_baseline`).
-    """
-    returns = _sum_masked_suffix(token_rewards, mask, seq, gamma)
-    return whiten_masked(returns, mask)
 
 
 def _sum_masked_suffix(
@@ -408,126 +194,20 @@ def _find_next_value(
     return rows.pack(following)
 
 
-def compute_td_residual(
-    token_rewards: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    seq: torch.Tensor,
-    bootstrap: torch.Tensor,
-    gamma: float = 1.0,
+def _sum_next(
+    x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, count: int, discount: float
 ) -> torch.Tensor:
-    """delta_t = r_t + gamma V_{t+1} - V_t over the tokens of the mask, 0 elsewhere: [N].
-
-    bootstrap [B] is V after the last token, 0 where the sample ended by itself.
-    """
-    next_values = _find_next_value(values, mask, seq, bootstrap)
-    return torch.where(mask, token_rewards + gamma * next_values - values, 0.0)
-
-
-def compute_gae(
-    token_rewards: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    seq: torch.Tensor,
-    bootstrap: torch.Tensor,
-    *,
-    gamma: float = 1.0,
-    lam: float = 0.95,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (advantages, returns) [N]: A_t = sum_l (gamma lam)^l delta_{t+l}, returns = A + V.
-
-    Schulman et al. 2015, arXiv 1506.02438. lam = 1 is return minus value, lam = 0 the TD residual.
-
-    Args:
-        token_rewards: [N].
-        values: [N].
-        mask: bool [N]; tokens outside it are skipped as if absent.
-        seq: int64 [N].
-        bootstrap: [B], 0 at EOS and V at truncation.
-    """
-    adv = _sum_masked_suffix(
-        compute_td_residual(token_rewards, values, mask, seq, bootstrap, gamma),
-        mask,
-        seq,
-        gamma * lam,
-    )
-    return adv, torch.where(mask, adv + values, 0.0)
-
-
-def compute_k_step(
-    token_rewards: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    seq: torch.Tensor,
-    bootstrap: torch.Tensor,
-    *,
-    k: int,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-) -> torch.Tensor:
-    """GAE cut after k terms: sum_{l<k} (gamma lam)^l delta_{t+l}, k >= 1.
-
-    Mnih et al. 2016, arXiv 1602.01783.
-    """
+    """Return sums [N] over each token of the mask and those after it, `count` in all."""
     rows = PaddedRows(seq[mask])
-    adv = torch.zeros_like(values)
+    sums = torch.zeros_like(x)
     if not len(seq[mask]):
-        return adv
-    d = rows.pad(compute_td_residual(token_rewards, values, mask, seq, bootstrap, gamma)[mask])
-    total = torch.zeros_like(d)
-    for step in range(min(k, d.shape[1])):
-        total[:, : d.shape[1] - step] += (gamma * lam) ** step * d[:, step:]
-    adv[mask] = rows.pack(total)
-    return adv
-
-
-def compute_process_grpo(
-    token_rewards: torch.Tensor,
-    step: torch.Tensor,
-    mask: torch.Tensor,
-    seq: torch.Tensor,
-    groups: torch.Tensor,
-    *,
-    ddof: int = 1,
-    eps: float = 1e-4,
-) -> torch.Tensor:
-    """The process-supervised form of GRPO (DeepSeekMath, section 4.1.3): [N].
-
-    Step rewards are normalized by mean and std over all steps of the group. A token's advantage is
-    the sum of the normalized rewards from it on. With one step per sample, on its last token, this
-    is `compute_grpo`.
-
-    Args:
-        token_rewards: [N].
-        step: bool [N], tokens that end a step; a reward of 0 counts too (see `find_step_ends`).
-        mask: bool [N].
-        seq: int64 [N].
-        groups: int64 [B].
-    """
-    step = step & mask
-    normalized = torch.zeros_like(token_rewards)
-    if bool(step.any()):
-        group = groups[seq][step]
-        r = token_rewards[step]
-        n = _count_by_group(group)
-        deviation = center_by_group(r, group)
-        std = (_sum_by_group(deviation.square(), group) / (n - ddof)).sqrt()
-        normalized[step] = torch.where(deviation == 0, 0.0, deviation / (std + eps))
-    return _sum_masked_suffix(normalized, mask, seq, 1.0)
-
-
-def find_step_ends(
-    token_rewards: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
-) -> torch.Tensor:
-    """Return bool [N]: the default ends of process-supervision steps.
-
-    They are the tokens with a reward other than 0 and the last token of each sample.
-    """
-    is_last = (
-        place_on_last_token(torch.ones(n, dtype=token_rewards.dtype, device=seq.device), mask, seq)
-        > 0
-    )
-    return mask & ((token_rewards != 0) | is_last)
+        return sums
+    padded = rows.pad(x[mask])
+    total = torch.zeros_like(padded)
+    for step in range(min(count, padded.shape[1])):
+        total[:, : padded.shape[1] - step] += discount**step * padded[:, step:]
+    sums[mask] = rows.pack(total)
+    return sums
 
 
 def _scatter_within_response(x: torch.Tensor, at: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
@@ -583,10 +263,10 @@ def _are_equal(x: torch.Tensor) -> torch.Tensor:
     return x.amax() - x.amin() <= EQUAL * x.abs().amax()
 
 
-def whiten_masked(x: torch.Tensor, mask: torch.Tensor, eps: float = 1e-8) -> torch.Tensor:
+def whiten_masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Whiten over the tokens of the mask; 0 elsewhere."""
     whitened = torch.zeros_like(x)
-    whitened[mask] = whiten(x[mask], eps)
+    whitened[mask] = whiten(x[mask])
     return whitened
 
 
@@ -650,15 +330,18 @@ class RewardedBatch(LossBatch):
         return token_rewards if self.kl_penalty is None else token_rewards - self.kl_penalty
 
     def find_step_ends(self) -> torch.Tensor:
-        """Return bool [N]: trained tokens that end a step, by what the reward function rewarded.
+        """Return bool [N]: trained tokens that end a step.
 
+        By default they are those that the reward function rewarded and the last one of each sample.
         A KL penalty never makes a step.
         """
         assert self.token_rewards is not None
-        if self.steps is None:
-            token_rewards = credit_trained_tokens(self.token_rewards, self.mask, self.seq)
-            return find_step_ends(token_rewards, self.mask, self.seq, self.count)
-        return credit_trained_tokens(self.steps.to(self.rewards.dtype), self.mask, self.seq) > 0
+        if self.steps is not None:
+            steps = self.steps.to(self.rewards.dtype)
+            return credit_trained_tokens(steps, self.mask, self.seq) > 0
+        token_rewards = credit_trained_tokens(self.token_rewards, self.mask, self.seq)
+        is_last = place_on_last_token(torch.ones_like(self.rewards), self.mask, self.seq) > 0
+        return self.mask & ((token_rewards != 0) | is_last)
 
 
 def _subtract_prompt_mean(a: RewardedBatch) -> torch.Tensor:
@@ -671,30 +354,101 @@ def _subtract_prompt_mean(a: RewardedBatch) -> torch.Tensor:
     )
 
 
-# advantage.baseline, of reinforce -> [B]
+# advantage.baseline, of reinforce -> r - b [B] (Williams 1992)
 BASELINES: dict[str, Callable[[RewardedBatch], torch.Tensor]] = {
-    "none": lambda a: compute_reinforce(a.rewards, 0.0),
+    "none": lambda a: subtract_baseline(a.rewards, 0.0),
     "batch": lambda a: center_by_group(a.rewards, torch.zeros_like(a.groups)),
-    "ema": lambda a: compute_reinforce(a.rewards, a.ema),
+    "ema": lambda a: subtract_baseline(a.rewards, a.ema),
     "prompt": _subtract_prompt_mean,
 }
 
 
 def _apply_grpo(a: RewardedBatch, c: settings.GrpoAdvantage) -> torch.Tensor:
-    compute = compute_grpo if c.std == "group" else compute_batch_grpo
-    return compute(a.rewards, a.groups, ddof=c.ddof, eps=c.eps)
+    """`compute_grpo`, or (r_i - group's mean) / (std of the whole batch's rewards + eps).
+
+    With the latter, groups with little variance are not scaled up (Liu et al. 2025, "Tricks or
+    traps", arXiv 2508.08221).
+    """
+    if c.std == "group":
+        return compute_grpo(a.rewards, a.groups, c)
+    if a.count <= c.ddof:
+        raise ConfigError(
+            f"advantage.name = grpo with ddof = {c.ddof} needs more than {c.ddof} samples in a "
+            "batch"
+        )
+    return center_by_group(a.rewards, a.groups) / (a.rewards.std(correction=c.ddof) + c.eps)
+
+
+def _apply_dr_grpo(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
+    """r_i - mean, without division (Liu et al. 2025, arXiv 2503.20783)."""
+    return center_by_group(a.rewards, a.groups)
+
+
+def _apply_maxrl(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
+    """(r_i - mean) / mean, 0 where the group's mean is not above 0 (MaxRL, arXiv 2602.02710).
+
+    For rewards of 0 and 1 it is the gradient of the log of the pass rate, to the order that the
+    group size allows.
+    """
+    mean = average_by_group(a.rewards, a.groups)
+    return torch.where(mean > 0, center_by_group(a.rewards, a.groups) / mean.clamp(min=1e-30), 0.0)
+
+
+def _apply_pass_at_k(a: RewardedBatch, c: settings.PassAtKAdvantage) -> torch.Tensor:
+    """The contribution of each sample to the best of k, never below 0.
+
+    It is the mean, over all choices of k - 1 others of its group, of max(r_i, theirs) -
+    max(theirs): the `loo - 1` estimator of PKPO (arXiv 2505.15201), times the group's size over k.
+    k = 0 takes the whole group, where only a single best sample gets anything: its distance to the
+    second.
+
+    Raises ConfigError for a group of fewer than k.
+    """
+    contributions = torch.zeros_like(a.rewards)
+    for group in sorted(set(a.groups.tolist())):
+        in_group = a.groups == group
+        contributions[in_group] = _compute_contributions(a.rewards[in_group], c.k)
+    return contributions
+
+
+def _apply_opo(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
+    """r_i minus the length-weighted mean of the group's rewards.
+
+    Hao et al. 2025, arXiv 2505.23585.
+    """
+    t = a.lengths.to(a.rewards.dtype)
+    total, length = (_sum_by_group(x, a.groups) for x in (t * a.rewards, t))
+    deviation = a.rewards - total / length.clamp(min=1)
+    return torch.where(find_zero_variance(a.rewards, a.groups), 0.0, deviation)
 
 
 def _apply_opob(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
+    """(r - b) / (std of the group, ddof 0); 0 in zero-variance groups.
+
+    b is the constant of the group that minimizes the variance of sum W (R - b) grad log pi(y):
+    sum W^2 g^2 R / sum W^2 g^2 (OPOB of VCPO, arXiv 2602.17616). The sample's own reward is
+    included, which biases it by the order of 1/G.
+    """
     if a.weights is None or a.squared_norms is None:
         raise ConfigError(
             "advantage.name = opob needs the learner's start and the norms of the samples' "
             "gradients (LossBatch.start, squared_norms)"
         )
-    return compute_opob(a.rewards, a.groups, a.weights, a.squared_norms)
+    rewards, groups = a.rewards, a.groups
+    share = a.weights.double().square() * a.squared_norms.double()
+    total_share = _sum_by_group(share, groups)
+    b = _sum_by_group(share * rewards, groups) / total_share.clamp(min=1e-300)
+    b = torch.where(total_share > 0, b, average_by_group(rewards.double(), groups))
+    std = average_by_group(center_by_group(rewards, groups).square(), groups).sqrt()
+    deviation = (rewards - b.to(rewards.dtype)) / std.clamp(min=1e-8)
+    return torch.where(find_zero_variance(rewards, groups), 0.0, deviation)
 
 
 def _apply_gdpo(a: RewardedBatch, c: settings.GdpoAdvantage) -> torch.Tensor:
+    """Sum `compute_grpo` of each named part of the reward, weighted, and whiten over the batch.
+
+    No part is dominated by the variance of another (GDPO, arXiv 2601.05242).
+    """
     if a.parts is None:
         raise ConfigError(
             "advantage.name = gdpo needs the same named parts of the reward in every sample; the "
@@ -705,8 +459,44 @@ def _apply_gdpo(a: RewardedBatch, c: settings.GdpoAdvantage) -> torch.Tensor:
             f"advantage.part_weights: no part {unknown_part}; the reward has "
             f"{', '.join(a.part_names)}"
         )
-    weights = torch.tensor([c.part_weights.get(name, 1.0) for name in a.part_names])
-    return compute_gdpo(a.parts, a.groups, weights.to(a.parts), ddof=c.ddof, eps=c.eps)
+    weights = a.parts.new_tensor([c.part_weights.get(name, 1.0) for name in a.part_names])
+    by_part = [compute_grpo(part, a.groups, c) for part in a.parts.unbind(1)]
+    return whiten((torch.stack(by_part, 1) * weights).sum(1))
+
+
+def _apply_gpg(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
+    """(r_i - mean) B / B', B' the number of samples outside zero-variance groups.
+
+    GPG, Chu et al. 2025, arXiv 2504.02546.
+    """
+    informative = (~find_zero_variance(a.rewards, a.groups)).sum().clamp(min=1)
+    return center_by_group(a.rewards, a.groups) * a.count / informative
+
+
+def _apply_oapl(a: RewardedBatch, c: settings.OaplAdvantage) -> torch.Tensor:
+    """A* = r - V with V = beta log mean e^(r / beta) over the group.
+
+    A*-PO, arXiv 2505.20686; OAPL, arXiv 2602.19362. beta = 0 makes V the largest reward, and
+    beta = inf the mean.
+    """
+    if c.beta == math.inf:
+        value = average_by_group(a.rewards, a.groups)
+    else:
+        all_samples = torch.ones_like(a.groups, dtype=torch.bool)
+        value = find_sample_max(a.rewards, all_samples, a.groups, int(a.groups.max()) + 1)[a.groups]
+        if c.beta:
+            mean = average_by_group(((a.rewards - value) / c.beta).exp(), a.groups)
+            value = value + c.beta * mean.log()
+    return torch.where(find_zero_variance(a.rewards, a.groups), 0.0, a.rewards - value)
+
+
+def _apply_asymre(a: RewardedBatch, c: settings.AsymreAdvantage) -> torch.Tensor:
+    """r - (group mean + shift) (AsymRE, arXiv 2506.20520).
+
+    With shift below 0, rewarded samples count for more than unrewarded ones, and a zero-variance
+    group gets a positive advantage.
+    """
+    return center_by_group(a.rewards, a.groups) - c.shift
 
 
 def _apply_remax(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
@@ -725,38 +515,79 @@ def _apply_remax(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
 def _apply_reinforce_pp(
     t: RewardedBatch, c: settings.ReinforcePpAdvantage
 ) -> tuple[torch.Tensor, None]:
-    answers = compute_dr_grpo(t.rewards, t.groups) if c.group_baseline else t.rewards
-    return compute_reinforce_pp(t.compute_rewards(answers), t.mask, t.seq, gamma=c.gamma), None
+    """Discounted return-to-go [N], whitened over the batch's tokens in the mask.
+
+    REINFORCE++, Hu 2025, arXiv 2501.03262. Its group-baseline variant subtracts the group's mean
+    reward first (`advantage.group_baseline`).
+    """
+    answers = center_by_group(t.rewards, t.groups) if c.group_baseline else t.rewards
+    returns = _sum_masked_suffix(t.compute_rewards(answers), t.mask, t.seq, c.gamma)
+    return whiten_masked(returns, t.mask), None
 
 
 def _apply_process_grpo(t: RewardedBatch, c: settings.GrpoAdvantage) -> tuple[torch.Tensor, None]:
-    ends = t.find_step_ends()
-    step_rewards = sum_by_step(t.compute_rewards(t.rewards), ends, t.seq)
-    return compute_process_grpo(
-        step_rewards, ends, t.mask, t.seq, t.groups, ddof=c.ddof, eps=c.eps
-    ), None
+    """The process-supervised form of GRPO (DeepSeekMath, section 4.1.3): [N].
+
+    Step rewards are normalized by mean and std over all steps of the group. A token's advantage is
+    the sum of the normalized rewards from it on. With one step per sample, on its last token, this
+    is `compute_grpo`.
+    """
+    step = t.find_step_ends() & t.mask
+    rewards = sum_by_step(t.compute_rewards(t.rewards), step, t.seq)
+    normalized = torch.zeros_like(rewards)
+    if bool(step.any()):
+        group = t.groups[t.seq][step]
+        deviation = center_by_group(rewards[step], group)
+        variance = _sum_by_group(deviation.square(), group) / (_count_by_group(group) - c.ddof)
+        normalized[step] = torch.where(deviation == 0, 0.0, deviation / (variance.sqrt() + c.eps))
+    return _sum_masked_suffix(normalized, t.mask, t.seq, 1.0), None
 
 
 def _apply_otb(t: RewardedBatch, c: settings.Advantage) -> tuple[torch.Tensor, None]:
+    """G_t - B_t [N], with a baseline for each position t of a group (OTB, arXiv 2602.07078).
+
+    B_t = sum G_t E_t / sum E_t over the samples that have reached t, where E_t is the energy of a
+    sample's tokens up to and including t. Positions are counted in tokens of the mask. Where only
+    one sample of a group goes on, its baseline is its own return and the advantage is 0.
+    """
     if t.energy is None:
         raise ConfigError("advantage.name = otb needs each token's energy (LossBatch.energy)")
-    returns = _sum_masked_suffix(t.compute_rewards(t.rewards), t.mask, t.seq, 1.0)
-    return compute_otb(returns, t.energy, t.mask, t.seq, t.groups), None
+    mask, seq = t.mask, t.seq
+    returns = _sum_masked_suffix(t.compute_rewards(t.rewards), mask, seq, 1.0)
+    if not bool(mask.any()):
+        return returns, None
+    energy = compute_running_sum(torch.where(mask, t.energy, 0.0), seq)
+    position = compute_running_sum(mask.long(), seq) - 1
+    slot = t.groups[seq] * (int(position.max()) + 1) + position
+    total, share = (
+        sum_by_sample(torch.where(mask, x, 0.0), slot, int(slot.max()) + 1)[slot]
+        for x in (returns * energy, energy)
+    )
+    deviation = returns - total / share.clamp(min=1e-8)
+    is_new = mask & (deviation.abs() > EQUAL * returns.abs())
+    return torch.where(is_new, deviation, 0.0), None
 
 
 def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> tuple[torch.Tensor, torch.Tensor]:
+    """A_t = sum_l (gamma lam)^l delta_{t+l} over the tokens of the mask, and the returns A + V.
+
+    delta_t = r_t + gamma V_{t+1} - V_t, with the bootstrap after the last token (Schulman et al.
+    2015, arXiv 1506.02438). lam = 1 is return minus value, lam = 0 the TD residual. k_step cuts the
+    sum after k terms (Mnih et al. 2016, arXiv 1602.01783).
+    """
     if t.values is None:
         raise ConfigError("advantage.name = gae needs values (LossBatch.values): a value head")
-    token_rewards = t.compute_rewards(t.rewards)
+    values, mask, seq = t.values, t.mask, t.seq
     bootstrap = torch.zeros_like(t.rewards) if t.bootstrap is None else t.bootstrap
-    adv, returns = compute_gae(
-        token_rewards, t.values, t.mask, t.seq, bootstrap, gamma=c.gamma, lam=c.lam
+    following = t.compute_rewards(t.rewards) + c.gamma * _find_next_value(
+        values, mask, seq, bootstrap
     )
+    residuals = torch.where(mask, following - values, 0.0)
+    adv = _sum_masked_suffix(residuals, mask, seq, c.gamma * c.lam)
+    returns = torch.where(mask, adv + values, 0.0)
     if c.k_step > 0:
-        adv = compute_k_step(
-            token_rewards, t.values, t.mask, t.seq, bootstrap, k=c.k_step, gamma=c.gamma, lam=c.lam
-        )
-    return whiten_masked(adv, t.mask) if c.whiten else adv, returns
+        adv = _sum_next(residuals, mask, seq, c.k_step, c.gamma * c.lam)
+    return whiten_masked(adv, mask) if c.whiten else adv, returns
 
 
 # advantage.name, the tag of its struct in `settings` -> [B], broadcast to the sample's tokens. The
@@ -765,15 +596,15 @@ BY_ANSWER: dict[str, Callable[[RewardedBatch, Any], torch.Tensor]] = {
     "reinforce": lambda a, c: choose_function("advantage.baseline", BASELINES, c.baseline)(a),
     "rloo": lambda a, c: compute_rloo(a.rewards, a.groups),
     "grpo": _apply_grpo,
-    "dr_grpo": lambda a, c: compute_dr_grpo(a.rewards, a.groups),
-    "opo": lambda a, c: compute_opo(a.rewards, a.groups, a.lengths),
-    "gpg": lambda a, c: compute_gpg(a.rewards, a.groups),
+    "dr_grpo": _apply_dr_grpo,
+    "opo": _apply_opo,
+    "gpg": _apply_gpg,
     "remax": _apply_remax,
-    "oapl": lambda a, c: compute_oapl(a.rewards, a.groups, beta=c.beta),
-    "asymre": lambda a, c: compute_asymre(a.rewards, a.groups, shift=c.shift),
+    "oapl": _apply_oapl,
+    "asymre": _apply_asymre,
     "opob": _apply_opob,
-    "maxrl": lambda a, c: compute_maxrl(a.rewards, a.groups),
-    "pass_at_k": lambda a, c: compute_pass_at_k(a.rewards, a.groups, k=c.k),
+    "maxrl": _apply_maxrl,
+    "pass_at_k": _apply_pass_at_k,
     "gdpo": _apply_gdpo,
 }
 # advantage.name -> (advantage [N], returns [N] or None). The KL penalty in the reward is subtracted

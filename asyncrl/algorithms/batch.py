@@ -31,7 +31,7 @@ class LossBatch:
         reward_reference: [N], the reference of KL in the reward where it differs.
         token_rewards: [N]; a sample without any has its reward on its last token.
         steps: bool [N], the last token of each step of process supervision; absent: see
-            `advantages.find_step_ends`.
+            `advantages.RewardedBatch.find_step_ends`.
         values: [N].
         bootstrap: [B], V after the last token of a truncated sample.
         greedy: [B], reward of a greedy completion of the same prompt.

@@ -374,8 +374,8 @@ def _apply_oapl(t: SurrogateTokens, c: settings.OaplLoss) -> SurrogateTerm:
     """2 beta (A* - beta X): the coefficient of OAPL (arXiv 2602.19362).
 
     The loss is the mean over samples of (beta X - A*)^2, with gradient through X, the sample's log
-    ratio; A* is `advantages.compute_oapl`. X is not clamped: nothing is exponentiated, and the pull
-    back would end at a clamp.
+    ratio; A* is that of `advantage.name = oapl`. X is not clamped: nothing is exponentiated, and
+    the pull back would end at a clamp.
     """
     residual = c.oapl_beta * t.sample_log_ratio - t.adv
     length = sum_by_sample(t.mask.to(t.raw.dtype), t.seq, t.n)[t.seq].clamp(min=1)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from advantage_kit import advantage, by_token
 from algorithms_catalogue_kit import vec
 from algorithms_kit import D, config
 
@@ -72,20 +73,18 @@ def test_rewards_that_are_equal_to_rounding_teach_exactly_nothing(value: float, 
     assert bool(adv.find_zero_variance(r, groups).all())
     for a in (
         adv.compute_rloo(r, groups),
-        adv.compute_grpo(r, groups),
-        adv.compute_grpo(r, groups, ddof=0, eps=0.0),
-        adv.compute_dr_grpo(r, groups),
-        adv.compute_gpg(r, groups),
-        adv.compute_opo(r, groups, lengths),
+        advantage("grpo", r, groups),
+        advantage("grpo", r, groups, ddof=0, eps=0.0),
+        *(advantage(name, r, groups, lengths=lengths) for name in ("dr_grpo", "gpg", "opo")),
         adv.whiten(r),
         adv.scale_to_unit(r),
         adv.subtract_baseline(r, torch.full_like(r, value)),
-        adv.compute_reinforce(r, value),
+        adv.subtract_baseline(r, value),
     ):
         assert torch.equal(a, zero), a
     every = torch.ones(24, dtype=torch.bool)
     assert torch.equal(
-        adv.compute_process_grpo(r, every, every, torch.arange(24), groups, eps=0.0), zero
+        by_token("grpo", r, every, torch.arange(24), groups, steps=every, eps=0.0)[0], zero
     )
     assert torch.equal(adv.whiten_masked(r, every), zero)
 
@@ -118,7 +117,7 @@ def test_a_spread_of_more_than_a_millionth_is_one() -> None:
     apart = adv.center_by_group(r, groups)
     assert apart[:2].tolist() == pytest.approx([0.55e-6, -0.55e-6])
     assert apart[2:4].tolist() == [0, 0]
-    assert adv.compute_grpo(r, groups, eps=0.0)[:4].tolist() == pytest.approx(
+    assert advantage("grpo", r, groups, eps=0.0)[:4].tolist() == pytest.approx(
         [math.sqrt(0.5), -math.sqrt(0.5), 0, 0]
     )
     assert adv.whiten(vec(1, 1 - 1.1e-6), eps=0.0).tolist() == pytest.approx(
@@ -128,16 +127,16 @@ def test_a_spread_of_more_than_a_millionth_is_one() -> None:
     assert adv.scale_to_unit(vec(1, 1 - 0.9e-6)).tolist() == [0, 0]
     assert adv.whiten(vec(1, 1 - 0.9e-6)).tolist() == [0, 0]
     assert adv.whiten(vec(3.0)).tolist() == [0]
-    assert adv.compute_reinforce(vec(1, 1), 1 - 1.1e-6).tolist() == pytest.approx([1.1e-6] * 2)
-    assert adv.compute_reinforce(vec(1, 1), 1 - 0.9e-6).tolist() == [0, 0]
+    assert adv.subtract_baseline(vec(1, 1), 1 - 1.1e-6).tolist() == pytest.approx([1.1e-6] * 2)
+    assert adv.subtract_baseline(vec(1, 1), 1 - 0.9e-6).tolist() == [0, 0]
     assert adv.subtract_baseline(vec(1e-6, -2), vec(1, -2)).tolist() == pytest.approx([1e-6 - 1, 0])
 
 
 def test_not_a_number_stays_one_and_is_seen() -> None:
     r, groups = vec(math.nan, 1, 1, 1), torch.tensor([0, 0, 1, 1])
     assert adv.find_zero_variance(r, groups).tolist() == [False, False, True, True]
-    assert bool(adv.compute_grpo(r, groups)[:2].isnan().all())
-    assert adv.compute_grpo(r, groups)[2:].tolist() == [0, 0]
+    assert bool(advantage("grpo", r, groups)[:2].isnan().all())
+    assert advantage("grpo", r, groups)[2:].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from advantage_kit import advantage, by_token, rewarded
 from algorithms_catalogue_kit import vec, yes
 
 from asyncrl.algorithms import advantages as adv
@@ -18,28 +19,28 @@ REWARDS = vec(1, 2, 6, 4, 8)
 
 def test_group_means_and_baselines_of_groups_of_several_sizes() -> None:
     assert adv.average_by_group(REWARDS, GROUPS).tolist() == [3, 3, 3, 6, 6]
-    assert adv.compute_dr_grpo(REWARDS, GROUPS).tolist() == [-2, -1, 3, -2, 2]
+    assert advantage("dr_grpo", REWARDS, GROUPS).tolist() == [-2, -1, 3, -2, 2]
     values = adv.compute_rloo(REWARDS, GROUPS)
     assert values.tolist() == (pytest.approx([1 - 4, 2 - 3.5, 6 - 1.5, 4 - 8, 8 - 4]))
     std0, std1 = math.sqrt(14 / 3), math.sqrt(7)
-    assert adv.compute_grpo(REWARDS, GROUPS, ddof=0, eps=0.0)[:3].tolist() == pytest.approx(
+    assert advantage("grpo", REWARDS, GROUPS, ddof=0, eps=0.0)[:3].tolist() == pytest.approx(
         [-2 / std0, -1 / std0, 3 / std0]
     )
-    assert adv.compute_grpo(REWARDS, GROUPS, eps=0.0).tolist() == pytest.approx(
+    assert advantage("grpo", REWARDS, GROUPS, eps=0.0).tolist() == pytest.approx(
         [-2 / std1, -1 / std1, 3 / std1, -1 / math.sqrt(2), 1 / math.sqrt(2)]
     )
-    assert adv.compute_grpo(REWARDS, GROUPS, eps=0.5)[:3].tolist() == pytest.approx(
+    assert advantage("grpo", REWARDS, GROUPS, eps=0.5)[:3].tolist() == pytest.approx(
         [-2 / (std1 + 0.5), -1 / (std1 + 0.5), 3 / (std1 + 0.5)]
     )
     # eps 1e-4, ddof 1 by default
-    values = float(adv.compute_grpo(vec(0, 1e-3), torch.tensor([0, 0]))[1])
+    values = float(advantage("grpo", vec(0, 1e-3), torch.tensor([0, 0]))[1])
     assert values == (pytest.approx(5e-4 / (math.sqrt(5e-7) + 1e-4)))
     with pytest.raises(
         ConfigError,
         match=r"ddof = 1 needs more than 1 samples of each prompt: raise learner\.group_size",
     ):
-        adv.compute_grpo(vec(1, 2, 3), torch.tensor([0, 0, 1]))
-    got = adv.compute_grpo(vec(1, 2, 3), torch.tensor([0, 0, 1]), ddof=0, eps=0.0)
+        advantage("grpo", vec(1, 2, 3), torch.tensor([0, 0, 1]))
+    got = advantage("grpo", vec(1, 2, 3), torch.tensor([0, 0, 1]), ddof=0, eps=0.0)
     assert got.tolist() == [-1, 1, 0]
     with pytest.raises(ConfigError, match=r"rloo needs at least two samples .* learner.group_size"):
         adv.compute_rloo(vec(1, 2, 3), torch.tensor([0, 0, 1]))
@@ -47,16 +48,17 @@ def test_group_means_and_baselines_of_groups_of_several_sizes() -> None:
 
 
 def test_baselines_that_weigh_or_come_from_elsewhere() -> None:
-    got = adv.compute_opo(REWARDS, GROUPS, torch.tensor([1, 1, 2, 3, 1]))
+    got = advantage("opo", REWARDS, GROUPS, lengths=torch.tensor([1, 1, 2, 3, 1]))
     assert got.tolist() == pytest.approx([1 - 3.75, 2 - 3.75, 6 - 3.75, 4 - 5, 8 - 5])
     # answers without a token: a baseline of 0
-    assert adv.compute_opo(vec(1, 3), torch.tensor([0, 0]), torch.tensor([0, 0])).tolist() == [1, 3]
+    none = torch.tensor([0, 0])
+    assert advantage("opo", vec(1, 3), none, lengths=none).tolist() == [1, 3]
     assert adv.subtract_baseline(vec(3, 4), vec(1, 6)).tolist() == [2, -2]
-    assert adv.compute_reinforce(vec(3, 4), 1.5).tolist() == [1.5, 2.5]
+    assert adv.subtract_baseline(vec(3, 4), 1.5).tolist() == [1.5, 2.5]
     flat = vec(1, 2, 6, 5, 5)
     # three of five are in groups with a spread
-    assert adv.compute_gpg(flat, GROUPS).tolist() == pytest.approx([-2 * 5 / 3, -5 / 3, 5, 0, 0])
-    assert adv.compute_gpg(vec(5, 5), torch.tensor([0, 0])).tolist() == [0, 0]
+    assert advantage("gpg", flat, GROUPS).tolist() == pytest.approx([-2 * 5 / 3, -5 / 3, 5, 0, 0])
+    assert advantage("gpg", vec(5, 5), torch.tensor([0, 0])).tolist() == [0, 0]
     assert adv.find_zero_variance(flat, GROUPS).tolist() == [False, False, False, True, True]
 
 
@@ -68,12 +70,17 @@ def test_the_last_token_is_that_of_the_mask_and_an_answer_without_one_gets_nothi
     assert got.tolist() == [5, 0, 0, 0, 0, 9]
 
 
+def step_ends(given: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+    return rewarded(vec(0, 0), seq[:2] * 0, seq, mask, token_rewards=given).find_step_ends()
+
+
 def test_steps_end_where_something_is_given_and_with_the_answer() -> None:
     seq = torch.tensor([0, 0, 0, 1, 1])
-    got = adv.find_step_ends(vec(0, 2, 0, 3, 0), yes(1, 1, 1, 1, 0), seq, 2)
+    got = step_ends(vec(0, 2, 0, 3, 0), yes(1, 1, 1, 1, 0), seq)
     assert got.tolist() == [False, True, True, True, False]
-    got = adv.find_step_ends(vec(0, 2, 0, 0, 3), yes(1, 0, 1, 1, 0), seq, 2)
-    assert got.tolist() == [False, False, True, True, False]
+    # what a token outside the mask earned is of the one before it
+    got = step_ends(vec(0, 2, 0, 0, 3), yes(1, 0, 1, 1, 0), seq)
+    assert got.tolist() == [True, False, True, True, False]
 
 
 def test_rewards_move_to_the_step_or_the_token_that_earned_them() -> None:
@@ -105,17 +112,21 @@ def test_residuals_skip_what_is_outside_the_mask_and_end_in_the_bootstrap() -> N
     10 and 0."""
     g = 0.5
     delta = [1 + g * 1.5 - 0.5, 0, 2 + g * 10 - 1.5, 0 + g * 3 - 2, 4 + g * 0 - 3]
-    assert adv.compute_td_residual(R, V, MASK, SEQ, vec(10, 0), g).tolist() == pytest.approx(delta)
-    got = adv.compute_td_residual(R, V, MASK, SEQ, vec(10, 0))
+
+    def gae(**keys: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return by_token("gae", R, MASK, SEQ, values=V, bootstrap=vec(10, 0), **keys)
+
+    assert gae(gamma=g, lam=0.0)[0].tolist() == pytest.approx(delta)
+    got = gae(lam=0.0)[0]
     assert got.tolist() == (pytest.approx([1 + 1.5 - 0.5, 0, 2 + 10 - 1.5, 3 - 2, 1]))
     d, lam = delta, 0.8
     want = [d[0] + g * lam * d[2], 0, d[2], d[3] + g * lam * d[4], d[4]]
-    a, returns = adv.compute_gae(R, V, MASK, SEQ, vec(10, 0), gamma=g, lam=lam)
+    a, returns = gae(gamma=g, lam=lam)
     assert a.tolist() == pytest.approx(want)
     assert returns.tolist() == pytest.approx(
         [want[0] + 0.5, 0, want[2] + 1.5, want[3] + 2, want[4] + 3]
     )
-    a, _ = adv.compute_gae(R, V, MASK, SEQ, vec(10, 0))  # gamma 1, lambda 0.95
+    a, _ = gae()  # gamma 1, lambda 0.95
     assert float(a[3]) == pytest.approx(1 + 0.95 * 1)
     assert float(a[0]) == pytest.approx(2 + 0.95 * 10.5)
 
@@ -123,24 +134,27 @@ def test_residuals_skip_what_is_outside_the_mask_and_end_in_the_bootstrap() -> N
 def test_k_residuals_with_discounts_over_the_tokens_of_the_mask() -> None:
     seq, r, v = torch.tensor([0, 0, 0, 0]), vec(1, 50, 2, 3), vec(0, 9, 0, 0)
     m = yes(1, 0, 1, 1)
-    end = vec(0.0)
-    got = adv.compute_k_step(r, v, m, seq, end, k=2, gamma=0.5, lam=0.5)
-    assert got.tolist() == (pytest.approx([1 + 0.25 * 2, 0, 2 + 0.25 * 3, 3]))
-    got = adv.compute_k_step(r, v, m, seq, end, k=3, gamma=0.5, lam=0.5)
-    assert got.tolist() == (pytest.approx([1 + 0.5 + 3 / 16, 0, 2.75, 3]))
+
+    def sums(m: torch.Tensor, **keys: float) -> list[float]:
+        return by_token("gae", r, m, seq, values=v, **keys)[0].tolist()
+
+    got = sums(m, k_step=2, gamma=0.5, lam=0.5)
+    assert got == pytest.approx([1 + 0.25 * 2, 0, 2 + 0.25 * 3, 3])
+    got = sums(m, k_step=3, gamma=0.5, lam=0.5)
+    assert got == pytest.approx([1 + 0.5 + 3 / 16, 0, 2.75, 3])
     # gamma = lambda = 1: returns
-    assert adv.compute_k_step(r, v, m, seq, end, k=9).tolist() == pytest.approx([6, 0, 5, 3])
-    assert adv.compute_k_step(r, v, m & False, seq, end, k=2).tolist() == [0, 0, 0, 0]
+    assert sums(m, k_step=9, lam=1.0) == pytest.approx([6, 0, 5, 3])
+    assert sums(m & False, k_step=2) == [0, 0, 0, 0]
 
 
 def test_returns_to_go_are_whitened_over_the_mask() -> None:
     seq, m = torch.tensor([0, 0, 0, 1]), yes(1, 0, 1, 1)
     raw = vec(1 + 0.5 * 2, 2, 5)
-    got = adv.compute_reinforce_pp(vec(1, 9, 2, 5), m, seq, gamma=0.5)
+    got = by_token("reinforce_pp", vec(1, 9, 2, 5), m, seq, gamma=0.5)[0]
     assert float(got[1]) == 0 and torch.allclose(got[m], (raw - raw.mean()) / raw.std())
     raw = vec(3, 2, 5)
     assert torch.allclose(
-        adv.compute_reinforce_pp(vec(1, 9, 2, 5), m, seq)[m], (raw - raw.mean()) / raw.std()
+        by_token("reinforce_pp", vec(1, 9, 2, 5), m, seq)[0][m], (raw - raw.mean()) / raw.std()
     )
 
 
@@ -155,8 +169,8 @@ def test_whitening_takes_its_constant_and_its_population() -> None:
     assert adv.whiten(vec(3)).tolist() == [0]
     assert adv.whiten(vec(3, 4), reference=vec(1)).tolist() == [0, 0]
     assert adv.whiten(vec(1, 3)).tolist() != [0, 0]
-    got = adv.whiten_masked(vec(1, 99, 2, 6), yes(1, 0, 1, 1), eps=0.5)
-    assert got.tolist() == (pytest.approx([-2 / (std + 0.5), 0, -1 / (std + 0.5), 3 / (std + 0.5)]))
+    got = adv.whiten_masked(vec(1, 99, 2, 6), yes(1, 0, 1, 1))
+    assert got.tolist() == pytest.approx([-2 / std, 0, -1 / std, 3 / std])
     tiny = vec(0, 1e-8, 2e-8)  # std 1e-8, as large as the constant
     assert adv.whiten(tiny).tolist() == pytest.approx([-0.5, 0, 0.5])
     assert adv.whiten_masked(tiny, yes(1, 1, 1)).tolist() == pytest.approx([-0.5, 0, 0.5])

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from advantage_kit import by_token
 from algorithms_kit import (
     D,
     batch,
@@ -91,16 +92,18 @@ def test_box_cox_at_gamma_zero_is_weighted_log_likelihood() -> None:
 def test_gae_at_its_ends() -> None:
     b = batch()
     b.mask[:] = True
-    n, g = len(b.rewards), torch.Generator().manual_seed(4)
-    values, zero = torch.randn(len(b.seq), generator=g, dtype=D), torch.zeros(n, dtype=D)
+    g = torch.Generator().manual_seed(4)
+    values = torch.randn(len(b.seq), generator=g, dtype=D)
     r = advantages.place_on_last_token(b.rewards, b.mask, b.seq)
-    adv, returns = advantages.compute_gae(r, values, b.mask, b.seq, zero, gamma=1.0, lam=1.0)
+
+    def gae(**keys: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return by_token("gae", r, b.mask, b.seq, values=values, **keys)
+
+    adv, returns = gae(lam=1.0)
     assert torch.allclose(adv, b.rewards[b.seq] - values)
     assert torch.allclose(returns, b.rewards[b.seq])
-    td = advantages.compute_td_residual(r, values, b.mask, b.seq, zero)
-    assert torch.allclose(advantages.compute_gae(r, values, b.mask, b.seq, zero, lam=0.0)[0], td)
-    assert torch.allclose(advantages.compute_k_step(r, values, b.mask, b.seq, zero, k=1), td)
-    assert torch.allclose(advantages.compute_k_step(r, values, b.mask, b.seq, zero, k=99), adv)
+    assert torch.allclose(gae(lam=0.0)[0], gae(k_step=1)[0])
+    assert torch.allclose(gae(lam=1.0, k_step=99)[0], adv)
 
 
 def test_reductions_by_hand() -> None:

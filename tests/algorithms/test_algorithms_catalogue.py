@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from advantage_kit import by_token
 from algorithms_catalogue_kit import repaired, vec
 from algorithms_kit import (
     D,
@@ -169,8 +170,8 @@ def test_a_discount_has_the_precision_of_the_rewards(dtype: torch.dtype) -> None
     """0.9 in float32 is 0.89999998, which shows in float64."""
     rewards = torch.tensor([0.0, 1.0], dtype=dtype)
     values, seq = torch.zeros(2, dtype=dtype), torch.tensor([0, 0])
-    every, after = torch.ones(2, dtype=torch.bool), torch.zeros(1, dtype=dtype)
-    adv, _ = advantages.compute_gae(rewards, values, every, seq, after, gamma=0.9, lam=0.9)
+    every = torch.ones(2, dtype=torch.bool)
+    adv, _ = by_token("gae", rewards, every, seq, values=values, gamma=0.9, lam=0.9)
     square = torch.tensor(0.9 * 0.9, dtype=dtype)
     assert adv.dtype == dtype and torch.equal(adv, torch.stack([square, torch.ones_like(square)]))
     exact = torch.tensor(0.9, dtype=dtype)

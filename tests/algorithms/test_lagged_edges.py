@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from advantage_kit import advantage
 from algorithms_kit import D, batch, config, gradient, theta
 from lagged_methods_kit import EVERY, GROUP, LP, MU, SEQ, SIGN, X, example, vcpo, vec
 from surrogate_kit import step_batch, term
 
-from asyncrl.algorithms import advantages, correction, kl, ratios, settings, stopping, surrogates
+from asyncrl.algorithms import correction, kl, ratios, settings, stopping, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.config.tree import LoraConfig
 from asyncrl.contract.errors import ConfigError
@@ -193,8 +194,8 @@ def test_the_share_of_a_stop_and_of_the_ess_multiply() -> None:
 
 def test_types_and_degrees_of_freedom() -> None:
     r, w = torch.tensor([1.0, 0.0]), torch.tensor([0.9, 0.4])
-    assert advantages.compute_optimal_baseline(r, GROUP, w, w).dtype == torch.float32
-    assert advantages.compute_pass_at_k(r, GROUP).dtype == torch.float32
+    assert advantage("opob", r, GROUP, weights=w, squared_norms=w).dtype == torch.float32
+    assert advantage("pass_at_k", r, GROUP).dtype == torch.float32
     parts = torch.stack([vec(1, 0, 0, 3), vec(1, 3, 5, 1)], 1)
     groups = torch.tensor([0, 0, 1, 1])
     for ddof, eps in ((0, 0.0), (1, 0.5), (0, 0.5)):
@@ -205,47 +206,43 @@ def test_types_and_degrees_of_freedom() -> None:
             each.append(((rows - rows.mean(1, keepdim=True)) / (std + eps)).flatten())
         total = each[0] + 2 * each[1]
         expected = (total - total.mean()) / total.std()
-        got = advantages.compute_gdpo(parts, groups, vec(1, 2), ddof=ddof, eps=eps)
+        named = {"parts": parts, "part_names": ("a", "b"), "part_weights": {"b": 2}}
+        got = advantage("gdpo", vec(0, 0, 0, 0), groups, **named, ddof=ddof, eps=eps)
         assert got.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
         r = vec(1, 0, 0.5, 3)
-        got = advantages.compute_batch_grpo(r, groups, ddof=ddof, eps=eps)
+        got = advantage("grpo", r, groups, std="batch", ddof=ddof, eps=eps)
         half = vec(0.5, -0.5, -1.25, 1.25) / (r.std(correction=ddof) + eps)
         assert got.tolist() == pytest.approx(half.tolist())
     with pytest.raises(ConfigError):
-        advantages.compute_batch_grpo(vec(1, 2), GROUP, ddof=2)
+        advantage("grpo", vec(1, 2), GROUP, std="batch", ddof=2)
 
 
-BY_NAME: list[tuple[dict[str, Any], Any]] = [
-    ({"name": "pass_at_k", "k": 2}, lambda r, g: advantages.compute_pass_at_k(r, g, k=2)),
-    ({"name": "pass_at_k"}, lambda r, g: advantages.compute_pass_at_k(r, g, k=4)),
-    ({"name": "maxrl"}, advantages.compute_maxrl),
-    ({"name": "oapl", "beta": 0.3}, lambda r, g: advantages.compute_oapl(r, g, beta=0.3)),
-    ({"name": "asymre", "shift": -0.2}, lambda r, g: advantages.compute_asymre(r, g, shift=-0.2)),
-    (
-        {"name": "grpo", "std": "batch", "ddof": 0, "eps": 0.1},
-        lambda r, g: advantages.compute_batch_grpo(r, g, ddof=0, eps=0.1),
-    ),
-    (
-        {"name": "grpo", "ddof": 0, "eps": 0.1},
-        lambda r, g: advantages.compute_grpo(r, g, ddof=0, eps=0.1),
-    ),
+BY_NAME: list[dict[str, Any]] = [
+    {"name": "pass_at_k", "k": 2},
+    {"name": "pass_at_k"},
+    {"name": "maxrl"},
+    {"name": "oapl", "beta": 0.3},
+    {"name": "asymre", "shift": -0.2},
+    {"name": "grpo", "std": "batch", "ddof": 0, "eps": 0.1},
+    {"name": "grpo", "ddof": 0, "eps": 0.1},
 ]
 
 
-@pytest.mark.parametrize(("keys", "function"), BY_NAME)
-def test_the_config_names_an_advantage_with_its_keys(keys: dict[str, Any], function: Any) -> None:
+@pytest.mark.parametrize("keys", BY_NAME)
+def test_the_config_names_an_advantage_with_its_keys(keys: dict[str, Any]) -> None:
     b = batch(21)
     lp = theta(b)
     got = gradient(b, config(advantage=keys), lp)[1]
-    b.rewards = function(b.rewards, b.groups)
+    b.rewards = advantage(rewards=b.rewards, groups=b.groups, **keys)
     plain = config(advantage={"name": "reinforce", "baseline": "none"})
     assert torch.allclose(got, gradient(b, plain, lp)[1]) and float(got.abs().max()) > 0
 
 
 def test_small_weights_and_means_of_0() -> None:
-    assert advantages.compute_maxrl(vec(1, -1), GROUP).tolist() == [0, 0]
-    small = advantages.compute_optimal_baseline(vec(1, 0), GROUP, vec(0.009, 0.004), vec(2, 1))
-    assert small.tolist() == pytest.approx([0.910112] * 2, abs=1e-6)
+    assert advantage("maxrl", vec(1, -1), GROUP).tolist() == [0, 0]
+    small = {"weights": vec(0.009, 0.004), "squared_norms": vec(2, 1)}
+    got = vec(1, 0) - advantage("opob", vec(1, 0), GROUP, **small) / 2
+    assert got.tolist() == pytest.approx([0.910112] * 2, abs=1e-6)
     edge = ratios.compute_running_min(vec(-ratios.FAR, ratios.FAR), torch.tensor([0, 1]))
     assert edge.tolist() == [-ratios.FAR, ratios.FAR]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from advantage_kit import advantage, by_token
 from algorithms_kit import D, batch, config, convert, gradient, parse_refusals, theta
 from lagged_methods_kit import ANSWER, EVERY, GROUP, LP, MU, SEQ, SIGN, W, X, example, vcpo, vec
 from surrogate_kit import step_batch, term
@@ -65,7 +66,7 @@ def test_the_learners_loss_has_them_for_its_gradient(
 
 def test_oapl_by_hand() -> None:
     """beta1 = 1, beta2 = 1/2; the same advantage in `dro`."""
-    value = advantages.compute_soft_value(vec(1, 0), GROUP, 1.0)
+    value = vec(1, 0) - advantage("oapl", vec(1, 0), GROUP, beta=1.0)
     assert value.tolist() == pytest.approx([0.620115] * 2, abs=1e-6)
     c = config(
         advantage={"name": "oapl", "beta": 1.0},
@@ -75,7 +76,7 @@ def test_oapl_by_hand() -> None:
     lp = LP.clone().requires_grad_(True)
     _, got, sums = gradient(example(), c, lp)
     assert (-2 * got).tolist() == pytest.approx([0.432566] * 3 + [-0.161969] * 3, abs=1e-6)
-    adv = advantages.compute_oapl(vec(1, 0), GROUP, beta=1.0)
+    adv = advantage("oapl", vec(1, 0), GROUP, beta=1.0)
     total = ratios.sum_by_sample(lp - MU.log(), SEQ, 2)
     exact = (0.5 * total - adv).square().mean()
     assert torch.allclose(torch.autograd.grad(exact, lp)[0], got)
@@ -88,25 +89,23 @@ def test_oapl_by_hand() -> None:
 
 def test_a_soft_value_lies_between_the_mean_and_the_largest() -> None:
     r, g = vec(1, 0, 0.5, 2, 2), torch.tensor([0, 0, 0, 1, 1])
-    got = advantages.compute_soft_value(r, g, math.inf)
+    got = r - advantage("oapl", r, g, beta=math.inf)
     assert got.tolist() == (pytest.approx([0.5] * 3 + [2] * 2))
-    assert advantages.compute_soft_value(r, g, 0.0).tolist() == [1, 1, 1, 2, 2]
-    assert torch.allclose(
-        advantages.compute_oapl(r, g, beta=math.inf), advantages.compute_dr_grpo(r, g)
-    )
+    assert (r - advantage("oapl", r, g, beta=0.0)).tolist() == [1, 1, 1, 2, 2]
+    assert torch.allclose(advantage("oapl", r, g, beta=math.inf), advantage("dr_grpo", r, g))
     # far below the rewards, where e^(r / beta) would overflow
-    got = advantages.compute_soft_value(r, g, 1e-6)
+    got = r - advantage("oapl", r, g, beta=1e-6)
     assert got.tolist() == (pytest.approx([1, 1, 1, 2, 2], abs=1e-4))
-    assert advantages.compute_oapl(r, g, beta=0.3)[3:].tolist() == [0, 0]
+    assert advantage("oapl", r, g, beta=0.3)[3:].tolist() == [0, 0]
 
 
 def test_asymre_by_hand() -> None:
-    got = advantages.compute_asymre(vec(1, 0), GROUP, shift=-0.1)
+    got = advantage("asymre", vec(1, 0), GROUP, shift=-0.1)
     assert got.tolist() == (pytest.approx([0.6, -0.4]))
     r, g = vec(1, 0, 0.5, 2, 2), torch.tensor([0, 0, 0, 1, 1])
-    adv = advantages.compute_asymre(r, g, shift=-0.1)
+    adv = advantage("asymre", r, g, shift=-0.1)
     assert ratios.sum_by_sample(adv, g, 2).tolist() == pytest.approx([0.3, 0.2])
-    assert torch.equal(advantages.compute_asymre(r, g, shift=0.0), advantages.compute_dr_grpo(r, g))
+    assert torch.equal(advantage("asymre", r, g, shift=0.0), advantage("dr_grpo", r, g))
 
 
 ON_POLICY = [
@@ -130,7 +129,7 @@ def test_on_policy_oapl_is_scaled_and_gepo_is_not_centred() -> None:
     lp = MU.log().requires_grad_(True)
     keys: dict[str, Any] = {"correction": {"proximal": "behavior"}, "advantage": {"name": "oapl"}}
     got = gradient(b, config(loss={"surrogate": "oapl", "oapl_beta": 0.2}, **keys), lp)[1]
-    adv = advantages.compute_oapl(vec(1, 0), GROUP, beta=0.5)
+    adv = advantage("oapl", vec(1, 0), GROUP, beta=0.5)
     assert torch.allclose(-6 * got, 2 * 0.2 * adv[SEQ])
     q = ratios.average_by_sample(MU.log(), EVERY, SEQ, 2).exp()
     expected = (q / (q.square().sum() / q.sum()))[SEQ]
@@ -471,14 +470,16 @@ def test_an_optimal_baseline_by_hand() -> None:
         (vec(3, 3), 0.835052, None),  # by the length
         (vec(5, 5) / vec(0.81, 0.16), 0.5, [0.45, -0.2]),  # equal W g: the group's mean
     ):
-        found = advantages.compute_optimal_baseline(r, GROUP, w, squared)
+        found = r - advantage("opob", r, GROUP, weights=w, squared_norms=squared) / 2
         assert found.tolist() == pytest.approx([b] * 2, abs=1e-6)
         if expected:
             assert (w * (r - found)).tolist() == pytest.approx(expected, abs=1e-6)
-    half = advantages.compute_opob(r, GROUP, w, vec(2, 1))  # the deviation is 1/2
+    half = advantage("opob", r, GROUP, weights=w, squared_norms=vec(2, 1))  # the deviation is 1/2
     assert (half * w).tolist() == pytest.approx([0.080899 * 2, -0.364045 * 2], abs=1e-6)
-    assert advantages.compute_opob(vec(1, 1), GROUP, w, vec(2, 1)).tolist() == [0, 0]
-    assert advantages.compute_optimal_baseline(r, GROUP, w, vec(0, 0)).tolist() == [0.5, 0.5]
+    got = advantage("opob", vec(1, 1), GROUP, weights=w, squared_norms=vec(2, 1))
+    assert got.tolist() == [0, 0]
+    got = advantage("opob", r, GROUP, weights=w, squared_norms=vec(0, 0))
+    assert got.tolist() == [1, -1]  # the mean
 
 
 def test_the_baseline_in_the_loss_takes_whole_ratios_of_the_start() -> None:
@@ -575,9 +576,9 @@ def test_ppo_and_sapo_on_whole_answers() -> None:
 def test_maxrl_by_hand() -> None:
     """Of n successes in G answers, each gets G / n - 1, the others -1."""
     r, g = vec(1, 0, 0, 0, 0, 0, 1, 1), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
-    assert advantages.compute_maxrl(r, g).tolist() == pytest.approx([3, -1, -1, -1, 0, 0, 0, 0])
+    assert advantage("maxrl", r, g).tolist() == pytest.approx([3, -1, -1, -1, 0, 0, 0, 0])
     # below 0 there is no pass rate
-    assert advantages.compute_maxrl(vec(-1, -3), GROUP).tolist() == [0, 0]
+    assert advantage("maxrl", vec(-1, -3), GROUP).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("k", [2, 3, 4, 5, 0])
@@ -590,26 +591,26 @@ def test_what_an_answer_adds_to_the_best_of_k(k: int) -> None:
         best = [max(drawn) for drawn in itertools.combinations(others, many - 1)]
         expected.append(sum(max(own, x) - x for x in best) / len(best))
     both, groups = torch.cat([rewards, vec(2, 0)]), torch.tensor([0] * 5 + [1] * 2)
-    got = advantages.compute_pass_at_k(both[:5], groups[:5], k=k)
+    got = advantage("pass_at_k", both[:5], groups[:5], k=k)
     assert got.tolist() == pytest.approx(expected)
     if k in (0, 2):  # each group by itself
-        got = advantages.compute_pass_at_k(both, groups, k=k)
+        got = advantage("pass_at_k", both, groups, k=k)
         assert got.tolist() == pytest.approx([*expected, 2, 0])
     else:
         with pytest.raises(ConfigError, match="needs 2 or more, and groups of as many"):
-            advantages.compute_pass_at_k(both, groups, k=k)
+            advantage("pass_at_k", both, groups, k=k)
 
 
 def test_a_deviation_of_the_batch_spares_groups_of_little_spread() -> None:
     r, g = vec(1, 0, 0.5, 0.49), torch.tensor([0, 0, 1, 1])
     deviation = float(r.std())
-    got = advantages.compute_batch_grpo(r, g, eps=0.0)
+    got = advantage("grpo", r, g, std="batch", eps=0.0)
     assert got.tolist() == pytest.approx([x / deviation for x in (0.5, -0.5, 0.005, -0.005)])
     b = batch(9)
     got = gradient(b, config(advantage={"name": "grpo", "std": "batch"}), theta(b))[1]
     assert not torch.allclose(got, gradient(b, config(advantage={"name": "grpo"}), theta(b))[1])
     with pytest.raises(ConfigError, match="more than 1 samples in a batch"):
-        advantages.compute_batch_grpo(vec(1), torch.tensor([0]))
+        advantage("grpo", vec(1), torch.tensor([0]), std="batch")
 
 
 def test_flash_reinforce_by_hand() -> None:
@@ -638,9 +639,10 @@ def test_gdpo_by_hand() -> None:
     groups = torch.tensor([0, 0, 1, 1])
     half = math.sqrt(0.5)
     first = [half - half, -half + half, 0 + half, 0 - half]
-    got = advantages.compute_gdpo(parts, groups, vec(1, 1), eps=0.0)
+    named = {"parts": parts, "part_names": ("a", "b")}
+    got = advantage("gdpo", vec(0, 0, 0, 0), groups, **named, eps=0.0)
     assert got.tolist() == pytest.approx(advantages.whiten(vec(*first)).tolist())
-    got = advantages.compute_gdpo(parts, groups, vec(1, 0), eps=0.0)
+    got = advantage("gdpo", vec(0, 0, 0, 0), groups, **named, part_weights={"b": 0}, eps=0.0)
     assert got.tolist() == pytest.approx(advantages.whiten(vec(half, -half, 0, 0)).tolist())
 
 
@@ -650,9 +652,9 @@ def test_gdpo_in_the_loss_takes_the_rewards_parts_by_name() -> None:
     b.parts = torch.rand(12, 2, generator=g, dtype=D)
     b.part_names = ("form", "truth")
     lp = theta(b)
-    advantage = {"name": "gdpo", "part_weights": {"form": 0.0}}
-    got = gradient(b, config(advantage=advantage), lp)[1]
-    adv = advantages.whiten(advantages.compute_grpo(b.parts[:, 1], b.groups))
+    truth = {"name": "gdpo", "part_weights": {"form": 0.0}}
+    got = gradient(b, config(advantage=truth), lp)[1]
+    adv = advantages.whiten(advantage("grpo", b.parts[:, 1], b.groups))
     c = config(advantage={"name": "reinforce", "baseline": "none"})
     b.rewards = adv
     assert torch.allclose(got, gradient(b, c, lp)[1])
@@ -667,13 +669,18 @@ def test_otb_by_hand() -> None:
     """Answers of 3 and 2 tokens in the mask; at the third place one goes on alone."""
     seq, groups = torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([0, 0])
     mask = torch.tensor([True, False, True, True, True, True])
-    energy, returns = vec(1, 99, 2, 1, 3, 1), vec(1, 99, 1, 1, 0, 0)
-    got = advantages.compute_otb(returns, energy, mask, seq, groups)
+    energy = vec(1, 99, 2, 1, 3, 1)
+    rewards = vec(0, 99, 0, 1, 0, 0)  # whose returns are 1, -, 1, 1 and 0, 0
+
+    def otb(energy: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        return by_token("otb", rewards, mask, seq, groups, energy=energy)[0]
+
+    got = otb(energy, groups)
     first, second = 1 / (1 + 3), 3 / (3 + 4)
     assert got.tolist() == pytest.approx([1 - first, 0, 1 - second, 0, -first, -second])
-    equal = advantages.compute_otb(returns, energy * 0 + 1, mask, seq, groups)
+    equal = otb(energy * 0 + 1, groups)
     assert equal[mask].tolist() == pytest.approx([0.5, 0.5, 0, -0.5, -0.5])
-    apart = advantages.compute_otb(returns, energy, mask, seq, torch.tensor([0, 1]))
+    apart = otb(energy, torch.tensor([0, 1]))
     assert apart.tolist() == [0] * 6
     b = batch(12)
     b.energy = torch.rand(len(b.seq), generator=torch.Generator().manual_seed(3), dtype=D)
@@ -682,7 +689,8 @@ def test_otb_by_hand() -> None:
         advantage={"name": "otb"}, loss={"surrogate": "gpg"}, correction={"proximal": "behavior"}
     )
     b.proximal = b.behavior.clone()
-    adv = advantages.compute_otb(b.rewards[b.seq], b.energy, b.mask, b.seq, b.groups)
+    earned = advantages.place_on_last_token(b.rewards, b.mask, b.seq)
+    adv = by_token("otb", earned, b.mask, b.seq, b.groups, energy=b.energy)[0]
     whole = gradient(b, c, lp)[1]
     assert torch.allclose(whole, torch.where(b.mask, -adv, 0.0) / b.mask.sum())
     assert torch.allclose(whole, gradient(b, c, lp, [[i] for i in range(12)])[1])

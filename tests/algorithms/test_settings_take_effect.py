@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from advantage_kit import by_token
 from algorithms_catalogue_kit import repaired, vec
 from algorithms_kit import D, batch, config, gradient, theta
 from surrogate_kit import covariance, term
@@ -229,12 +230,13 @@ def test_process_supervision_sums_the_normalised_steps_from_a_token_on() -> None
     a token takes what is still to come."""
     seq, m = torch.tensor([0, 0, 0, 1, 1]), torch.ones(5, dtype=torch.bool)
     r, groups = vec(2, 0, 4, 6, 0), torch.tensor([0, 0])
-    got = advantages.compute_process_grpo(r, r != 0, m, seq, groups, ddof=1, eps=0.0)
+    got = by_token("grpo", r, m, seq, groups, steps=r != 0, ddof=1, eps=0.0)[0]
     assert got.tolist() == pytest.approx([-1, 0, 0, 1, 0])
-    exact = advantages.compute_process_grpo(r, r != 0, m, seq, groups, ddof=1, eps=1e-4)
-    assert torch.equal(advantages.compute_process_grpo(r, r != 0, m, seq, groups), exact)
-    m[0] = False  # a token behind the mask is no step and gets nothing: 4 | 6, mean 5, std 1
-    got = advantages.compute_process_grpo(r, r != 0, m, seq, groups, ddof=0, eps=0.0)
+    exact = by_token("grpo", r, m, seq, groups, steps=r != 0, ddof=1, eps=1e-4)[0]
+    assert torch.equal(by_token("grpo", r, m, seq, groups, steps=r != 0)[0], exact)
+    # a token behind the mask is no step and gets nothing: 4 | 6, mean 5, std 1
+    m[0], r[0] = False, 0
+    got = by_token("grpo", r, m, seq, groups, steps=r != 0, ddof=0, eps=0.0)[0]
     assert got.tolist() == pytest.approx([0, -1, -1, 1, 0])
 
 
