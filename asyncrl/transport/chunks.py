@@ -39,7 +39,6 @@ LISTING_POLL_S = 0.2
 ACCEPTED = zmq.EVENT_HANDSHAKE_SUCCEEDED  # the peer accepted the connection
 ANYWHERE = ("0.0.0.0", "*", "::")  # hosts to listen at, not to connect to
 
-CLOSING_S = 60.0  # for the serving thread, which may wait long for a core of a busy machine
 EMPTY_CHECKSUM = xxhash.xxh3_64_intdigest(b"")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -181,9 +180,7 @@ class ChunkServer(ListeningSocket, WeightsServer):
     def close(self) -> None:
         """Stop the thread and close the socket."""
         self._end = True
-        self.thread.join(CLOSING_S)
-        if self.thread.is_alive():
-            return  # closing a socket that another thread uses aborts the process
+        self.thread.join()  # closing a socket that another thread uses aborts the process
         super().close()
 
 

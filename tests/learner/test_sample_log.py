@@ -48,6 +48,8 @@ def test_a_row_has_every_token_with_what_the_learner_knows_of_it(
         assert np.allclose(sequence["behavior"], behavior, atol=1e-4)
         assert sequence["lag"] == [runs[0][2]] * len(ids)
         assert row["lag_max"] == runs[0][2] and row["length"] == len(ids)
+        head = {"batch": source.number, "attempt": 0, "group_key": "", "parts": {}, "segments": []}
+        assert row | head | {"finish": "stop", "calls": 0, "excluded": 0} == row
         assert sequence["mask"] == sequence["used"] == [1] * len(ids)
         # four steps were made: the last pass is not the first one
         assert sequence["start"] != sequence["target"]
