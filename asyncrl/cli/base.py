@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -23,6 +24,15 @@ from asyncrl.contract.importing import append_working_directory
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 
 PATH = click.Path(path_type=Path)
+KINDS = {
+    "path": PATH,
+    "file": click.Path(exists=True, dir_okay=False, path_type=Path),
+    "integer": click.INT,
+    "number": click.FLOAT,
+}
+OPTIONS: dict[str, list[dict[str, Any]]] = tomllib.loads(
+    Path(__file__).with_name("options.toml").read_text(encoding="utf-8")
+)
 
 # a write can fail with these errors without naming a file
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -173,21 +183,23 @@ def json_option(command: Any) -> Any:
     )(command)
 
 
-def dry_run_option(content: str) -> Callable[[Any], Any]:
-    """Add --dry-run, which prints `shown` and starts nothing."""
-    return click.option("--dry-run", is_flag=True, help=f"print {content}; start nothing")
+def option_table(name: str) -> Callable[[Any], Any]:
+    """Add the options of a table of options.toml, which explains their fields."""
 
+    def add(command: Any) -> Any:
+        for row in reversed(OPTIONS[name]):
+            fields = dict(row)
+            least, most, above = (fields.pop(key, None) for key in ("least", "most", "above"))
+            kind = KINDS.get(fields.pop("type", ""))
+            if "choices" in fields:
+                kind = click.Choice(fields.pop("choices"))
+            elif least is not None:
+                range_of = click.FloatRange if kind is click.FLOAT else click.IntRange
+                kind = range_of(least, most, min_open=bool(above))
+            command = click.option(*fields.pop("flags").split(), type=kind, **fields)(command)
+        return command
 
-def count_option(name: str, default: int, help_text: str, least: int = 1) -> Callable[[Any], Any]:
-    """Add an option for a whole number from `least`, with its default in the help."""
-    return click.option(
-        name, type=click.IntRange(least), default=default, show_default=True, help=help_text
-    )
-
-
-def out_option(help_text: str) -> Callable[[Any], Any]:
-    """Add --out, a path to write to."""
-    return click.option("--out", type=PATH, help=help_text)
+    return add
 
 
 def set_option(help_text: str) -> Callable[[Any], Any]:

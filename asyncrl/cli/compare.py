@@ -8,17 +8,7 @@ from pathlib import Path
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import (
-    PATH,
-    command,
-    count_option,
-    dry_run_option,
-    emit,
-    json_option,
-    options,
-    out_option,
-    print_progress,
-)
+from asyncrl.cli.base import PATH, command, emit, json_option, option_table, options, print_progress
 
 
 @command(
@@ -26,20 +16,7 @@ from asyncrl.cli.base import (
     "asyncrl compare demo --arm base: --arm tight:staleness.max_lag=1",
 )
 @options()
-@click.option(
-    "--arm",
-    "arms",
-    multiple=True,
-    metavar="NAME:KEY=VALUE,...",
-    help="an arm; the others are compared with the first; repeatable",
-)
-@count_option("--seeds", 3, "seeds of each arm, counted from the config's")
-@out_option("directory of the comparison; an unfinished comparison there is continued")
-@count_option("--jobs", 1, "real runs at the same time; more than one disturbs the timings")
-@click.option(
-    "--real", is_flag=True, help="start new processes for every run, even where a warm one would do"
-)
-@dry_run_option("the arms and the number of runs")
+@option_table("compare")
 def compare(
     source: str,
     sets: tuple[str, ...],
@@ -94,37 +71,7 @@ def compare(
     "asyncrl sweep demo --limits 1,4,16 --correction tis --correction none",
 )
 @options()
-@click.option(
-    "--limits",
-    default="1,2,4,8",
-    show_default=True,
-    help="staleness limits (with --inject: lags), separated by commas",
-)
-@click.option(
-    "--correction",
-    "correction_texts",
-    multiple=True,
-    metavar="NAME or NAME:KEY=VALUE,...",
-    help="a correction; repeatable  [default: configured, none]",
-)
-@click.option(
-    "--inject",
-    is_flag=True,
-    help="inject each limit as a constant lag, instead of the lag that the processes produce",
-)
-@count_option("--seeds", 3, "seeds of each cell, counted from the config's")
-@count_option("--workers", 1, "runs at the same time: warm processes, one core each")
-@click.option(
-    "--margin",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=0.05,
-    show_default=True,
-    help="held-out reward that a suggested limit may lose; its whole interval lies above minus "
-    "this",
-)
-@out_option("directory of the sweep; an unfinished sweep there is continued")
-@click.option("--no-abandon", is_flag=True, help="also train collapsed runs to their end")
-@dry_run_option("the cells and the number of runs")
+@option_table("sweep")
 def sweep(
     source: str,
     sets: tuple[str, ...],
@@ -205,17 +152,7 @@ def sweep(
     "asyncrl figure runs/sweep-demo --x lag --csv points.csv",
 )
 @click.argument("directories", metavar="DIR...", nargs=-1, required=True, type=PATH)
-@click.option("-o", "--out", type=PATH, metavar="FILE", help="write a figure: .pdf, .svg or .png")
-@click.option("--csv", "table", type=PATH, metavar="FILE.csv", help="write its points as a table")
-@click.option("--metric", default="eval/heldout", show_default=True, help="metric to plot")
-@click.option(
-    "--x",
-    "across",
-    type=click.Choice(["step", "lag"]),
-    default="step",
-    show_default=True,
-    help="x axis; lag: the last value of each run over its measured mean lag",
-)
+@option_table("figure")
 @json_option
 def figure(
     directories: tuple[Path, ...],

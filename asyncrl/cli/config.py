@@ -16,6 +16,7 @@ from asyncrl.cli.base import (
     complete_config,
     complete_key,
     json_option,
+    option_table,
     options,
 )
 from asyncrl.contract.errors import ConfigError
@@ -169,14 +170,7 @@ def print_outcomes(loaded: Any, warnings: list[str], preflight: Any, as_json: bo
 
 
 @config.command(cls=ExampleCommand, examples=("asyncrl config schema > schema.json",))
-@click.option(
-    "--of",
-    "kind",
-    type=click.Choice(["run", "sft"]),
-    default="run",
-    show_default=True,
-    help="kind of config: of `asyncrl run` or of `asyncrl sft`",
-)
+@option_table("schema")
 def schema(kind: str) -> None:
     """Print the JSON schema of configs, for editors."""
     from asyncrl.config import load, sft
@@ -212,15 +206,7 @@ def task() -> None:
 
 @task.command(name="try", cls=ExampleCommand, examples=TRY)
 @options()
-@click.option(
-    "-n",
-    "count",
-    default=3,
-    show_default=True,
-    help="prompts to show, or sessions to play with --model",
-)
-@click.option("--model", default="", metavar="DIR", help="play sessions with this model")
-@click.option("--part", default="", metavar="LABEL", help="of a mixture, only this part")
+@option_table("try_task")
 def try_task(
     source: str, sets: tuple[str, ...], as_json: bool, count: int, model: str, part: str
 ) -> None:

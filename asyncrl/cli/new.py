@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, command, json_option
+from asyncrl.cli.base import PATH, command, json_option, option_table
 from asyncrl.contract.errors import ConfigError
 
 TEMPLATE = Path(__file__).parent / "templates" / "new"
@@ -84,13 +84,7 @@ def write(directory: Path, *, agent: bool = False, model: str = "") -> list[Path
     "asyncrl new helper --agent",
 )
 @click.argument("directory", metavar="DIR", type=PATH)
-@click.option("--agent", is_flag=True, help="your own agent produces the samples, over HTTP")
-@click.option(
-    "--model",
-    default="",
-    metavar="hf://ORG/NAME|DIR",
-    help="initial model; without it, a tiny one is built for the prompts",
-)
+@option_table("new")
 @json_option
 def new(directory: Path, agent: bool, model: str, as_json: bool) -> None:
     """Write a new project into DIR.

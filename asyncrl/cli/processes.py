@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, command, count_option, emit, json_option, options
+from asyncrl.cli.base import PATH, command, emit, json_option, option_table, options
 from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
 from asyncrl.contract.importing import pause_collection
@@ -197,8 +197,7 @@ def make_process_command(
 ) -> click.Command:
     """Make the command of one kind of process; add_options: adds its own options."""
 
-    @click.option("--run-dir", type=PATH, help="directory of the run; the first process creates it")
-    @count_option("--index", 0, "number of this process among those of its kind", least=0)
+    @option_table("start_process")
     @options()
     def start_process(
         source: str,
@@ -227,14 +226,7 @@ def make_process_command(
 
 
 buffer = make_process_command(
-    "buffer",
-    "Start the buffer process of a run.",
-    click.option(
-        "--take-over",
-        default="",
-        metavar="ADDRESS",
-        help="replace a buffer that is lost or hangs, at this address of this machine",
-    ),
+    "buffer", "Start the buffer process of a run.", option_table("buffer")
 )
 generator = make_process_command(
     "generator", "Start a generator process of a run. Start more with a different --index."
@@ -247,7 +239,7 @@ learner = make_process_command("learner", "Start the learner process of a run.")
 
 @command("asyncrl keys keys --generators 8")
 @click.argument("directory", type=PATH)
-@count_option("--generators", 4, "number of generators that get a key; you can add more later")
+@option_table("keys")
 @json_option
 def keys(directory: Path, generators: int, as_json: bool) -> None:
     """Create CURVE keys in DIRECTORY for a run on several machines.

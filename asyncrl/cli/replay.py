@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from asyncrl.cli.base import PATH, command, json_option, out_option, set_option
+from asyncrl.cli.base import PATH, command, json_option, option_table, set_option
 
 
 @command(
@@ -17,21 +17,7 @@ from asyncrl.cli.base import PATH, command, json_option, out_option, set_option
 )
 @click.argument("run_dir", type=PATH)
 @set_option("change a key: loss, correction, kl, stop, advantage, learner.lr, ...; repeatable")
-@out_option("directory of the replay  [default: RUN_DIR/replays/N]")
-@click.option(
-    "--from",
-    "start",
-    type=click.IntRange(0),
-    help="start at a version whose weights were recorded  [default: the first]",
-)
-@click.option("--until", type=click.IntRange(1), help="stop at this version")
-@click.option(
-    "--eval/--no-eval",
-    "evaluate",
-    default=True,
-    show_default=True,
-    help="measure held-out reward at the versions where the run did",
-)
+@option_table("replay")
 @json_option
 def replay(
     run_dir: Path,
@@ -64,7 +50,7 @@ def replay(
 @command("asyncrl diff runs/A runs/B", "asyncrl diff runs/A runs/B --html diff.html")
 @click.argument("run_a", type=PATH)
 @click.argument("run_b", type=PATH)
-@click.option("--html", type=PATH, help="also write a page with both runs' curves")
+@option_table("diff")
 @json_option
 def diff(run_a: Path, run_b: Path, html: Path | None, as_json: bool) -> None:
     """Compare two runs.

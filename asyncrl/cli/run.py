@@ -11,15 +11,7 @@ from typing import Any
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import (
-    PATH,
-    command,
-    dry_run_option,
-    emit,
-    json_option,
-    options,
-    print_progress,
-)
+from asyncrl.cli.base import PATH, command, emit, json_option, option_table, options, print_progress
 from asyncrl.contract.errors import ConfigError
 
 
@@ -30,22 +22,7 @@ from asyncrl.contract.errors import ConfigError
     "asyncrl run --resume runs/R",
 )
 @options(source=False)
-@click.option("--resume", type=PATH, help="continue the run in this directory")
-@dry_run_option("the resolved config, the processes and the checks")
-@click.option(
-    "--on",
-    default="local",
-    show_default=True,
-    metavar="WHERE",
-    help="start the processes on: local, ray, ray://HOST:PORT or slurm",
-)
-@click.option(
-    "--gpus",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="divide the GPUs 0 to N-1 of this machine between learner and generators",
-)
-@click.option("--watch", is_flag=True, help="show the run in the browser while it runs")
+@option_table("run")
 def run(
     source: str | None,
     sets: tuple[str, ...],
@@ -191,8 +168,7 @@ def report(run_dir: Path, as_json: bool) -> None:
 @command("asyncrl export runs/R my-model", "asyncrl export runs/R my-model --push-to-hub ORG/NAME")
 @click.argument("run_dir", type=PATH)
 @click.argument("path", type=PATH)
-@click.option("--push-to-hub", metavar="NAME", default="", help="upload PATH to this repository")
-@click.option("--private", is_flag=True, help="make a new repository of --push-to-hub private")
+@option_table("export")
 @json_option
 def export(run_dir: Path, path: Path, push_to_hub: str, private: bool, as_json: bool) -> None:
     """Copy the newest trained model of RUN_DIR to PATH.

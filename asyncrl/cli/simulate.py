@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import click
-
-from asyncrl.cli.base import PATH, command, count_option, options
+from asyncrl.cli.base import command, option_table, options
 
 
 @command(
@@ -17,66 +15,7 @@ from asyncrl.cli.base import PATH, command, count_option, options
     "asyncrl simulate demo --time 'reward=pareto(0.2,2.5,4)' --treatments",
 )
 @options()
-@click.option("--from", "from_run", type=PATH, help="take the times from this run directory")
-@click.option("--times", "file", type=PATH, help="take times from this TOML file")
-@click.option(
-    "--time",
-    "single_times",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="set one time, such as swap=0.5 or reward=pareto(0.2,2.5,4); repeatable",
-)
-@click.option(
-    "--limit",
-    "limits",
-    type=float,
-    multiple=True,
-    metavar="K",
-    help="predict the effect of a staleness limit of K; repeatable",
-)
-@click.option(
-    "--more",
-    "added_generators",
-    type=int,
-    multiple=True,
-    metavar="N",
-    help="predict the effect of N more generators; repeatable",
-)
-@click.option(
-    "--sync",
-    "syncs",
-    type=float,
-    multiple=True,
-    metavar="X",
-    help="predict the effect of weight syncs X times as fast; repeatable",
-)
-@click.option(
-    "--generators",
-    default="",
-    metavar="N,N,...",
-    help="simulate with each of these numbers of generators, 1 to 10000",
-)
-@click.option(
-    "--treatments",
-    is_flag=True,
-    help="compare the cost of treatments of late samples: wait, mask, downweight, drop, and a "
-    "deadline for sessions",
-)
-@click.option(
-    "--deadline",
-    type=float,
-    metavar="S",
-    help="deadline of --treatments in seconds  [default: a tenth of the sessions exceed it]",
-)
-@count_option("--seeds", 3, "simulated runs to average")
-@click.option("--steps", type=click.IntRange(1), help="batches  [default: the config's]")
-@click.option("--no-evaluation", is_flag=True, help="simulate without held-out evaluation")
-@click.option(
-    "--plot",
-    type=PATH,
-    metavar="FILE.html",
-    help="plot throughput, idle shares and lag against the limit",
-)
+@option_table("simulate")
 def simulate(
     source: str,
     sets: tuple[str, ...],

@@ -10,26 +10,14 @@ from pathlib import Path
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, command, json_option, print_progress
+from asyncrl.cli.base import command, json_option, option_table, print_progress
 from asyncrl.contract import refusal
 from asyncrl.records import process_log
 
 
 @command("asyncrl join tcp://10.0.0.1:5555 --keys keys/generator-1")
 @click.argument("address", metavar="tcp://HOST:PORT")
-@click.option("--keys", type=PATH, help="this generator's keys; only tcp://127.0.0.1 needs none")
-@click.option(
-    "--index", type=click.IntRange(0), help="number of this generator  [default: that of the key]"
-)
-@click.option("--cache", type=PATH, help="directory of fetched files  [default: ~/.cache/asyncrl]")
-@click.option("--wait", default=120.0, show_default=True, help="seconds to wait for the run")
-@click.option(
-    "--env",
-    multiple=True,
-    metavar="NAME",
-    help="let the run use this environment variable (reward.judge.key_env); repeatable",
-)
-@click.option("--trust-code", is_flag=True, help="execute the run's reward function (reward.share)")
+@option_table("join")
 @json_option
 def join(
     address: str,

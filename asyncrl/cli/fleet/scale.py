@@ -6,15 +6,13 @@ from pathlib import Path
 
 import click
 
-from asyncrl.cli.base import PATH, command, emit, json_option
+from asyncrl.cli.base import PATH, command, emit, json_option, option_table
 
 
 @command("asyncrl scale runs/R 4")
 @click.argument("run_dir", type=PATH)
 @click.argument("generators", type=click.IntRange(1))
-@click.option(
-    "--wait", default=60.0, show_default=True, help="seconds to wait for the supervisor's reply"
-)
+@option_table("scale")
 @json_option
 def scale(run_dir: Path, generators: int, wait: float, as_json: bool) -> None:
     """Change the number of generators of the run in RUN_DIR.

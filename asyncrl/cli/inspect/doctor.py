@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, command, emit, json_option
+from asyncrl.cli.base import PATH, command, emit, json_option, option_table
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.records import process_log
@@ -19,13 +19,7 @@ from asyncrl.records import process_log
 
 @command("asyncrl doctor runs/R", "asyncrl doctor --exact demo")
 @click.argument("run_dir", type=PATH, required=False)
-@click.option(
-    "--exact",
-    "exact",
-    is_flag=True,
-    help="run the self-test of exact mode instead, on a CONFIG, a RUN_DIR or (without either) "
-    "small models: list the operators that agree bitwise",
-)
+@option_table("doctor")
 @json_option
 def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
     """Show the state of the run in RUN_DIR.

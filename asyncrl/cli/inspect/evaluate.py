@@ -9,6 +9,7 @@ from asyncrl.cli.base import (
     command,
     config_argument,
     json_option,
+    option_table,
     print_progress,
     require_model,
     set_option,
@@ -22,12 +23,7 @@ from asyncrl.cli.base import (
 @click.argument("model")
 @config_argument()
 @set_option("override a config key; repeatable")
-@click.option("--only", multiple=True, metavar="SET", help="evaluate this set; repeatable")
-@click.option(
-    "--prompts",
-    type=click.IntRange(1),
-    help="prompts of each set  [default: those of a run's last evaluation]",
-)
+@option_table("eval")
 @json_option
 def eval(  # the name of the command
     model: str,

@@ -7,39 +7,13 @@ import secrets
 
 import click
 
-from asyncrl.cli.base import command, count_option, print_progress, require_model
+from asyncrl.cli.base import command, option_table, print_progress, require_model
 from asyncrl.contract.errors import ConfigError
 
 
 @command("asyncrl serve runs/R/model", "asyncrl serve models/smollm2 --port 8000 --context 2048")
 @click.argument("model")
-@click.option("--name", help="the model's name for clients  [default: MODEL]")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8000,
-    show_default=True,
-    help="port to listen on; 0: any free one",
-)
-@click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on")
-@click.option("--certificate", default="", help="TLS certificate, for an address of a network")
-@click.option("--private-key", default="", help="its private key")
-@click.option("--no-key", is_flag=True, help="require no key; only on an address of this machine")
-@click.option(
-    "--context",
-    type=click.IntRange(1),
-    help="most tokens of prompt and completion  [default: the model's, at most 4096]",
-)
-@count_option("--slots", 64, "completions generated at the same time")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
-    default="float32",
-    show_default=True,
-    help="data type of the weights",
-)
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N")
-@click.option("--threads", type=click.IntRange(1), help="OpenMP threads  [default: all cores]")
+@option_table("serve")
 def serve(
     model: str,
     name: str | None,

@@ -11,21 +11,13 @@ from urllib.parse import urlsplit
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, command, print_progress
+from asyncrl.cli.base import PATH, command, option_table, print_progress
 from asyncrl.contract.errors import ConfigError
 
 
 @command("asyncrl watch runs/R", "asyncrl watch runs --port 8000")
 @click.argument("places", metavar="RUN...", nargs=-1, required=True, type=PATH)
-@click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    help="port to listen on  [default: the first free one from 7860]",
-)
-@click.option(
-    "--no-token", is_flag=True, help="require no token; only on an address of this machine"
-)
+@option_table("watch")
 def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool) -> None:
     """Show runs in the browser while they run, or after.
 
@@ -50,23 +42,7 @@ def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool)
 
 @command("asyncrl samples runs/R --reward 0 --lag 2.. --sort kl --color log_ratio")
 @click.argument("run_dir", metavar="RUN", type=PATH)
-@click.option("--step", default="..", help="batches: 40, 40.., ..40, 10..40")
-@click.option("--reward", default="..", help="rewards, in the same form")
-@click.option("--lag", default="..", help="mean lag of a sample's tokens, in the same form")
-@click.option("--ticket", type=int, help="the group of this ticket")
-@click.option("--rule", help="only samples chosen by this rule of record.token_samples")
-@click.option("--text", default="", help="regular expression in prompt or response")
-@click.option(
-    "--sort",
-    default="batch",
-    show_default=True,
-    help="order, largest first: batch, reward, lag, length, kl, weight",
-)
-@click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="most samples")
-@click.option(
-    "--color", "color_by", default="lag", show_default=True, help="value that colors a token"
-)
-@click.option("--json", "as_json", is_flag=True, help="one JSON object a sample, with every token")
+@option_table("samples")
 def samples(
     run_dir: Path,
     step: str,
