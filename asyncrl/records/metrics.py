@@ -68,16 +68,16 @@ They come from small models, so use them as a first guess. If a metric is not he
 """
 
 
-def _format_table(head: str, rows: list[str]) -> str:
-    columns = head.count("|") - 1
-    return head + "\n|" + "---|" * columns + "\n" + "\n".join(rows) + "\n"
-
-
 def _list_families() -> dict[str, list[tuple[str, str, str]]]:
     """Return family -> (name, unit, meaning) of its rows."""
     lags = ", ".join(BUCKETS)
     older = "`split/mismatch_k3` by how many versions older the oldest keys and values are, "
-    rows = [(n, m.unit, m.meaning) for n, m in METRICS.items() if not n.startswith("by_")]
+    rows = [
+        (name, entry.unit, entry.meaning)
+        for name, entry in METRICS.items()
+        if not name.startswith(("by_", "ledger/"))
+    ]
+    rows.append(("ledger/LINE", "tokens", f"tokens that ended in: {', '.join(DISPOSITIONS)}"))
     rows += [
         (f"by_lag/{kind}_B", unit, f"{meaning} at lag B, one of {lags}")
         for kind, (unit, meaning) in BY_LAG.items()
@@ -97,18 +97,17 @@ def format_markdown() -> str:
     """Format docs/metrics.md.  Raises KeyError if a family has no section."""
     bounds = vars(health_checks)
     first = [
-        f"| `{name}` | {healthy.format_map(bounds)} | {otherwise} |"
+        f"| `{name}` | {healthy.format_map(bounds)} | {otherwise} |\n"
         for name, (healthy, otherwise) in FIRST_LOOK.items()
     ]
-    page = PAGE_HEAD + _format_table("| metric | healthy | otherwise |", first)
+    page = f"{PAGE_HEAD}| metric | healthy | otherwise |\n|---|---|---|\n{''.join(first)}"
     families = _list_families()
     for section, names in SECTIONS.items():
         rows = [row for name in names for row in families.pop(name)]
-        lines = [
-            f"| `{name}` | {unit} | {meaning} |"
-            for name, unit, meaning in ((n, u, m.replace("|", r"\|")) for n, u, m in rows)
-        ]
-        page += f"\n## {section}\n\n" + _format_table("| name | unit | meaning |", lines)
+        page += f"\n## {section}\n\n" + "".join(
+            f"- `{name}`{f' ({unit})' if unit != '-' else ''}: {meaning}\n"
+            for name, unit, meaning in rows
+        )
     if families:
         raise KeyError(f"families without a section: {', '.join(families)}")
     return page

@@ -293,15 +293,12 @@ def test_the_table_of_metrics_is_the_documented_one() -> None:
     assert (ROOT / "docs" / "metrics.md").read_text() == metrics.format_markdown(), (
         "stale: asyncrl config metrics > docs/metrics.md"
     )
-    for line in metrics.format_markdown().splitlines():
-        if line.startswith("|"):  # a `|` inside a cell would cut the row when rendered
-            assert len(re.findall(r"(?<!\\)\|", line)) == 4, line
 
 
 def test_the_page_of_metrics_names_each_once_and_first_those_that_exist() -> None:
     first, _, rest = metrics.format_markdown().partition("\n## Rewards and completions\n")
-    names = re.findall(r"(?m)^\| `(\S+)` \|", rest)
-    plain = {name for name in metrics.METRICS if not name.startswith("by_")}
+    names = re.findall(r"(?m)^- `(\S+)`[ :]", rest)
+    plain = {name for name in metrics.METRICS if not name.startswith(("by_", "ledger/"))}
     assert plain <= set(names) and len(names) == len(set(names))
     looked_at = re.findall(r"(?m)^\| `(\S+)` \|", first)
     assert len(looked_at) > 10 and set(looked_at) <= plain
