@@ -686,7 +686,7 @@ def test_a_recording_holds_each_batch_and_the_weights_that_were_asked_for(
     assert used == stream.measure_size(one.run_dir)
 
 
-@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("after", [0, 3])
 def test_a_recording_that_reaches_its_bound_says_so_once_and_the_run_goes_on(
     life: Made, after: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -704,6 +704,7 @@ def test_a_recording_that_reaches_its_bound_says_so_once_and_the_run_goes_on(
     assert one.finished and said.count("recording: stops") == 1
     assert f"recording: stops before batch {after + 1}: record.stream_mib = " in said
     assert "the run goes on, a replay ends there" in said
+    assert ("KiB a batch and 1 x" in said) == (after == 3), "the first weights alone"
     assert stream.read(one.run_dir).end == after if after else True
 
 

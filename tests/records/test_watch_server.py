@@ -53,9 +53,11 @@ def serving(
     )
     thread.start()
     assert ready.wait(300)
-    yield announced[0]
-    started[0].end()
-    thread.join(300)
+    try:
+        yield announced[0]
+    finally:
+        started[0].end()
+        thread.join(300)
     assert not thread.is_alive()
 
 
@@ -97,8 +99,10 @@ def test_the_first_free_port_is_taken_where_none_was_chosen() -> None:
 def test_the_page_is_served_at_the_announced_address(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    named = {"host": "this.machine"}
     with serving(monkeypatch, [run_dir]) as (url, runs):
         address, token = url.split("/?token=")
+        assert httpx2.get(url, headers=named).status_code == 421
         assert runs == 1 and len(token) == 24 and address.startswith("http://127.0.0.1:")
         assert httpx2.get(f"{address}/api/runs").status_code == 403
         with httpx2.Client() as browser:
@@ -108,8 +112,7 @@ def test_the_page_is_served_at_the_announced_address(
             assert browser.get(f"{address}/api/runs").json()[0]["id"] == "first"
     with serving(monkeypatch, [run_dir], "0.0.0.0") as (other, _):
         assert other.split("=")[1] != token, "a token of its own"
-        page = httpx2.get(other, headers={"host": "this.machine"}, follow_redirects=True)
-        assert page.status_code == 200
+        assert httpx2.get(other, headers=named, follow_redirects=True).status_code == 200
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")

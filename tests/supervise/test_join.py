@@ -5,24 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from hosts_kit import Pretender, maker, said, supervisor
-from process_kit import ENV, ROOT
-from several_hosts_kit import free_address, other_machine
+from process_kit import ROOT
+from several_hosts_kit import WAIT_S, JoinedRun, free_address
 
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.contract.messages import JoinReply, RunStatus
-from asyncrl.records import process_log, rundir
+from asyncrl.records import rundir
 from asyncrl.supervise import join, launch, live, scaling
 from asyncrl.supervise.launch import Supervisor
 from asyncrl.tasks import get_task
@@ -32,7 +27,6 @@ from asyncrl.transport.file_server import FileEntry, FileServer
 from asyncrl.transport.keys import make_keys
 
 __all__ = ["said", "supervisor"]  # fixtures
-WAIT_S = 1800.0
 
 
 @pytest.fixture
@@ -352,106 +346,29 @@ def test_a_request_is_answered_once_and_by_its_id(
     assert isinstance(supervisor.launcher, Pretender)
 
 
-def wait_for(what: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < until and all(p.poll() is None for p in processes)
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 def test_a_machine_with_nothing_but_keys_joins_a_run_that_is_then_scaled(
     tmp_path: Path, small_model: Path
 ) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    there.mkdir()
-    make_keys(tmp_path / "keys", 3)
-    other_machine(tmp_path / "keys", there / "copied", "generator-2")
+    joined = JoinedRun(tmp_path)
     task = get_task(load.load(ROOT / "configs" / "demo.toml").task)
     rows = [task.prompt("train", index, 0) for index in range(64)]
-    (here / "prompts.jsonl").write_text(
+    (joined.here / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": row.text, "answer": row.answer}) + "\n" for row in rows)
     )
-    (here / "mine.py").write_text("def reward(prompt, text):\n    return len(text) % 5 / 4\n")
-    address = free_address()
+    mine = "def reward(prompt, text):\n    return len(text) % 5 / 4\n"
+    (joined.here / "mine.py").write_text(mine)
     plain_words = (
         "task.name='file' task.prompts='prompts.jsonl' reward.function='mine.py:reward' "
-        "reward.share=true reward.workers=1 learner.steps=100000 learner.groups=2 "
-        "learner.group_size=4 generator.max_new_tokens=12 generator.slots=8 evaluation.every=0 "
-        "evaluation.final_prompts=4"
+        "reward.share=true reward.workers=1 reward.deadline_s=600 generator.max_new_tokens=12 "
+        "generator.slots=8"
     )
-    sets = [
-        "name='r'",
-        f"model.path={str(small_model)!r}",
-        *plain_words.split(),
-        f"wires.address={address!r}",
-        f"wires.weights_address={free_address()!r}",
-        f"wires.curve_dir={str(tmp_path / 'keys')!r}",
-        "wires.lease_s=2",
-        "wires.connect_s=600",
-        "reward.deadline_s=600",
-        # its generator stands still for as long as the other one needs
-        "watchdog.floor_s=3600.0",
-        "watchdog.startup_s=3600.0",
-        "weights.transport='tcp'",
-    ]
-    command = [sys.executable, "-m", "asyncrl.cli"]
-    demo = str(ROOT / "configs" / "demo.toml")
-
-    def start(name: str, where: Path, *words: str) -> subprocess.Popen[str]:
-        log = (tmp_path / f"{name}.log").open("w")
-        return subprocess.Popen([*command, *words], cwd=where, env=ENV, stderr=log, text=True)
-
-    def log(name: str) -> str:
-        return (tmp_path / f"{name}.log").read_text()
-
-    def status() -> RunStatus:
-        until = time.monotonic() + WAIT_S
-        while (found := live.request_status(address, str(tmp_path / "keys"), 5.0)) is None:
-            assert time.monotonic() < until and run.poll() is None, log("run")
-        return found
-
-    def scale(number: int) -> subprocess.CompletedProcess[str]:
-        words = [*command, "scale", str(here / "runs" / "r"), str(number), "--json"]
-        words += ["--wait", f"{WAIT_S}"]
-        return subprocess.run(words, cwd=there, env=ENV, capture_output=True, text=True)
-
-    run = start("run", here, "run", demo, *[word for each in sets for word in ("--set", each)])
-    cache = ["--cache", str(there / "cache"), "--trust-code"]
-    joined = start(
-        "join", there, "join", address, "--keys", "copied", "--wait", f"{WAIT_S}", *cache
-    )
-    try:
-        wait_for(lambda: "generator-2" in status().peers, run, joined)
-        rows = process_log.read_events(here / "runs" / "r")
-        alone = next(row["pid"] for row in rows if row["name"] == "generator-0")
-        os.kill(alone, signal.SIGSTOP)
-        before = status().committed
-        # more batches than the stopped one can have written ahead: the other machine's
-        wait_for(lambda: status().committed >= before + 12, run, joined)
-        os.kill(alone, signal.SIGCONT)
-        assert json.loads(scale(2).stdout)["generators"] == 2
-        wait_for(lambda: "generator-1" in status().peers, run, joined)
-        joined.send_signal(signal.SIGINT)
-        assert joined.wait(WAIT_S) == 130
-        wait_for(lambda: "generator-2" not in status().peers, run)
-        assert json.loads(scale(1).stdout)["generators"] == 1
-        wait_for(lambda: "generator-1 has left" in log("run"), run)
-        run.send_signal(signal.SIGINT)
-        assert run.wait(WAIT_S) == 130, log("run")
-    finally:
-        for process in (joined, run):
-            process.kill()
-            process.wait()
-    assert "running the run's code (mine.py, SHA-256" in log("join")
-    assert "reward.share: machines that join this run receive the file of mine.py:reward" in log(
-        "run"
-    )
-    drawn = re.search(r"generator-2: ended after (\d+) tokens", log("join"))
-    assert drawn and int(drawn[1]) > 0
-    kept = sorted(p.name.partition("-")[0] for p in (there / "cache").iterdir() if p.is_dir())
+    sets = [f"model.path={str(small_model)!r}", *plain_words.split()]
+    joined.play(str(ROOT / "configs" / "demo.toml"), sets, "--trust-code", batches=12)
+    assert "running the run's code (mine.py, SHA-256" in joined.log(joined.there)
+    shared = "reward.share: machines that join this run receive the file of mine.py:reward"
+    assert shared in joined.log(joined.here)
+    cache = joined.there / "cache"
+    kept = sorted(p.name.partition("-")[0] for p in cache.iterdir() if p.is_dir())
     assert kept == ["model", "prompts", "reward", "runs"]
-    assert not list((there / "cache" / "runs").iterdir())
-    ledger = json.loads((here / "runs" / "r" / "summary.json").read_text())["ledger"]
-    assert ledger["generated"] == sum(ledger.values()) - ledger["generated"] > 0
+    assert not list((cache / "runs").iterdir())

@@ -219,6 +219,9 @@ def test_steps_that_were_done_before_are_only_counted(drive: EnvironmentPool) ->
     for _ in range(20):
         drive._count(worker, "step", "it took more than 1 s (agent.step_s)")
     assert drive.replaced.startswith("20 lost in a step so far, the last one as it took more")
+    for kind, activity in (("score", "get_reward"), ("", "a pause")):
+        drive._count(worker, kind, "its process ended (SIGKILL)")
+        assert drive.replaced.startswith(f"1 lost in {activity} so far")
     with pytest.raises(ConfigError, match="3 processes were lost in a reset, and none has ever"):
         for _ in range(3):
             drive._count(worker, "reset", "its process ended (SIGKILL)")

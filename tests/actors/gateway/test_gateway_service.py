@@ -381,6 +381,9 @@ def test_sessions_of_an_epoch_that_is_over_wait_and_go_on_under_the_next_grant(
         source = m.WeightsSource(epoch, "here", "", "")
         gateway.announce(m.PolicyAnnouncement(Label(epoch, 1), "d", source))
         assert len(gateway.list_parked_episodes()) == 2 and not gateway.router.open
+    numbers = set(gateway.calls)
+    gateway.announce(gateway.schedule.announced)
+    assert set(gateway.calls) == numbers, "a repeated announcement changes nothing"
     assert gateway.free_sessions == 256
     assert gateway.list_progress() == [(11, 1, 3)]
     gateway.renewed = 0.0
