@@ -110,11 +110,11 @@ class TorchBackend(Trainer):
 
     def apply(self, rate: float, loss: torch.Tensor | None = None) -> float:
         """Measure the gradient's cosine, then `Trainer.apply`."""
-        if self.alignment is None:
-            return super().apply(rate, loss)
-        cosine = self.alignment.measure(self.collect_gradients(self.parameters))
+        cosine = None
+        if self.alignment is not None:
+            cosine = self.alignment.measure(self.collect_gradients(self.parameters))
         norm = super().apply(rate, loss)
-        if math.isfinite(norm):
+        if self.alignment is not None and cosine is not None and math.isfinite(norm):
             self.alignment.remember()
             self.cosine = float(cosine)
         return norm
