@@ -22,13 +22,39 @@ PAGE = ROOT / "docs" / "agents.md"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def write_blocks(folder: Path, name: str) -> None:
-    """An environment of the page and its config, as a reader would save them."""
+# an environment of version 0.1 and its config
+OLD_MODULE = """
+import verifiers as vf
+from datasets import Dataset
+
+
+def load_environment(count=100):
+    rows = [{"question": f"{n}+{n + 1}=", "answer": str(2 * n + 1)} for n in range(count)]
+
+    async def exact(completion, answer):
+        return float(completion[-1]["content"].strip() == answer)
+
+    async def brief(completion):
+        return float(len(completion[-1]["content"]) < 8)
+
+    rubric = vf.Rubric(funcs=[exact, brief], weights=[1.0, 0.1])
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=rubric)
+"""
+OLD_CONFIG = """
+task.name = "env"
+[agent]
+env = "verifiers:my_sums"
+args = { count = 200 }
+"""
+
+
+def write_environment(folder: Path, name: str) -> None:
+    """The environment of the page and its config, as a reader would save them, or the old one."""
     text = PAGE.read_text(encoding="utf-8")
-    start = {"my_tasks": "import verifiers.v1", "my_sums": "import verifiers as"}[name]
-    (module,) = re.findall(rf"(?ms)^```python\n({start}.*?)^```", text)
-    configs = re.findall(r'(?ms)^```toml\n(task.name = "env".*?)^```', text)
-    (config,) = (config for config in configs if f"verifiers:{name}" in config)
+    (module,) = re.findall(r"(?ms)^```python\n(import verifiers.*?)^```", text)
+    (config,) = re.findall(r'(?ms)^```toml\n(task.name = "env".*?)^```', text)
+    if name == "my_sums":
+        module, config = OLD_MODULE, OLD_CONFIG
     (folder / f"{name}.py").write_text(module, encoding="utf-8")
     (folder / "sums.toml").write_text(config, encoding="utf-8")
 
@@ -43,7 +69,7 @@ def test_an_environment_of_verifiers_is_trained_on_by_its_name(
     """One call a session; the environment pays, and each of its rewards is a part."""
     build_model(tmp_path / "m", "0123456789+= ", hidden=32, layers=1)
     (tmp_path / "m" / "chat_template.jinja").write_text(TEMPLATE)
-    write_blocks(tmp_path, name)
+    write_environment(tmp_path, name)
     sets = (
         *PATIENT,
         f"seed={RUN_SEED}",
