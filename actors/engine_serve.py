@@ -38,7 +38,6 @@ from actors.engine import (
     Completion,
     CompletionRequest,
     Key,
-    PromptScores,
     find_finish,
     require_room,
 )
@@ -46,8 +45,8 @@ from actors.engine_vllm import (
     BLOCK,
     CPU_SETTINGS,
     ProbedEngine,
-    count_blocks,
-    count_token_bytes,
+    choose_dtype,
+    count_cache_bytes,
     derive_seeds,
 )
 from asyncrl.config.engines import ENGINES
@@ -170,16 +169,7 @@ class ServeEngine(ProbedEngine):
 
     def __init__(self, config: Config) -> None:
         settings = config.generator
-        super().__init__(
-            config.model.path,
-            slots=settings.slots,
-            context=settings.context,
-            in_flight=config.weights.in_flight,
-            dtype=config.model.dtype if settings.dtype == "same" else settings.dtype,
-            published=config.model.dtype,
-            lora=config.lora if config.lora.rank else None,
-            kept_tokens=settings.prefix_cache_tokens if config.uses_sessions else None,
-        )
+        super().__init__(config)
         self.servers = (
             [Server(url.rstrip("/")) for url in settings.servers]
             if settings.servers
@@ -272,11 +262,6 @@ class ServeEngine(ProbedEngine):
                 completions.append(self._build_completion(ended))
         self.steps_made += 1
         return completions
-
-    def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:
-        raise ConfigError(
-            "generator.engine = vllm-serve does not score prompts; set generator.engine = embedded"
-        )
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
         counts = self.count_tokens()
@@ -533,23 +518,18 @@ def build_command(config: Config, host: str, port: int) -> list[str]:
     """Return the command of a server for this config."""
     settings = config.generator
     shape = load_text_config(config.model.path)
-    count = settings.own_servers or 1
-    slots = -(-settings.slots // count)
-    kept = settings.prefix_cache_tokens if config.uses_sessions else 0
-    dtype = config.model.dtype if settings.dtype == "same" else settings.dtype
-    blocks = count_blocks(slots, settings.context, kept)
-    size = settings.kv_cache_mib << 20 or blocks * BLOCK * count_token_bytes(shape, dtype)
+    slots = -(-settings.slots // (settings.own_servers or 1))
     options = {
         "model": str(Path(config.model.path).resolve()),
         "host": host,
         "port": port,
-        "dtype": dtype,
+        "dtype": choose_dtype(config),
         "seed": config.seed,
         "tensor-parallel-size": settings.tensor_parallel or 1,
         "max-model-len": settings.context,
         "max-num-seqs": slots + 1,
         "block-size": BLOCK,
-        "kv-cache-memory-bytes": size,
+        "kv-cache-memory-bytes": count_cache_bytes(config, shape, slots),
         "gpu-memory-utilization": 0.05,  # only a check at the start
         "logprobs-mode": "processed_logprobs",
         "max-logprobs": 1,

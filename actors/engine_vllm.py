@@ -40,7 +40,7 @@ from actors.engine import (
     require_room,
 )
 from actors.vllm_swap import DirectWriter, UnsupportedModel, pack
-from asyncrl.config.tree import Config, LoraConfig
+from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, ProtocolError
 from asyncrl.contract.importing import pause_collection
 from asyncrl.contract.messages import VersionSpan
@@ -336,33 +336,29 @@ class ReferenceWeights:
 class ProbedEngine:
     """The common part of vLLM's engines: versions by name, salted prompts, a probe of each version.
 
-    See `VllmEngine` for the arguments.
+    kept_tokens: for sessions, the tokens kept beside those of `slots` running samples, for later
+    calls that begin with them. 0: a prompt shares keys only with equal prompts. None: samples are
+    single completions, whose prompts share keys within the memory of the running samples.
     """
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        slots: int,
-        context: int,
-        in_flight: str,
-        dtype: str,
-        published: str,
-        lora: LoraConfig | None,
-        kept_tokens: int | None,
-    ) -> None:
-        self.slots = slots
+    def __init__(self, config: Config) -> None:
+        settings = config.generator
+        self.slots = settings.slots
         self.steps_made = 0
-        self.context = context
-        self.in_flight = in_flight
-        self.kept_tokens = kept_tokens
+        self.context = settings.context
+        self.in_flight = config.weights.in_flight
+        self.kept_tokens = settings.prefix_cache_tokens if config.uses_sessions else None
+        self.published, self.path = config.model.dtype, config.model.path
+        dtype = choose_dtype(config)
         self.dtype = getattr(torch, dtype)
-        self.path = path
-        self.published = published or dtype
         self.reference: ReferenceWeights | None = None  # built on first use
-        self.base = AdapterBase(load_policy(path, dtype, "cpu"), lora) if lora is not None else None
+        self.base = (
+            AdapterBase(load_policy(self.path, dtype, "cpu"), config.lora)
+            if config.lora.rank
+            else None
+        )
         with pause_collection():
-            self.shape = load_text_config(path)
+            self.shape = load_text_config(self.path)
         self.ids = list_probe_ids(self.shape)
         self.layers = int(self.shape.num_hidden_layers)
         self.label = Label(0, 0)
@@ -388,6 +384,13 @@ class ProbedEngine:
         if self.reference is None:
             self.reference = ReferenceWeights(self.path, self.published)
         return weights, self.reference.compute_logprobs(weights)
+
+    def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:
+        """See `actors.engine.Engine`."""
+        raise ConfigError(
+            "generator.engine: vLLM's engines do not score prompts; set generator.engine = "
+            "embedded, or serve the exported model with vLLM's own server"
+        )
 
     def salt(self, group: Hashable, loads: int | str) -> str:
         """Return the salt of a prompt's keys, which only requests of the same load share.
@@ -431,57 +434,18 @@ class ProbedEngine:
 class VllmEngine(ProbedEngine):
     """See `actors.engine.Engine`. Raises ConfigError when vLLM refuses the model.
 
-    path: a Hugging Face directory. kv_bytes: memory for keys and values; 0: as much as slots x
-    context and kept_tokens need. lora: versions are adapters, each added to a copy of the base that
-    is kept beside vLLM's.
-
-    kept_tokens: for sessions, the tokens kept beside those of `slots` running samples, for later
-    calls that begin with them. 0: a prompt shares keys only with equal prompts. None: samples are
-    single completions, whose prompts share keys within the memory of the running samples.
-
-    in_flight: keep_kv leaves the keys of live rows unchanged; recompute_kv makes vLLM preempt them,
-    drop all keys and encode them again with the weights just loaded.
+    weights.in_flight: keep_kv leaves the keys of live rows unchanged; recompute_kv makes vLLM
+    preempt them, drop all keys and encode them again with the weights just loaded. With adapters,
+    each is added to a copy of the base that is kept beside vLLM's.
     """
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        slots: int,
-        context: int,
-        in_flight: str = "keep_kv",
-        dtype: str = "float32",
-        published: str = "",
-        device: str = "auto",
-        kv_bytes: int = 0,
-        seed: int = 0,
-        lora: LoraConfig | None = None,
-        kept_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, config: Config) -> None:
+        torch.set_num_threads(config.generator.threads)
         if reason := explain_missing("vllm"):
             raise ConfigError(f"generator.engine = vllm: {reason}")
-        super().__init__(
-            path,
-            slots=slots,
-            context=context,
-            in_flight=in_flight,
-            dtype=dtype,
-            published=published,
-            lora=lora,
-            kept_tokens=kept_tokens,
-        )
+        super().__init__(config)
         self.hits = self.reused = self.encoded = 0  # prompts with kept keys; tokens
-        self.llm = start(
-            path,
-            self.shape,
-            slots=slots,
-            context=context,
-            dtype=dtype,
-            device=device,
-            kv_bytes=kv_bytes,
-            kept_tokens=kept_tokens or 0,
-            seed=seed,
-        )
+        self.llm = start(config, self.shape)
         self.recorder = SupportRecorder()
         self.llm.collective_rpc("asyncrl_install_recorder", args=(self.recorder,))
         # id -> (request, label when it was added)
@@ -566,12 +530,6 @@ class VllmEngine(ProbedEngine):
                 completions += self.unprobed
                 self.unprobed.clear()
         return completions
-
-    def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:
-        raise ConfigError(
-            "generator.engine = vllm does not score prompts; set generator.engine = embedded, or "
-            "serve the exported model with vLLM's own server"
-        )
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
         aborted_keys = set(keys)
@@ -686,31 +644,26 @@ def get_head_size(shape: Any) -> int:
     return size
 
 
-def count_token_bytes(shape: Any, dtype: str) -> int:
-    """Return the bytes of a token's keys and values."""
+def count_cache_bytes(config: Config, shape: Any, slots: int) -> int:
+    """Return the memory for keys and values: as configured, or of `slots` samples and a probe."""
+    settings = config.generator
+    kept_tokens = settings.prefix_cache_tokens if config.uses_sessions else 0
+    blocks = (slots + 1) * -(-settings.context // BLOCK) + -(-kept_tokens // BLOCK) + 16
     heads: int = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    numbers: int = 2 * shape.num_hidden_layers * heads * get_head_size(shape)
-    return numbers * (4 if dtype == "float32" else 2)
+    numbers: int = 2 * shape.num_hidden_layers * heads * get_head_size(shape)  # of a token
+    number_bytes = 4 if choose_dtype(config) == "float32" else 2
+    return settings.kv_cache_mib << 20 or blocks * BLOCK * numbers * number_bytes
 
 
-def count_blocks(slots: int, context: int, kept_tokens: int) -> int:
-    """Return the blocks of keys and values that so many samples, and a probe, need."""
-    return (slots + 1) * -(-context // BLOCK) + -(-kept_tokens // BLOCK) + 16
+def choose_dtype(config: Config) -> str:
+    """Return the number format that the engine computes in."""
+    dtype = config.generator.dtype
+    return config.model.dtype if dtype == "same" else dtype
 
 
-def start(
-    path: str,
-    shape: Any,
-    *,
-    slots: int,
-    context: int,
-    dtype: str,
-    device: str,
-    kv_bytes: int,
-    kept_tokens: int,
-    seed: int,
-) -> Any:
-    """Start vLLM on the Hugging Face directory `path`, its core in this process."""
+def start(config: Config, shape: Any) -> Any:
+    """Start vLLM on the model's directory, its core in this process."""
+    path, device, settings = config.model.path, config.model.device, config.generator
     cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
     for name, value in (SETTINGS | (CPU_SETTINGS if cpu else {})).items():
         os.environ.setdefault(name, value)
@@ -729,18 +682,17 @@ def start(
                 f"model.path: {path} has {head} dimensions a head; vLLM on a CPU has kernels for "
                 f"{', '.join(map(str, sizes))}: use generator.engine = embedded"
             )
-    blocks = count_blocks(slots, context, kept_tokens)
     args = EngineArgs(
-        model=str(path),
-        tokenizer=str(path),
+        model=path,
+        tokenizer=path,
         skip_tokenizer_init=True,
-        dtype=dtype,
-        seed=seed,
-        max_model_len=context,
-        max_num_seqs=slots + 1,
-        max_num_batched_tokens=max(2048, context),
+        dtype=choose_dtype(config),
+        seed=config.seed,
+        max_model_len=settings.context,
+        max_num_seqs=settings.slots + 1,
+        max_num_batched_tokens=max(2048, settings.context),
         block_size=BLOCK,
-        kv_cache_memory_bytes=kv_bytes or blocks * BLOCK * count_token_bytes(shape, dtype),
+        kv_cache_memory_bytes=count_cache_bytes(config, shape, settings.slots),
         # only a check at the start, because the cache has a fixed size: the learner may share the
         # GPU
         gpu_memory_utilization=0.05,
@@ -765,21 +717,4 @@ def start(
         ) from error
 
 
-def make_engine(config: Config) -> VllmEngine:
-    """Build the engine for `generator.engine = "vllm"`."""
-    settings = config.generator
-    torch.set_num_threads(settings.threads)
-    dtype = config.model.dtype if settings.dtype == "same" else settings.dtype
-    return VllmEngine(
-        config.model.path,
-        slots=settings.slots,
-        context=settings.context,
-        in_flight=config.weights.in_flight,
-        dtype=dtype,
-        published=config.model.dtype,
-        device=config.model.device,
-        kv_bytes=settings.kv_cache_mib << 20,
-        seed=config.seed,
-        lora=config.lora if config.lora.rank else None,
-        kept_tokens=settings.prefix_cache_tokens if config.uses_sessions else None,
-    )
+make_engine = VllmEngine

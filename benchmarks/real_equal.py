@@ -60,6 +60,7 @@ from lib.results_file import ROOT
 from weights import Pair
 
 from actors.engine_embedded import EmbeddedEngine
+from asyncrl.config import load
 from asyncrl.contract.versions import Label
 from asyncrl.models import packed_forward
 from asyncrl.models.policy import (
@@ -214,12 +215,17 @@ def vllm(held: Held) -> None:
         model = held.model(dtype)
         weights = dict(list_named_weights(model))
         engine = VllmEngine(
-            held.path,
-            slots=SLOTS,
-            context=room(held.asked),
-            dtype=dtype,
-            published=dtype,
-            device="cpu",
+            load.build(
+                {
+                    "model": {"path": str(held.path), "dtype": dtype, "device": "cpu"},
+                    "task": {"name": "none"},
+                    "generator": {
+                        "slots": SLOTS,
+                        "context": room(held.asked),
+                        "threads": torch.get_num_threads(),
+                    },
+                }
+            )
         )
         probe = compute_probe_logprobs(model).tobytes()
         # the probe of a swap that another one follows is never asked

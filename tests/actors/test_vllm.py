@@ -20,7 +20,7 @@ import torch
 from engine_kit import CUTS, expected, request
 from packaging.requirements import Requirement
 from process_kit import ENV, ROOT
-from vllm_kit import flat
+from vllm_kit import flat, vllm_config
 from wrong_model_kit import chat_model, check_ends
 from wrong_model_kit import config as chat_config
 
@@ -55,15 +55,7 @@ CASES = {
 
 def test_answers_end_at_any_of_several_tokens(tmp_path: Path) -> None:
     model = chat_model(tmp_path, **SHAPE)
-    e = VllmEngine(
-        str(tmp_path),
-        slots=8,
-        context=64,
-        in_flight="recompute_kv",
-        dtype="float32",
-        published="float32",
-        device="cpu",
-    )
+    e = VllmEngine(vllm_config(tmp_path))
     e.load(flat(model), Label(1, 1), "d", policy.compute_probe_logprobs(model).tobytes())
     stops = collect_stop_tokens(load_tokenizer(tmp_path), chat_config(tmp_path))
     e.add([replace(request(t, 0, [4, 5, 13], 12), stop=stops) for t in range(64)])
@@ -126,15 +118,7 @@ class Case:
         self.new = policy.build_model(
             path / "new", "abcdefgh", family=family, tied=tied, seed=4, **SHAPE
         )
-        self.engine = VllmEngine(
-            str(path / "old"),
-            slots=8,
-            context=64,
-            in_flight=self.in_flight,
-            dtype=dtype,
-            published="float32",
-            device="cpu",
-        )
+        self.engine = VllmEngine(vllm_config(path / "old", in_flight=self.in_flight, dtype=dtype))
         self.at = 0
         self.path = path / "old"
         self.load(self.old)

@@ -7,6 +7,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from agent_run_kit import check, command, rows
 from engine_kit import expected, request
 from gateway_calls_kit import call
 from process_kit import ENV, ROOT
-from vllm_kit import flat
+from vllm_kit import flat, vllm_config
 
 from actors import engine_vllm
 from actors.engine import Completion, CompletionRequest
@@ -46,12 +47,7 @@ class Engine:
         self.old = policy.build_model(self.path, "abcdefgh", seed=3, **shape)
         self.new = policy.build_model(path / "new", "abcdefgh", seed=4, **shape)
         self.engine = VllmEngine(
-            str(self.path),
-            slots=SLOTS,
-            context=CONTEXT,
-            in_flight="recompute_kv",
-            device="cpu",
-            kept_tokens=KEPT,
+            vllm_config(self.path, sessions=True, context=CONTEXT, prefix_cache_tokens=KEPT)
         )
         self.at = 0
 
@@ -180,15 +176,18 @@ def test_keys_that_calls_may_keep_have_room_and_without_it_equal_prompts_alone_s
 
 
 def test_runs_of_sessions_keep_keys_and_no_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[dict[str, Any]] = []
-    monkeypatch.setattr(engine_vllm, "VllmEngine", lambda path, **how: made.append(how))
+    made: list[int | None] = []
+    shape = SimpleNamespace(num_hidden_layers=1)
+    monkeypatch.setattr(engine_vllm, "load_text_config", lambda path: shape)
+    monkeypatch.setattr(engine_vllm, "list_probe_ids", lambda shape: [])
     for config, *sets in (
         ("calc", "generator.prefix_cache_tokens=80"),
         ("calc", "generator.prefix_cache_tokens=0"),
         ("vllm",),
     ):
-        engine_vllm.make_engine(load.load(config, ["generator.engine='vllm'", *sets]))
-    assert [how["kept_tokens"] for how in made] == [80, 0, None]
+        settings = load.load(config, ["generator.engine='vllm'", *sets])
+        made.append(engine_vllm.ProbedEngine(settings).kept_tokens)
+    assert made == [80, 0, None]
 
 
 def calls_of(vllm: Engine, in_flight: str) -> CallTurn:
