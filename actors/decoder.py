@@ -43,8 +43,6 @@ class FusedWeights:
         self.exact = exact
         self.layers = len(hf.model.layers)
         self.dtype = hf.model.embed_tokens.weight.dtype
-        self.qk_norm = hasattr(hf.model.layers[0].self_attn, "q_norm")
-        self.bias = hf.model.layers[0].self_attn.q_proj.bias is not None
         self.tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
         self.device = hf.model.embed_tokens.weight.device
         cos, sin = lay.compute_rope(torch.arange(positions, device=self.device))
@@ -78,28 +76,10 @@ class FusedWeights:
             self.sin.index_select(0, positions).to(dtype),
         )
 
-    def project(
-        self, i: int, x: torch.Tensor, turns: Turns
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, i: int, x: torch.Tensor, turns: Turns) -> tuple[torch.Tensor, ...]:
         """Compute q (scaled), k, v [n, heads, d] of layer i from residuals x [n, H]."""
-        w = self.per_layer[i]
-        lay = self.lay
-        h = _normalize(x, self.eps)
-        y = torch.addmm(w["b"], h, w["qkv"]) if self.bias else h @ w["qkv"]
-        y = y.view(len(x), lay.heads + 2 * lay.kv_heads, lay.head_dim)
-        qk = y[:, : lay.heads + lay.kv_heads]
-        v = y[:, lay.heads + lay.kv_heads :]
-        if self.qk_norm:
-            qk = _normalize(qk, self.eps) * w["norm"]
-        if isinstance(turns, torch.Tensor):
-            pairs = torch.view_as_complex(qk.view(*qk.shape[:-1], -1, 2))
-            qk = torch.view_as_real(pairs * turns[:, None]).flatten(-2)
-        else:
-            cos, sin = turns
-            qk = rotate(qk, cos[:, None], sin[:, None])
-        q = qk[:, : lay.heads]
-        k = qk[:, lay.heads :]
-        return (q if self.qk_norm else q * lay.head_dim**-0.5), k, v
+        operators = () if self.exact else (self.normalize, _rotate)
+        return exact_operators.project(self.lay, self.per_layer[i], x, turns, *operators)
 
     def finish(
         self,
@@ -114,21 +94,31 @@ class FusedWeights:
         The ids of the experts [n, k] are appended to `routed`. replayed: see `expert_layers.route`.
         """
         w = self.per_layer[i]
+        if self.exact:
+            return exact_operators.finish(self.lay, w, x, attended, replayed, routed)
         x = torch.addmm(x, attended, w["o"])
         if "router" in w:
             assert self.lay.experts is not None
             weights = expert_layers.ExpertWeights(w["router"], w["up"], w["down"])
-            h = _normalize(x, self.eps)
+            h = self.normalize(x)
             return x + expert_layers.apply(h, weights, self.lay.experts, replayed, routed)
-        gate, up = (_normalize(x, self.eps) @ w["up"]).chunk(2, -1)
+        gate, up = (self.normalize(x) @ w["up"]).chunk(2, -1)
         return torch.addmm(x, F.silu(gate).mul_(up), w["down"])
+
+    def normalize(self, x: torch.Tensor, _eps: float = 0.0) -> torch.Tensor:
+        """Divide x by its root mean square on the last axis."""
+        xf = x.float()
+        norm = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
+        r = torch.addcmul(self.eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        normalized: torch.Tensor = (xf * r).to(x.dtype)
+        return normalized
 
     def compute_logits(self, x: torch.Tensor) -> torch.Tensor:
         """Compute logits fp32 [n, V] from residuals x [n, H]."""
         if self.exact:
             padded = exact_operators.normalize(exact_operators.pad_rows(x), self.lay.eps)
             return exact_operators.multiply(padded, self.top["head"])[: len(x)]
-        product: torch.Tensor = _normalize(x, self.eps) @ self.top["head"]
+        product: torch.Tensor = self.normalize(x) @ self.top["head"]
         logits: torch.Tensor = product.float()
         return logits
 
@@ -171,13 +161,12 @@ def _copy_into(
             store[name] = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _normalize(x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """Divide x by its root mean square on the last axis; eps: a scalar."""
-    xf = x.float()
-    norm = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
-    r = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    normalized: torch.Tensor = (xf * r).to(x.dtype)
-    return normalized
+def _rotate(x: torch.Tensor, turns: Turns) -> torch.Tensor:
+    """Apply the rotary factors to x [n, heads, d]."""
+    if isinstance(turns, torch.Tensor):
+        return exact_operators.apply_rotation(x, turns)
+    cos, sin = turns
+    return rotate(x, cos[:, None], sin[:, None])
 
 
 class ColumnCache:
@@ -566,17 +555,13 @@ def encode(
     replayed: int64 [sparse layers, B * L, k], see `expert_layers.route`.
     """
     layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-    if w.exact:
-        _run_layers_exact(w, ids, layers, routed, replayed)
-    else:
-        _run_layers(w, ids, prefix, layers, routed, replayed)
+    _run_layers(w, ids, prefix, layers, routed, replayed)
     return layers
 
 
 def compute_final_states(w: FusedWeights, ids: torch.Tensor) -> torch.Tensor:
     """Compute the residuals [B, L, H] after the last layer; ids: as in `encode`."""
-    states = _run_layers_exact(w, ids, None) if w.exact else _run_layers(w, ids, None, None)
-    return states.view(*ids.shape, -1)
+    return _run_layers(w, ids, None, None).view(*ids.shape, -1)
 
 
 def _run_layers(
@@ -594,27 +579,33 @@ def _run_layers(
     b, n = ids.shape
     lay = w.lay
     positions = torch.arange(n, device=ids.device).repeat(b)
-    prefix_mask = None
+    known_bias: torch.Tensor | float = 0.0
+    past, mask = 0, None
     if prefix is not None:
         past = prefix.k.shape[3]
         positions = (positions.view(b, n) + prefix.lengths[:, None]).flatten()
         positions.clamp_(max=len(w.cos) - 1)  # padding
         columns = torch.arange(past, device=ids.device)
         known_bias = torch.where(columns < prefix.lengths[:, None, None, None], 0.0, MASKED)
+    if w.exact or prefix is not None:
         blocks = split_queries(lay, b, n, past, ids.device.type)
-        prefix_mask = PrefixMask(known_bias, blocks, build_causal_bias(blocks, ids.device))
+        mask = BlockMask(known_bias, blocks, build_causal_bias(blocks, ids.device))
     turns = w.compute_rotations(positions)
     replay = _split_replay(w, replayed)
+    groups = lay.kv_heads // (exact_operators.count_heads_per_product(lay) if w.exact else 1)
     x = w.top["embed"].index_select(0, ids.flatten())
     for i in range(w.layers):
         q, k, v = (t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in w.project(i, x, turns))
         if layers is not None:
-            layers.append((k, v))
+            beside, values = (
+                t.transpose(1, 2).reshape(b, n, groups, -1).transpose(1, 2) for t in (k, v)
+            )
+            layers.append((beside, values))
             if i + 1 == w.layers:
                 break
         if prefix is not None:
             k, v = torch.cat([prefix.k[i], k], 2), torch.cat([prefix.v[i], v], 2)
-        a = _attend(q, k, v, prefix_mask)
+        a = _attend_exactly(q, k, v, mask) if w.exact and mask else _attend(q, k, v, mask)
         x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1), routed, replay[i])
     return x
 
@@ -628,16 +619,17 @@ def _split_replay(w: FusedWeights, replayed: torch.Tensor | None) -> Sequence[to
     return [next(ids, None) if "router" in layer else None for layer in w.per_layer]
 
 
-class PrefixMask(NamedTuple):
-    """The bias of queries behind a known prefix, by blocks."""
+class BlockMask(NamedTuple):
+    """The bias of queries by blocks."""
 
-    prefix_bias: torch.Tensor  # bias [B, 1, 1, M] over the prefix's keys: its padding is masked
+    # [B, 1, 1, M] over the keys of a known prefix: its padding is masked; 0: M = 0
+    prefix_bias: torch.Tensor | float
     blocks: Sequence[QueryBlock]
     bias: torch.Tensor  # `build_causal_bias` of the blocks
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: PrefixMask | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: BlockMask | None
 ) -> torch.Tensor:
     """Compute causal attention [B, heads, L, d] by torch's fused kernel.
 
@@ -760,50 +752,24 @@ def verify_exact(
     return w.compute_logits(x)[: n * m]
 
 
-def _run_layers_exact(
-    w: FusedWeights,
-    ids: torch.Tensor,
-    layers: list[tuple[torch.Tensor, torch.Tensor]] | None,
-    routed: list[torch.Tensor] | None = None,
-    replayed: torch.Tensor | None = None,
+def _attend_exactly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask
 ) -> torch.Tensor:
-    """Run `_run_layers` with the operators of exact mode."""
-    b, n = ids.shape
-    lay, share = w.lay, w.lay.heads // w.lay.kv_heads
-    groups = lay.kv_heads // exact_operators.count_heads_per_product(lay)
-    turns = w.turned[:n].repeat(b, 1)
-    blocks = split_queries(lay, b, n, 0, ids.device.type)
-    bias = build_causal_bias(blocks, ids.device)
-    replay = _split_replay(w, replayed)
-    x = w.top["embed"].index_select(0, ids.flatten())
-    for i, layer in enumerate(w.per_layer):
-        q, k, v = (
-            t.view(b, n, -1, lay.head_dim).transpose(1, 2)
-            for t in exact_operators.project(lay, layer, x, turns)
+    """Compute `_attend` without a prefix with the operators of exact mode, a block at a time."""
+    (b, heads, n, dim), groups = q.shape, k.shape[1]
+    keys, values = (t.reshape(b * groups, n, dim) for t in (k, v))
+    by_key = q.reshape(b, groups, heads // groups, n, dim)
+    attended = []
+    for block in mask.blocks:
+        queries = block.end - block.first
+        of_block = exact_operators.attend(
+            by_key[:, :, :, block.first : block.end].reshape(b, groups, -1, dim),
+            keys[:, : block.columns],
+            values[:, : block.columns],
+            mask.bias[:queries, :queries].repeat(heads // groups, 1),
         )
-        if layers is not None:
-            beside, values = (
-                t.transpose(1, 2).reshape(b, n, groups, -1).transpose(1, 2) for t in (k, v)
-            )
-            layers.append((beside, values))
-            if i + 1 == w.layers:
-                break
-        keys, values = (t.reshape(b * lay.kv_heads, n, lay.head_dim) for t in (k, v))
-        by_key = q.reshape(b, lay.kv_heads, share, n, lay.head_dim)
-        attended = []
-        for block in blocks:
-            queries = block.end - block.first
-            selected = by_key[:, :, :, block.first : block.end]
-            of_block = exact_operators.attend(
-                selected.reshape(b, lay.kv_heads, -1, lay.head_dim),
-                keys[:, : block.columns],
-                values[:, : block.columns],
-                bias[:queries, :queries].repeat(share, 1),
-            )
-            attended.append(of_block.view(b, lay.heads, queries, lay.head_dim))
-        a = torch.cat(attended, 2).transpose(1, 2).reshape(b * n, -1)
-        x = exact_operators.finish(lay, layer, x, a, replay[i], routed)
-    return x
+        attended.append(of_block.view(b, heads, queries, dim))
+    return torch.cat(attended, 2)
 
 
 # ---- scoring -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ whether this is enough on a machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -90,16 +90,22 @@ class _ExactRotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(turns)
-        return _apply_rotation(x, turns)
+        return apply_rotation(x, turns)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _apply_rotation(grads[0].contiguous(), ctx.saved_tensors[0].conj()), None
+        return apply_rotation(grads[0].contiguous(), ctx.saved_tensors[0].conj()), None
 
 
-def _apply_rotation(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+def apply_rotation(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Turn x [n, heads, d], whose columns are in pairs (see `interleave_halves`)."""
     pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
+
+
+def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Apply `apply_rotation` with a gradient."""
+    return _ExactRotation.apply(x, turns)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def interleave_halves(lay: Any, fused: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -163,13 +169,19 @@ def fuse_top(weights: Mapping[str, torch.Tensor], tied: bool) -> dict[str, torch
 
 
 def project(
-    lay: Any, w: Mapping[str, torch.Tensor], x: torch.Tensor, turns: torch.Tensor
+    lay: Any,
+    w: Mapping[str, torch.Tensor],
+    x: torch.Tensor,
+    turns: Any,
+    normalize: Callable[..., torch.Tensor] = normalize,
+    rotate: Callable[..., torch.Tensor] = rotate,
 ) -> tuple[torch.Tensor, ...]:
     """Return q (scaled), k and v [n, heads, d] of one layer.
 
     w: the layer's `interleave_halves`
     x: [n, H], the residual stream; n is a multiple of ROWS
     turns: complex [n, d / 2]
+    normalize, rotate: the operators
     """
     h = normalize(x, lay.eps)
     y = torch.addmm(w["b"], h, w["qkv"]) if "b" in w else h @ w["qkv"]
@@ -179,8 +191,7 @@ def project(
     v = y[:, rotated_heads:]
     if "norm" in w:
         qk = normalize(qk, lay.eps) * w["norm"]
-    # [n, heads, d], whose columns are in pairs (see `interleave_halves`)
-    qk = _ExactRotation.apply(qk, turns)  # type: ignore[no-untyped-call]
+    qk = rotate(qk, turns)
     q = qk[:, : lay.heads]
     k = qk[:, lay.heads :]
     return (q if "norm" in w else q * lay.head_dim**-0.5), k, v
