@@ -65,16 +65,6 @@ class KeyExplanation(msgspec.Struct, frozen=True, kw_only=True):
     page: str
 
 
-class KeyPlace(typing.NamedTuple):
-    """A field that a dotted key leads to, with the tags and conditions on the path."""
-
-    field: msgspec.structs.FieldInfo
-    owner: str  # tag of its section's struct, "" if the section has only one
-    siblings: int  # structs of the section
-    conditions: tuple[tuple[str, tuple[str, ...]], ...]
-    meaning: str
-
-
 def explain(key: str) -> list[KeyExplanation]:
     """Explain a key, or every key of a section.  Raises ConfigError for other names."""
     keys = ["method", *load.list_keys()]
@@ -88,9 +78,10 @@ def explain(key: str) -> list[KeyExplanation]:
 
 def _explain_key(key: str) -> KeyExplanation:
     set_by = {name: row.keys[key] for name, row in methods.METHODS.items() if key in row.keys}
-    places = find_places(key)
+    places = layers.map_places(Config).get(key, [])
     if places:
-        meaning = next((place.meaning for place in places if place.meaning), "")
+        meanings = (layers.describe_field(place.struct, place.field) for place in places)
+        meaning = next(filter(None, meanings), "")
         kinds = [layers.describe_values(place.field.type) for place in places]
         values = " or ".join(dict.fromkeys(kinds))
     else:
@@ -161,35 +152,6 @@ def _escape_cell(text: str) -> str:
     return text.replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*")
 
 
-def find_places(key: str) -> list[KeyPlace]:
-    """Return the fields of a key: several if several methods have it, none for a tag."""
-    *sections, name = key.split(".")
-    options: list[tuple[Any, tuple[Any, ...]]] = [(Config, ())]
-    prefix = ""
-    for section in sections:
-        nested = []
-        for struct, conditions in options:
-            if field := layers.map_fields(struct).get(section):
-                all_conditions = (*conditions, *layers.list_conditions(field, prefix))
-                nested += [
-                    (struct_below, all_conditions)
-                    for struct_below in layers.list_structs(field.type)
-                ]
-        options = nested
-        prefix += f"{section}."
-    return [
-        KeyPlace(
-            field,
-            layers.get_tag(struct)[1],
-            len(options),
-            (*conditions, *layers.list_conditions(field, prefix)),
-            layers.describe_field(struct, field),
-        )
-        for struct, conditions in options
-        if (field := layers.map_fields(struct).get(name))
-    ]
-
-
 def find_unit(key: str) -> str:
     """Return the unit of a numeric key; empty: it is a count or has no dimension."""
     for unit, keys in KEYS_BY_UNIT.items():
@@ -210,7 +172,7 @@ def is_number(kind: Any) -> bool:
     return any(layers.split_annotations(option)[0] in (int, float) for option in options)
 
 
-def _describe_default(key: str, places: list[KeyPlace]) -> str:
+def _describe_default(key: str, places: list[layers.KeyPlace]) -> str:
     if not places:
         return "" if key == "method" else load.format_value(layers.get_value({}, Config, key))
     if all(
@@ -219,25 +181,22 @@ def _describe_default(key: str, places: list[KeyPlace]) -> str:
         for place in places
     ):
         return "none: it must be given"
-    values = {place.owner: layers.get_default(place.field) for place in places}
+    values = {layers.get_tag(place.struct)[1]: layers.get_default(place.field) for place in places}
     texts = {owner: load.format_value(value) for owner, value in values.items()}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
     return ", ".join(f"{text} ({owner})" for owner, text in texts.items())
 
 
-def _describe_conditions(key: str, places: list[KeyPlace]) -> list[str]:
+def _describe_conditions(key: str, places: list[layers.KeyPlace]) -> list[str]:
     if not places:
         return []
     section = key.rpartition(".")[0]
     conditions = []
-    if places[0].siblings > len(places):
-        struct: Any = Config
-        for name in section.split("."):
-            struct = layers.list_structs(layers.map_fields(struct)[name].type)[0]
-        tag = layers.get_tag(struct)[0]
-        owners = " or ".join(place.owner for place in places)
-        conditions.append(f"{section}.{tag} = {owners}")
+    siblings = layers.list_section_structs(Config, section)
+    if len(siblings) > len(places):
+        owners = " or ".join(layers.get_tag(place.struct)[1] for place in places)
+        conditions.append(f"{section}.{layers.get_tag(siblings[0])[0]} = {owners}")
     for chooser, values in dict.fromkeys(c for place in places for c in place.conditions):
         conditions.append(f"{chooser} = {' or '.join(values)}" if values else f"{chooser} is set")
     return conditions

@@ -170,30 +170,49 @@ def describe_values(kind: Any) -> str:
     return " ".join([_TYPE_NAMES.get(bare, "a table"), " and ".join(limits)]).strip()
 
 
+class KeyPlace(NamedTuple):
+    """A field that a dotted key leads to, with its struct.
+
+    conditions: the (key, values) of every `read_with` of the field and of its sections."""
+
+    field: msgspec.structs.FieldInfo
+    struct: Any
+    conditions: tuple[tuple[str, Any], ...]
+
+
 @functools.cache
-def list_keys(root: Any, prefix: str = "") -> tuple[str, ...]:
-    """Return every dotted key of the tree, including those of all methods."""
-    names: dict[str, None] = {}
+def map_places(
+    root: Any, prefix: str = "", outer: tuple[tuple[str, Any], ...] = ()
+) -> dict[str, list[KeyPlace]]:
+    """Return the fields of every dotted key, sections included: one for each method that has it.
+
+    A tag has none."""
+    places: dict[str, list[KeyPlace]] = {}
     for name, field in map_fields(root).items():
-        options = list_structs(field.type)
-        if not options:
-            names[prefix + name] = None
-        for option in options:
+        conditions = (*outer, *list_conditions(field, prefix))
+        places.setdefault(prefix + name, []).append(KeyPlace(field, root, conditions))
+        for option in list_structs(field.type):
             if tag := get_tag(option)[0]:
-                names[f"{prefix}{name}.{tag}"] = None
-            names |= dict.fromkeys(list_keys(option, f"{prefix}{name}."))
-    return tuple(names)
+                places[f"{prefix}{name}.{tag}"] = []
+            for key, inner in map_places(option, f"{prefix}{name}.", conditions).items():
+                places.setdefault(key, []).extend(inner)
+    return places
 
 
-def is_text(root: Any, key: str) -> bool:
-    """Return whether `key` accepts only text, and any text, in every method that has it."""
-    *sections, name = key.split(".")
-    options: tuple[Any, ...] = (root,)
-    for section in sections:
-        fields = [map_fields(option).get(section) for option in options]
-        options = tuple(struct for field in fields if field for struct in list_structs(field.type))
-    leaves = [field for option in options if (field := map_fields(option).get(name))]
-    return bool(leaves) and all(split_annotations(field.type)[0] is str for field in leaves)
+@functools.cache
+def list_keys(root: Any) -> tuple[str, ...]:
+    """Return every dotted key of the tree, including those of all methods."""
+    return tuple(
+        key
+        for key, places in map_places(root).items()
+        if not places or not list_structs(places[0].field.type)
+    )
+
+
+def list_section_structs(root: Any, section: str) -> list[Any]:
+    """Return the structs of a section, by its dotted key."""
+    places = map_places(root).get(section, [])
+    return [struct for place in places for struct in list_structs(place.field.type)]
 
 
 class GivenKey(NamedTuple):
@@ -203,6 +222,7 @@ class GivenKey(NamedTuple):
     conditions: the (key, values) of every `read_with` of the leaf and of the sections around it."""
 
     key: str
+    value: Any
     field: msgspec.structs.FieldInfo | None
     struct: Any
     conditions: tuple[tuple[str, Any], ...]
@@ -229,7 +249,7 @@ def walk(
         if struct is not None and isinstance(value, dict):
             yield from walk(value, struct, f"{prefix}{name}.", conditions)
         else:
-            yield GivenKey(prefix + name, field, root, conditions)
+            yield GivenKey(prefix + name, value, field, root, conditions)
 
 
 def get_value(raw: dict[str, Any], root: Any, key: str) -> Any:
@@ -286,10 +306,7 @@ def _report_other_method(root: Any, key: str, struct: Any) -> list[UnreadKey]:
     tag, method = get_tag(struct)
     if not tag:
         return []
-    parent: Any = root
-    for ancestor in section.split(".")[:-1]:
-        parent = choose_struct(map_fields(parent)[ancestor], {})
-    options = list_structs(map_fields(parent)[section.rpartition(".")[2]].type)
+    options = list_section_structs(root, section)
     owners = [get_tag(option)[1] for option in options if name in map_fields(option)]
     if not owners:
         return []

@@ -245,7 +245,9 @@ def apply(raw: dict[str, Any], item: str, root: Any = Config) -> str:
     if not equals or not key.strip():
         raise ConfigError(f"--set {item}: write key.path=value")
     value = value.strip()
-    takes_text = layers.is_text(root, key.strip()) and not value.startswith(('"', "'"))
+    kinds = [place.field.type for place in layers.map_places(root).get(key.strip(), [])]
+    is_text = bool(kinds) and all(layers.split_annotations(kind)[0] is str for kind in kinds)
+    takes_text = is_text and not value.startswith(('"', "'"))
     try:
         parsed = tomllib.loads(f"x = {value}")["x"]
         if takes_text and not isinstance(parsed, (list, dict)):
@@ -268,47 +270,28 @@ def apply(raw: dict[str, Any], item: str, root: Any = Config) -> str:
 
 def _check_known(raw: dict[str, Any], root: Any, source: _ConfigSource) -> None:
     """Raise ConfigError for an unknown key, a section given as a value or an unknown method."""
-    _check_section(
-        {k: v for k, v in raw.items() if root is not Config or k != "method"},
-        root,
-        root,
-        "",
-        source.locate,
-    )
-
-
-def _check_section(
-    raw: dict[str, Any],
-    root: Any,
-    struct_type: Any,
-    prefix: str,
-    where: typing.Callable[[str], str],
-) -> None:
-    """Check the keys of a section with the struct `struct_type` and of the sections in it."""
-    fields = layers.map_fields(struct_type)
-    for name, value in raw.items():
-        key = prefix + name
-        if name == layers.get_tag(struct_type)[0] or (
-            root is Config and key.count(".") == 1 and key in layers.list_keys(root)
-        ):
-            continue
-        if name not in fields:
-            key = _find_renamed_leaf(key, value)
-            tag, _ = layers.get_tag(struct_type)
-            names = [tag, *fields] if tag else list(fields)
-            raise ConfigError(f"{where(key)}: {key}: {_explain_unknown_key(key, root, names)}")
-        if not layers.list_structs(fields[name].type):
-            continue
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where(key)}: {key}: is a section, not a value")
-        struct = layers.choose_struct(fields[name], value)
-        if struct is None:
-            tag, _ = layers.get_tag(layers.list_structs(fields[name].type)[0])
+    for leaf in layers.walk(raw, root):
+        key = leaf.key
+        tag = layers.get_tag(leaf.struct)[0]
+        if leaf.field is None:
+            if root is Config and (
+                key == "method" or (key.count(".") == 1 and key in layers.list_keys(root))
+            ):
+                continue
+            key = _find_renamed_leaf(key, leaf.value)
+            names = [*filter(None, [tag]), *layers.map_fields(leaf.struct)]
             raise ConfigError(
-                f"{where(f'{key}.{tag}')}: {key}.{tag}: Invalid value {value[tag]!r}"
-                f"{_list_allowed_values(f'{key}.{tag}', root)}"
+                f"{source.locate(key)}: {key}: {_explain_unknown_key(key, root, names)}"
             )
-        _check_section(value, root, struct, key + ".", where)
+        if not (options := layers.list_structs(leaf.field.type)):
+            continue
+        if not isinstance(leaf.value, dict):
+            raise ConfigError(f"{source.locate(key)}: {key}: is a section, not a value")
+        tag = layers.get_tag(options[0])[0]
+        raise ConfigError(
+            f"{source.locate(f'{key}.{tag}')}: {key}.{tag}: Invalid value {leaf.value[tag]!r}"
+            f"{_list_allowed_values(f'{key}.{tag}', root)}"
+        )
 
 
 def _find_renamed_leaf(key: str, value: Any) -> str:
@@ -384,16 +367,11 @@ def _locate_key(key: str, source: str, text: str, sets: typing.Sequence[str]) ->
 
 def _find_type(key: str, root: Any = Config) -> Any:
     """Return the type of a key, or the tuple of tags if it chooses a section's struct."""
-    options: list[Any] = [root]
-    field: Any = None
-    for name in key.split("."):
-        tags = [layers.get_tag(option) for option in options]
-        if any(tag == name for tag, _ in tags):
-            return tuple(value for _, value in tags)
-        fields = [layers.map_fields(option).get(name) for option in options]
-        field = next((candidate for candidate in fields if candidate is not None), None)
-        options = list(layers.list_structs(field.type)) if field is not None else []
-    return None if field is None else field.type
+    places = layers.map_places(root).get(key)
+    if places:
+        return places[0].field.type
+    options = layers.list_section_structs(root, key.rpartition(".")[0])
+    return None if places is None else tuple(layers.get_tag(option)[1] for option in options)
 
 
 def list_choices(key: str) -> list[str]:

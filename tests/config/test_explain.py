@@ -13,6 +13,7 @@ from process_kit import ENV, ROOT, run_command
 
 from asyncrl.cli import main
 from asyncrl.config import explain, layers, load
+from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 
 BARE = '[model]\npath = "m"\n\n[task]\nname = "sort"\n'
@@ -47,7 +48,7 @@ def test_every_key_has_a_meaning_values_a_default_and_a_page_that_exists() -> No
 
 def test_every_number_has_a_unit_or_is_known_to_have_none() -> None:
     for key in KEYS:
-        places = explain.find_places(key)
+        places = layers.map_places(Config)[key]
         if any(explain.is_number(place.field.type) for place in places) and not explain.find_unit(
             key
         ):
@@ -59,7 +60,7 @@ def test_units_and_reasons_name_keys_that_exist() -> None:
     named = {key for keys in explain.KEYS_BY_UNIT.values() for key in keys.split()}
     assert named <= known, named - known
     assert set(explain.REASONS) <= known, set(explain.REASONS) - known
-    assert set(explain.TAGS) == {key for key in known if not explain.find_places(key)}
+    assert set(explain.TAGS) == {key for key in known if not layers.map_places(Config)[key]}
 
 
 def test_a_key_is_explained_on_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
