@@ -448,40 +448,65 @@ def verify(
 ) -> torch.Tensor:
     """Run m tokens a row at once, each row's keys at the columns of their positions.
 
+    In exact mode the logits have the same bits as one token at a time.
+
     Args:
         tokens: [n, m], a row's last token and its draft.
         positions: [n, m], ascending by 1; only rows that are not live have columns that the cache
             lacks.
         end: no live row reads a column from here on.
-        routed: the experts of each sparse layer, int64 [n * m, k], are appended to it.
+        routed: the experts of each sparse layer, int64 [n * m, k], are appended to it; in exact
+            mode they have rows of padding after these.
 
     Returns logits fp32 [n * m, V].
     """
     n, m = tokens.shape
     lay = w.lay
-    share = lay.heads // lay.kv_heads
-    positions, width, bias = _select_causal_columns(cache, positions, end, 1)
+    pad = exact_operators.pad_rows if w.exact else torch.Tensor.contiguous
+    positions, width, bias = _select_causal_columns(
+        cache, positions, end, exact_operators.KEYS if w.exact else 1
+    )
     rows = torch.arange(n, device=tokens.device)[:, None]
-    turns = w.compute_rotations(positions.flatten().clamp(max=len(w.cos) - 1))
-    x = w.top["embed"].index_select(0, tokens.flatten())
+    turns = w.compute_rotations(pad(positions.flatten().clamp(max=len(w.cos) - 1)))
+    x = w.top["embed"].index_select(0, pad(tokens.flatten()))
+    space = exact_operators.allocate_query_space(lay, n * m, x) if w.exact else None
+    groups, wide = cache.v.shape[2], cache.v.shape[4]
     for i in range(w.layers):
-        q, k, v = w.project(i, x, turns)
-        cache.k[i, rows, :, positions] = k.reshape(n, m, lay.kv_heads, lay.head_dim)
-        cache.v[i, rows, :, positions] = v.reshape(n, m, lay.kv_heads, lay.head_dim)
+        q, k, v = (t[: n * m] for t in w.project(i, x, turns))
+        cache.k[i, rows, :, positions] = k.reshape(n, m, groups, wide)
+        cache.v[i, rows, :, positions] = v.reshape(n, m, groups, wide)
         keys, values = (
-            t[i, :n, :, :width].reshape(n * lay.kv_heads, width, lay.head_dim)
-            for t in (cache.k, cache.v)
+            t[i, :n, :, :width].reshape(n * groups, width, wide) for t in (cache.k, cache.v)
         )
-        by_key = q.reshape(n, m, lay.kv_heads, share, lay.head_dim).transpose(1, 2)
-        scores = torch.bmm(
-            by_key.reshape(n * lay.kv_heads, m * share, lay.head_dim), keys.transpose(1, 2)
+        attended = (
+            _attend_causally(q, keys, values, bias)
+            if space is None
+            else exact_operators.attend_cached(q, keys, values, bias, space)
         )
-        scores = scores.view(n, lay.kv_heads, m, share, width).float().add_(bias[:, None, :, None])
-        p = torch.softmax(scores, -1).to(x.dtype)
-        attended = torch.bmm(p.view(n * lay.kv_heads, m * share, width), values)
-        attended = attended.view(n, lay.kv_heads, m, share * lay.head_dim).transpose(1, 2)
-        x = w.finish(i, x, attended.reshape(n * m, lay.heads * lay.head_dim), routed)
-    return w.compute_logits(x)
+        x = w.finish(i, x, pad(attended), routed)
+    return w.compute_logits(x)[: n * m]
+
+
+def _attend_causally(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """Compute attention [n * m, heads * d] of the m queries of each of n rows.
+
+    Args:
+        q: [n * m, heads, d], scaled.
+        keys, values: [n * kv heads, W, d].
+        bias: [n, m, W].
+    """
+    (n, m, width), (_, heads, dim) = bias.shape, q.shape
+    kv_heads = len(keys) // n
+    share = heads // kv_heads
+    by_key = q.reshape(n, m, kv_heads, share, dim).transpose(1, 2)
+    scores = torch.bmm(by_key.reshape(n * kv_heads, m * share, dim), keys.transpose(1, 2))
+    scores = scores.view(n, kv_heads, m, share, width).float().add_(bias[:, None, :, None])
+    p = torch.softmax(scores, -1).to(q.dtype)
+    attended = torch.bmm(p.view(n * kv_heads, m * share, width), values)
+    attended = attended.view(n, kv_heads, m, share * dim).transpose(1, 2)
+    return attended.reshape(n * m, heads * dim)
 
 
 def _select_causal_columns(
@@ -711,45 +736,6 @@ def list_kept_ids(kept: torch.Tensor) -> list[np.ndarray]:
     sizes = partial_mask.sum(-1).cpu().numpy()
     ids = partial_mask.nonzero()[:, 1].to(torch.int32).cpu().numpy()
     return np.split(ids, np.cumsum(sizes)[:-1])
-
-
-# ---- exact mode: column = position, operators of asyncrl.models.exact_operators ------------------
-
-
-def verify_exact(
-    w: FusedWeights,
-    cache: ColumnCache,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    end: int,
-    routed: list[torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Run `verify`, or with m = 1 a decode step, with the operators of exact mode.
-
-    The logits have the same bits as one token at a time. Rows of `routed` after the first n * m are
-    padding.
-    """
-    n, m = tokens.shape
-    lay = w.lay
-    positions, seen, bias = _select_causal_columns(cache, positions, end, exact_operators.KEYS)
-    columns = cache.bias.shape[2]
-    rows = torch.arange(n, device=tokens.device)[:, None]
-    rope_positions = exact_operators.pad_rows(positions.flatten().clamp(max=len(w.turned) - 1))
-    turns = w.turned.index_select(0, rope_positions)
-    x = w.top["embed"].index_select(0, exact_operators.pad_rows(tokens.flatten()))
-    space = exact_operators.allocate_query_space(lay, n * m, x)
-    groups, wide = space.shape[1], space.shape[3]
-    for i, layer in enumerate(w.per_layer):
-        q, k, v = exact_operators.project(lay, layer, x, turns)
-        cache.k[i, rows, :, positions] = k[: n * m].reshape(n, m, groups, wide)
-        cache.v[i, rows, :, positions] = v[: n * m].reshape(n, m, groups, wide)
-        keys, values = (
-            t[i, :n].view(n * groups, columns, wide)[:, :seen] for t in (cache.k, cache.v)
-        )
-        attended = exact_operators.attend_cached(q[: n * m], keys, values, bias, space)
-        attended = exact_operators.pad_rows(attended)
-        x = exact_operators.finish(lay, layer, x, attended, recorded=routed)
-    return w.compute_logits(x)[: n * m]
 
 
 def _attend_exactly(

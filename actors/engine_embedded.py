@@ -688,7 +688,7 @@ class EmbeddedEngine:
         )
         routed: list[torch.Tensor] | None = None if self.routing is None else []
         if self.fixed:
-            logits = decoder.verify_exact(
+            logits = decoder.verify(
                 self.weights,
                 self.cache,
                 self.token[:count, None],
@@ -751,9 +751,8 @@ class EmbeddedEngine:
         width = 1 + drafts.shape[1]
         steps = torch.arange(width, device=self.device)
         tokens = torch.cat([self.token[:count, None], drafts.clamp(min=0)], 1)
-        verify = decoder.verify_exact if self.fixed else decoder.verify
         routed: list[torch.Tensor] | None = None if self.routing is None else []
-        logits = verify(
+        logits = decoder.verify(
             self.weights,
             self.cache,
             tokens,
@@ -855,11 +854,10 @@ class EmbeddedEngine:
         cache = self._make_cache(rows, columns)
         tokens = torch.zeros(rows, width, dtype=torch.long, device=self.device)
         positions = torch.arange(width, device=self.device).expand(rows, width)
-        verify = decoder.verify_exact if self.fixed else decoder.verify
         seconds = []
         for _ in range(4):  # the first one warms up
             began = time.perf_counter()
-            verify(self.weights, cache, tokens, positions, columns).sum().item()
+            decoder.verify(self.weights, cache, tokens, positions, columns).sum().item()
             seconds.append(time.perf_counter() - began)
         return min(seconds[1:])
 
