@@ -36,7 +36,7 @@ from asyncrl.algorithms import (
     surrogates,
 )
 from asyncrl.algorithms.advantages import compute_advantage
-from asyncrl.algorithms.batch import LossBatch
+from asyncrl.algorithms.batch import LossBatch as LossBatch
 from asyncrl.algorithms.settings import Settings
 from asyncrl.algorithms.surrogates import StepBatch, SurrogateTokens
 from asyncrl.contract.errors import ConfigError
@@ -44,23 +44,6 @@ from asyncrl.contract.errors import ConfigError
 add_sums = diagnostics.add_sums
 finish = diagnostics.compute_metrics
 finish_each = diagnostics.compute_metrics_of_each
-__all__ = [
-    "LossBatch",
-    "PreparedBatch",
-    "StepPlan",
-    "add_sums",
-    "begin_step",
-    "choose_proximal",
-    "compute_learning_rate_share",
-    "compute_micro_loss",
-    "finish",
-    "finish_each",
-    "needs_current",
-    "needs_proximal_first",
-    "needs_start_first",
-    "prepare",
-    "sum_update_kl",
-]
 
 
 @dataclass(kw_only=True)

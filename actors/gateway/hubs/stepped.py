@@ -46,25 +46,35 @@ def find(hub: str, name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
 # ---- gem -----------------------------------------------------------------------------------------
 
 
-class GemEnvironment:
-    """An environment of gem.
-
-    It samples from Python's global generator, so each session keeps its own state of it.
-    """
+class SteppedEnvironment:
+    """An environment of gem or gymnasium. Its info does not hold reward parts or tools."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.environment = make()
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        self.random = SeededRandom(seed)
-        with self.random:
-            observation, _ = self.environment.reset(seed=seed)
+        observation, _ = self.environment.reset(seed=seed)
         return observation, {}
 
     def step(self, text: str) -> Step:
-        with self.random:
-            observation, reward, terminated, truncated, _ = self.environment.step(text)
+        observation, reward, terminated, truncated, _ = self.environment.step(text)
         return observation, reward, terminated, truncated, {}
+
+
+class GemEnvironment(SteppedEnvironment):
+    """An environment of gem.
+
+    It samples from Python's global generator, so each session keeps its own state of it.
+    """
+
+    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self.random = SeededRandom(seed)
+        with self.random:
+            return super().reset(seed=seed, options=options)
+
+    def step(self, text: str) -> Step:
+        with self.random:
+            return super().step(text)
 
 
 def find_gem(name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
@@ -77,20 +87,11 @@ def find_gem(name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
 # ---- gymnasium -----------------------------------------------------------------------------------
 
 
-class GymnasiumEnvironment:
-    """An environment of gymnasium. Its info does not hold reward parts or tools."""
+class GymnasiumEnvironment(SteppedEnvironment):
+    """An environment of gymnasium."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.environment = make()
-        self.close = self.environment.close
-
-    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        observation, _ = self.environment.reset(seed=seed)
-        return observation, {}
-
-    def step(self, text: str) -> Step:
-        observation, reward, terminated, truncated, _ = self.environment.step(text)
-        return observation, reward, terminated, truncated, {}
+    def close(self) -> None:
+        self.environment.close()
 
 
 def find_gymnasium(name: str, args: Mapping[str, Any]) -> Callable[[], Any]:

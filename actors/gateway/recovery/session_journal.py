@@ -86,6 +86,12 @@ class SessionProgress(msgspec.Struct, frozen=True, array_like=True):
 
 SAME_NAMES = set(SessionProgress.__struct_fields__) - {"calls", "placed", "forks"}  # as a Session's
 
+# of a call's record, as in its node
+NODE_FIELDS = (
+    *("number", "aside", "stop", "spans", "finish"),
+    *("chain", "tools", "text_length", "text_digest", "images"),
+)
+
 
 class CallRecord(msgspec.Struct, frozen=True, array_like=True):
     """A call and its answer.
@@ -167,27 +173,18 @@ class SessionFile:
         assert request.call is not None and request.answer is not None
         node = request.call.node
         call = CallRecord(
-            number=node.number,
             parent=None if node.parent is None else node.parent.number,
             tail=node.tail.astype("<i4").tobytes(),
             ids=node.ids.astype("<i4").tobytes(),
             logprobs=node.logprobs.astype("<f4").tobytes(),
-            spans=node.spans,
-            finish=node.finish,
-            aside=node.aside,
-            stop=node.stop,
-            chain=node.chain,
             ours={index: own.number for index, own in node.ours.items()},
-            tools=list(node.tools),
-            text_length=node.text_length,
-            text_digest=node.text_digest,
             message=node.answer,
             body=request.body,
             idempotency_key=request.key,
             answer=request.answer,
             support=b"" if node.support is None else node.support.encode(),
             routed=b"" if node.routed is None else node.routed.encode(),
-            images=node.images,
+            **{name: getattr(node, name) for name in NODE_FIELDS},
         )
         new_images = {name: session.images[name] for name in node.images if name not in self.images}
         self.images.update(new_images)
@@ -283,22 +280,13 @@ def _restore_call(
     """Put a call back into the session's tree. Raises KeyError for an unknown parent."""
     parent = None if record.parent is None else nodes[record.parent]
     node = CallNode(
-        record.number,
-        parent,
-        np.frombuffer(record.tail, "<i4").astype(np.int32),
-        record.aside,
-        stop=record.stop,
+        parent=parent,
+        tail=np.frombuffer(record.tail, "<i4").astype(np.int32),
         ids=np.frombuffer(record.ids, "<i4").astype(np.int32),
         logprobs=np.frombuffer(record.logprobs, "<f4").astype(np.float32),
-        spans=record.spans,
         support=SampledSupport.decode(record.support, len(record.ids) // 4),
-        finish=record.finish,
-        chain=record.chain,
         ours={index: nodes[number] for index, number in record.ours.items()},
-        tools=record.tools,
-        text_length=record.text_length,
-        text_digest=record.text_digest,
-        images=list(record.images),
+        **{name: getattr(record, name) for name in NODE_FIELDS},
     )
     if record.routed:
         node.routed = RoutedExperts.decode(record.routed, node.own_reads)
