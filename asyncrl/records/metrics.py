@@ -78,10 +78,8 @@ def _list_families() -> dict[str, list[tuple[str, str, str]]]:
         if not name.startswith(("by_", "ledger/"))
     ]
     rows.append(("ledger/LINE", "tokens", f"tokens that ended in: {', '.join(DISPOSITIONS)}"))
-    rows += [
-        (f"by_lag/{kind}_B", unit, f"{meaning} at lag B, one of {lags}")
-        for kind, (unit, meaning) in BY_LAG.items()
-    ]
+    kinds = ", ".join(f"{kind} ({meaning.rstrip(',')})" for kind, (_, meaning) in BY_LAG.items())
+    rows.append(("by_lag/KIND_B", "-", f"at lag B, one of {lags}, each KIND of {kinds}"))
     rows.append(("by_age/mismatch_k3_B", "nats/token", older + lags))
     for pattern, entry in PATTERNS.items():
         name = re.sub(r"\[a-z\]\[a-z0-9-\]\*|\.\+", "NAME", pattern)
