@@ -25,7 +25,10 @@ Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 NonNegative = Annotated[float, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+PositiveShare = Annotated[float, Meta(gt=0, le=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 @functools.cache
@@ -325,7 +328,7 @@ class Correction(
     veto: Veto = "none"
     """Exclude completions with a token whose pi_prox (probability, 1e-6) or pi_prox / mu (ratio,
     1e-4) is below the threshold."""
-    veto_below: Annotated[Annotated[float, Meta(gt=0)] | None, read_with("veto")] = None
+    veto_below: Annotated[PositiveFloat | None, read_with("veto")] = None
     """Threshold of `veto`. Absent: its default."""
     m2: NonNegative = 0.0
     """M2PO, as published: of the tokens that have moved in the direction of their advantage,
@@ -378,12 +381,10 @@ class WeightedCorrection(Correction, frozen=True, kw_only=True):
     geometric mean), or none."""
     bound: Annotated[Bound, read_with("level")] = "truncate"
     """Bound on the weights. truncate: at most hi; clip: into [lo, hi]; mask: 0 outside [lo, hi]."""
-    lo: Annotated[
-        Annotated[float, Meta(ge=0)] | None, read_with("level"), read_with("bound", "clip", "mask")
-    ] = None
+    lo: Annotated[NonNegative | None, read_with("level"), read_with("bound", "clip", "mask")] = None
     """Lower bound of a weight. Absent: 0.5 (geometric: 0.99)."""
     hi: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
+        PositiveFloat | None,
         read_with("level"),
         read_with("bound", "truncate", "clip", "mask"),
     ] = None
@@ -471,7 +472,7 @@ Ratio = Annotated[
 
 
 class PpoFamilyLoss(ClippedLoss, frozen=True, kw_only=True):
-    dual_clip: Annotated[float, Meta(ge=0)] = 0.0
+    dual_clip: NonNegative = 0.0
     """Dual clip: the bound c above 1 on the ratio where the advantage is negative. 0: off."""
     ratio: Ratio = "token"
 
@@ -521,9 +522,9 @@ class IpoLoss(MovedLoss, frozen=True, kw_only=True, tag="ipo"):
 
 
 class SapoLoss(Loss, frozen=True, kw_only=True, tag="sapo"):
-    sapo_tau_pos: Annotated[float, Meta(gt=0)] = 1.0
+    sapo_tau_pos: PositiveFloat = 1.0
     """Temperature of the gate where the advantage is positive. Larger closes it faster."""
-    sapo_tau_neg: Annotated[float, Meta(gt=0)] = 1.05
+    sapo_tau_neg: PositiveFloat = 1.05
     """Temperature of the gate elsewhere. Larger closes it faster."""
     ratio: Ratio = "token"
 
@@ -575,7 +576,7 @@ class VespoLoss(Loss, frozen=True, kw_only=True, tag="vespo"):
 
 
 class OaplLoss(Loss, frozen=True, kw_only=True, tag="oapl"):
-    oapl_beta: Annotated[float, Meta(gt=0)] = 1e-3
+    oapl_beta: PositiveFloat = 1e-3
     """Coefficient beta of the log ratio: a completion is pulled to a log ratio of A / beta. Larger
     moves the policy less."""
 
@@ -583,7 +584,7 @@ class OaplLoss(Loss, frozen=True, kw_only=True, tag="oapl"):
 class BandLoss(Loss, frozen=True, kw_only=True, tag="band"):
     band_lo: NonNegative = 0.7
     """Smallest ratio to mu that counts. Tokens outside [band_lo, band_hi] get 0."""
-    band_hi: Annotated[float, Meta(gt=0)] = 6.0
+    band_hi: PositiveFloat = 6.0
     """Largest ratio to mu that counts."""
     pull: Pull = 0.0
 
@@ -651,7 +652,7 @@ class Reshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Repair D: lower gamma so that the KL to mu stays in kl_budget. tokens: for tokens that push
     away; global: for the whole batch, whatever the mode, as the report words it, which does not
     bound the KL."""
-    kl_budget: Annotated[float, Meta(gt=0), read_with("budget")] = 0.05
+    kl_budget: Annotated[PositiveFloat, read_with("budget")] = 0.05
     """Budget of repair D, in nats per token."""
 
 
@@ -744,7 +745,7 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     lr_by_ess: Literal["off", "sqrt", "linear"] = "off"
     """Multiply each step's learning rate by the effective sample size of its completions' whole
     ratios pi_theta / mu (linear) or its square root (sqrt) (VCPO)."""
-    ess_on_policy: Annotated[float, Meta(gt=0, le=1), read_with("lr_by_ess")] = 1.0
+    ess_on_policy: Annotated[PositiveShare, read_with("lr_by_ess")] = 1.0
     """lr_by_ess: effective sample size from which the learning rate is not reduced."""
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from asyncrl.algorithms.settings import Count, Positive
+from asyncrl.algorithms.settings import Count, NonNegative, Port, Positive, PositiveFloat
 from asyncrl.contract.outcomes import MOST_ROWS
 
 # opponents in a two-player game, besides a function
@@ -62,7 +62,7 @@ class AgentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     gateway."""
     workers: Positive = 1
     """Processes that run environments, `command` or `function`."""
-    step_s: Annotated[float, Meta(gt=0)] = 10.0
+    step_s: PositiveFloat = 10.0
     """Seconds that one reset or step of an environment may take. Its import may take at least 60
     seconds."""
     max_calls: Count = 32
@@ -71,7 +71,7 @@ class AgentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Most tokens that a session may sample."""
     rows: Annotated[int, Meta(ge=0, le=MOST_ROWS)] = 16
     """Most training sequences of a session. 0: 4096."""
-    deadline_s: Annotated[float, Meta(gt=0)] = 600.0
+    deadline_s: PositiveFloat = 600.0
     """Seconds that a session may take."""
     at_limit: Literal["keep", "fail"] = "keep"
     """Treatment of a session that reaches a limit. keep: it gets its reward so far, as a truncated
@@ -115,7 +115,7 @@ class AgentConfig(AgentSource, frozen=True, forbid_unknown_fields=True, kw_only=
     host: str = "127.0.0.1"
     """Address on which the endpoint listens. Beyond loopback it needs a certificate or
     behind_proxy."""
-    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    port: Port = 0
     """Port of the endpoint. 0: a free one."""
     certificate: str = ""
     """File of the endpoint's TLS certificate. Empty: none."""
@@ -143,7 +143,7 @@ class AgentConfig(AgentSource, frozen=True, forbid_unknown_fields=True, kw_only=
     another training sequence; keep: leave the sampled thinking in the prompt."""
     parallel: Count = 16
     """Most calls of a session at the same time. 0: no limit."""
-    idle_s: Annotated[float, Meta(ge=0)] = 300.0
+    idle_s: NonNegative = 300.0
     """Seconds without a call or a heartbeat after which a session fails."""
     sessions: Positive = 256
     """Most sessions open at the same time in the gateway."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
-from asyncrl.algorithms.settings import Count
+from asyncrl.algorithms.settings import Count, NonNegative, PositiveFloat
 
 
 class HostPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    cpus: Annotated[float, Meta(gt=0)] = 1.0
+    cpus: PositiveFloat = 1.0
     """CPUs of each process."""
-    gpus: Annotated[float, Meta(ge=0)] = 0.0
+    gpus: NonNegative = 0.0
     """GPUs of each process."""
 
 
@@ -29,5 +28,5 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Resources of each generator."""
     strategy: Literal["PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
     """Use few hosts, many hosts, or a host for each process."""
-    deadline_s: Annotated[float, Meta(gt=0)] = 300.0
+    deadline_s: PositiveFloat = 300.0
     """Seconds to wait until the cluster has room for all processes."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
-from asyncrl.algorithms.settings import Count, Positive
+from asyncrl.algorithms.settings import Count, NonNegative, Positive, PositiveFloat
 
 
 class JudgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -27,11 +26,11 @@ class JudgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Highest grade. A grade outside [low, high] is a failed reward."""
     max_tokens: Positive = 512
     """Maximum length of the judge's reply, in tokens."""
-    temperature: Annotated[float, Meta(ge=0)] = 0.0
+    temperature: NonNegative = 0.0
     """Sampling temperature of the judge."""
     concurrency: Positive = 16
     """Most requests at the same time in each reward process."""
-    timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+    timeout_s: PositiveFloat = 30.0
     """Seconds that one request may take."""
     attempts: Positive = 6
     """Most requests for one grade. A request is repeated after status 408, 409, 425, 429 or 5xx, or

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 
 from asyncrl.algorithms.settings import Count, NonNegative, Positive, Seed, Share
 from asyncrl.config import layers, load, rules
@@ -55,7 +54,7 @@ class SftTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """AdamW: decay of the running mean of the squared gradient."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay. 0: none."""
-    clip_norm: Annotated[float, Meta(ge=0)] = 1.0
+    clip_norm: NonNegative = 1.0
     """Largest norm of the gradient; a larger gradient is scaled down. 0: no clipping."""
     heldout_every: Count = 0
     """Steps between held-out losses. 0: only at the start and the end."""

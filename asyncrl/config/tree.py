@@ -23,6 +23,8 @@ from asyncrl.algorithms.settings import (
     Count,
     NonNegative,
     Positive,
+    PositiveFloat,
+    PositiveShare,
     PpoLoss,
     Reshape,
     RlooAdvantage,
@@ -85,9 +87,9 @@ class TaskSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class CurriculumConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Pools of prompts by success rate, and how often the prompts of each pool are used."""
 
-    easy: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    easy: PositiveShare = 1.0
     """Share of the passes that include an easy prompt."""
-    hard: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    hard: PositiveShare = 1.0
     """Share of the passes that include a hard prompt."""
     easy_from: Share = 1.0
     """A prompt is easy if this share of its last group passed, or more."""
@@ -208,7 +210,7 @@ class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     share: bool = False
     """Send the file of `function` to machines that join with `asyncrl join --trust-code`, which run
     it. Otherwise the file must already be there."""
-    deadline_s: Annotated[float, Meta(gt=0)] = 10.0
+    deadline_s: PositiveFloat = 10.0
     """Seconds that one call of the reward function may take. Its import may take at least 60
     seconds."""
     workers: Count | Literal["auto"] = "auto"
@@ -278,9 +280,9 @@ class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Maximum length of a completion, in tokens. Longer ones are cut; see advantage.truncated."""
     context: Positive = 256
     """Maximum length of prompt and completion together, in tokens."""
-    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    temperature: PositiveFloat = 1.0
     """Sampling temperature during training. Log-probabilities are recorded after it."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_p: PositiveShare = 1.0
     """Sample from the smallest set of tokens whose probability adds up to this. 1: all tokens. The
     learner normalizes over the same tokens."""
     top_k: Count = 0
@@ -338,10 +340,10 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     offload: bool = False
     """DeepSpeed, FSDP2: keep the optimizer state, and run the optimizer step, in the CPU's memory.
     Saves GPU memory and is slower."""
-    rank_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
+    rank_timeout_s: PositiveFloat = 120.0
     """DeepSpeed, FSDP2: seconds without a response from another rank after which that rank counts
     as lost."""
-    steps: Annotated[int, Meta(ge=0)] = 100
+    steps: Count = 100
     """Batches to train on. The run ends after them. 0: only evaluate the model."""
     groups: Positive = 32
     """Groups (prompts) in a batch."""
@@ -384,7 +386,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Decoupled weight decay of the optimizer. 0: none."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Optimizer: AdamW, or plain SGD without momentum."""
-    clip_norm: Annotated[float, Meta(ge=0)] = 1.0
+    clip_norm: NonNegative = 1.0
     """Largest norm of the gradient; a larger gradient is scaled down. 0: no clipping."""
     gradient_cosine: Literal["off", "log", "project"] = "off"
     """Cosine between each step's gradient and that of the step before. log: record it; project:
@@ -409,7 +411,7 @@ class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     rank: Count = 0
     """Rank of the LoRA adapters. Only the adapters are then trained and published. 0: train all
     weights."""
-    alpha: Annotated[float, Meta(gt=0), read_with("rank")] = 16.0
+    alpha: Annotated[PositiveFloat, read_with("rank")] = 16.0
     """Scale of the adapters: their product is multiplied by alpha / rank."""
     target_modules: Annotated[list[str], read_with("rank")] = []
     """Linear layers that get an adapter, by the end of their names, such as q_proj. Empty: all
@@ -429,7 +431,7 @@ class AutoLimitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Adapt the limit to the effective sample size (is/ess) and the learner's idle time."""
     floor: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Lower the limit while is/ess is below this."""
-    most: Annotated[int, Meta(ge=1)] = 16
+    most: Positive = 16
     """Upper bound of the limit, in versions."""
 
 
@@ -437,7 +439,7 @@ USUAL_WAIT = 0.02  # staleness.wait = auto
 
 
 class StalenessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    max_lag: Annotated[float, Meta(ge=0)] | AutoLimitConfig = 2.0
+    max_lag: NonNegative | AutoLimitConfig = 2.0
     """Largest lag of a token, in versions: a whole number or inf. 0: synchronous. { auto = "ess",
     floor = 0.5, most = 16 } adapts it during the run. Raise it when the learner or the generators
     are idle; lower it when is/ess is low."""
@@ -449,7 +451,7 @@ class StalenessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Treatment of samples above max_lag. pace: prevent them, by limiting how far ahead tickets are
     granted; drop: discard the sample; mask: exclude its tokens above the limit from the loss;
     downweight: halve the weight of a token for every half_life versions above the limit."""
-    half_life: Annotated[float, Meta(gt=0), read_with("on_exceed", "downweight")] = 2.0
+    half_life: Annotated[PositiveFloat, read_with("on_exceed", "downweight")] = 2.0
     """downweight: versions above the limit at which a token has half its weight."""
     order: Literal["auto", "ticket", "completion", "freshest"] = "auto"
     """Groups that form the next batch: those of the oldest tickets, those completed first, or those
@@ -531,7 +533,7 @@ class EvaluationSetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """Most prompts of an evaluation."""
     samples: Positive = 1
     """Completions of each prompt."""
-    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    temperature: NonNegative = 1.0
     """Sampling temperature. 0: greedy, with one sample per prompt."""
     greedy: bool = False
     """Also score one greedy completion of each prompt."""
@@ -559,7 +561,7 @@ class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     0: only at the start and the end."""
     ood_prompts: Count = 512
     """Out-of-distribution prompts of the first and the last evaluation."""
-    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    temperature: PositiveFloat = 1.0
     """Sampling temperature of evaluations."""
     generators: Count = 0
     """How many of `generators` serve only evaluations. The others then never pause for one. 0: all
@@ -582,12 +584,12 @@ class WiresConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Bytes of samples that a generator may have sent without an acknowledgment from the buffer."""
     frame_bytes: Positive = 256 * 1024
     """Bytes up to which several samples are sent in one message."""
-    lease_s: Annotated[float, Meta(gt=0)] = 20.0
+    lease_s: PositiveFloat = 20.0
     """Seconds without decode progress after which the lease of a ticket ends, so that another
     generator may lease it."""
-    retry_s: Annotated[float, Meta(gt=0)] = 1.0
+    retry_s: PositiveFloat = 1.0
     """Seconds without a reply after which a request is repeated."""
-    connect_s: Annotated[float, Meta(gt=0)] = 120.0
+    connect_s: PositiveFloat = 120.0
     """Seconds after which a process exits if a peer has never replied."""
     curve_dir: str = ""
     """Directory of the CURVE keys made by `asyncrl keys`. Required for every address other than
@@ -597,9 +599,9 @@ class WiresConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class WatchdogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     multiple: Annotated[float, Meta(gt=1)] = 20.0
     """A step is overdue after this multiple of the median duration of the run's steps."""
-    floor_s: Annotated[float, Meta(gt=0)] = 60.0
+    floor_s: PositiveFloat = 60.0
     """Seconds before which no step is overdue."""
-    startup_s: Annotated[float, Meta(gt=0)] = 300.0
+    startup_s: PositiveFloat = 300.0
     """Seconds that a process may take until its first step."""
     restarts: Count = 3
     """Restarts of each process before the run ends."""

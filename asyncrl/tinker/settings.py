@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
-from asyncrl.algorithms.settings import Count, Positive, Seed
+from asyncrl.algorithms.settings import Count, NonNegative, Port, Positive, PositiveFloat, Seed
 from asyncrl.config import load, rules
 from asyncrl.config.tree import Config, LoraConfig
 
@@ -28,7 +27,7 @@ class TinkerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class ServerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: Annotated[int, Meta(ge=0, le=65535)] = 8931
+    port: Port = 8931
     """Port to listen on. 0: any free one."""
     body_mib: Positive = 64
     """Largest request body, in MiB. Clients send at most 5 MB."""
@@ -60,7 +59,7 @@ class TinkerTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class TinkerStaleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    max_lag: Annotated[float, Meta(ge=0)] = float("inf")
+    max_lag: NonNegative = float("inf")
     """Largest lag of a trained token, in optimizer steps of its model: a whole number or inf."""
     on_exceed: Literal["refuse", "pace", "mask"] = "refuse"
     """Treatment of a token above max_lag. refuse: the request fails and names the sequence; pace:
@@ -89,7 +88,7 @@ class TinkerLosses(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class TinkerWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    slots: Annotated[int, Meta(ge=1)] = 8
+    slots: Positive = 8
     """Versions of each model that samplers without a name can use. Older ones are deleted."""
 
 
@@ -99,7 +98,7 @@ class TinkerLora(LoraConfig, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     rank: Count = 32
     """Largest rank that a client may ask for. 0: every training client trains a full copy of the
     weights."""
-    alpha: Annotated[float, Meta(gt=0)] = 32.0
+    alpha: PositiveFloat = 32.0
     """Scale of the adapters: their product is multiplied by alpha / rank."""
 
 

@@ -23,6 +23,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from asyncrl.algorithms.settings import NonNegative, PositiveFloat, PositiveShare, Share
 from asyncrl.contract.errors import ConfigError
 
 Value = TypeVar("Value")
@@ -105,26 +106,23 @@ def make_sequence_sampler(
     return sample_at_stage
 
 
-Seconds = Annotated[float, Meta(ge=0)]
-
-
 class TimeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The times of a simulation, in seconds unless noted.
 
     The defaults are those of configs/demo.toml with one 2.5 GHz core a process.
     """
 
-    step: Seconds = 0.0012  # a decode step, without its samples
-    row: Seconds = 1.6e-5  # each sample in a decode step
-    admit: Seconds = 1e-4  # the start of a sample: its prompt's keys and values
-    finish: Seconds = 8e-5  # the end of a sample: text, a reward in place, packing
-    look: Seconds = 0.002  # between two decode calls: messages, requests
+    step: NonNegative = 0.0012  # a decode step, without its samples
+    row: NonNegative = 1.6e-5  # each sample in a decode step
+    admit: NonNegative = 1e-4  # the start of a sample: its prompt's keys and values
+    finish: NonNegative = 8e-5  # the end of a sample: text, a reward in place, packing
+    look: NonNegative = 0.002  # between two decode calls: messages, requests
     # effective sample size of tokens of lag 1, at lag k its k-th power; moves an automatic limit
-    ess: Annotated[float, Meta(gt=0, le=1)] = 0.97
+    ess: PositiveShare = 0.97
     # factor of decode calls during training and of training beside a busy generator
     beside: Annotated[float, Meta(ge=1)] = 1.0
     # cores that learner and generators share; None: each process has its own
-    cores: Annotated[float, Meta(gt=0)] | None = None
+    cores: PositiveFloat | None = None
     noise: Spec = 1.0  # factor of each decode call
     lengths: Spec | None = None  # tokens of a call, by default half to all of max_new_tokens
     group_lengths: list[list[int]] | None = None  # of whole groups, overrides lengths
@@ -132,21 +130,19 @@ class TimeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     tool: Spec = 0.0  # between two calls of a session: a tool, an environment's step
     reward: Spec = 0.0  # a call in a reward process
     train: Spec = 0.25  # a batch of train_tokens
-    train_tokens: Annotated[float, Meta(gt=0)] | None = (
-        10_752.0  # None: `train` is the time of any batch
-    )
+    train_tokens: PositiveFloat | None = 10_752.0  # None: `train` is the time of any batch
     batch: Spec = 0.02  # from a batch's last sample at the buffer to the learner
     ready: Spec = 0.005  # from a publication to the next update, with its batch at hand
     commit: Spec = 0.02  # the buffer's work on a commit, before it grants new tickets
     publish: Spec = 0.001  # weights into the ring
     swap: Spec = 0.0015  # weights into an engine
     checkpoint: Spec = 0.05
-    wire: Seconds = 0.0005  # a message, one way
-    buffer: Seconds = 1e-4  # the buffer's work for each sample
-    no_spread: Annotated[float, Meta(ge=0, le=1)] = 0.0  # share of zero-variance groups
+    wire: NonNegative = 0.0005  # a message, one way
+    buffer: NonNegative = 1e-4  # the buffer's work for each sample
+    no_spread: Share = 0.0  # share of zero-variance groups
     failed: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share of samples whose reward fails
-    lost_every: Seconds = 0.0  # mean time between losses of a generator process; 0: none
-    restart: Seconds = 5.0  # from a loss until the generator is back
+    lost_every: NonNegative = 0.0  # mean time between losses of a generator process; 0: none
+    restart: NonNegative = 5.0  # from a loss until the generator is back
 
 
 # fields that may be distributions, except `lengths`, which depends on the config if it is absent
