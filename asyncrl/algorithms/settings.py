@@ -31,6 +31,10 @@ PositiveShare = Annotated[float, Meta(gt=0, le=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A section of a file of settings, or an entry of a table; unknown keys are refused."""
+
+
 @functools.cache
 def _read_tables(module: str) -> dict[str, tuple[str, ...]]:
     """Return every dict with text keys and every tuple of texts at the module's top level."""
@@ -140,9 +144,7 @@ Pull = Annotated[
 CovShare = Annotated[Share, Meta(description="Share of the tokens that the surrogate restrains.")]
 
 
-class Advantage(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name"
-):
+class Advantage(Section, frozen=True, kw_only=True, tag_field="name"):
     """Keys that every advantage reads.
 
     Each advantage has its own struct below, tagged by `advantage.name`, with its own keys.
@@ -269,7 +271,7 @@ class OtbAdvantage(Advantage, frozen=True, tag="otb"):
     pass
 
 
-class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Value(Section, frozen=True, kw_only=True):
     """The value head, with advantage.name = gae."""
 
     trunk: Literal["own", "shared"] = "own"
@@ -291,9 +293,7 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Learning rate of the value head and its trunk. 0: learner.lr."""
 
 
-class Correction(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="proximal"
-):
+class Correction(Section, frozen=True, kw_only=True, tag_field="proximal"):
     """Keys that every proximal policy reads: the policy that ratios and clips are taken against.
 
     Each has its own struct below, tagged by `correction.proximal`.
@@ -417,9 +417,7 @@ class AveragedCorrection(WeightedCorrection, frozen=True, kw_only=True, tag="ema
     """Number of versions after which a version counts half in the average."""
 
 
-class Loss(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="surrogate"
-):
+class Loss(Section, frozen=True, kw_only=True, tag_field="surrogate"):
     """Keys that every surrogate reads.
 
     Each surrogate has its own struct below, tagged by `loss.surrogate`, with its own keys.
@@ -608,7 +606,7 @@ class GmpoLoss(ClippedLoss, frozen=True, tag="gmpo"):
     DEFAULT_CLIP = (0.4, 0.4)
 
 
-class Reshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Reshape(Section, frozen=True, kw_only=True):
     """IS-reshape, with loss.surrogate = reshape and correction.proximal = behavior."""
 
     form: Form = "power"
@@ -656,7 +654,7 @@ class Reshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Budget of repair D, in nats per token."""
 
 
-class KLReward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KLReward(Section, frozen=True, kw_only=True):
     """KL to the reference subtracted from the reward, before the advantage."""
 
     coefficient: NonNegative = 0.0
@@ -683,7 +681,7 @@ class KLReward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """adaptive: samples over which the coefficient adapts. Larger is slower."""
 
 
-class KLLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KLLoss(Section, frozen=True, kw_only=True):
     """KL to the reference as a term of the loss."""
 
     coefficient: NonNegative = 0.0
@@ -713,7 +711,7 @@ class KLLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """prefix, prefix_full: upper bound of the prefix weights. inf: exact."""
 
 
-class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KL(Section, frozen=True, kw_only=True):
     """Towards a reference policy: in the reward, in the loss, or both at once."""
 
     preset: Literal["", "grpo", "dr_grpo", "rloo", "distill"] = ""
@@ -724,7 +722,7 @@ class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     loss: KLLoss = KLLoss()
 
 
-class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Stop(Section, frozen=True, kw_only=True):
     kl_max: NonNegative = 0.0
     """KL early stopping: how far the updates of one batch may move the policy, in nats per token.
     0: off."""

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
-from asyncrl.algorithms.settings import Count, NonNegative, Port, Positive, PositiveFloat
+from asyncrl.algorithms.settings import (
+    Count,
+    NonNegative,
+    Port,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 from asyncrl.contract.outcomes import MOST_ROWS
 
 # opponents in a two-player game, besides a function
@@ -21,7 +27,7 @@ OPENENV = "openenv"
 HUBS = (VERIFIERS, GEM, GYMNASIUM, OPENENV)
 
 
-class AgentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AgentSource(Section, frozen=True, kw_only=True):
     """The source and the limits of sessions, which each part of a mixture may have."""
 
     env: str = ""
@@ -111,7 +117,7 @@ class AgentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return self.serve or self.starts_agents
 
 
-class AgentConfig(AgentSource, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AgentConfig(AgentSource, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     """Address on which the endpoint listens. Beyond loopback it needs a certificate or
     behind_proxy."""

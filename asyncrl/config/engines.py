@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from asyncrl.algorithms.settings import Section
 
-class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+
+class EngineInfo(Section, frozen=True, kw_only=True):
     """Facts about an engine that are known without importing it."""
 
     maker: str  # module with `make_engine(config)`, imported when a generator starts

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
-from asyncrl.algorithms.settings import Count, NonNegative, PositiveFloat
+from asyncrl.algorithms.settings import Count, NonNegative, PositiveFloat, Section
 
 
-class HostPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class HostPlacement(Section, frozen=True, kw_only=True):
     cpus: PositiveFloat = 1.0
     """CPUs of each process."""
     gpus: NonNegative = 0.0
     """GPUs of each process."""
 
 
-class GeneratorPlacement(HostPlacement, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class GeneratorPlacement(HostPlacement, frozen=True, kw_only=True):
     count: Count = 0
     """Generators on the cluster. 0: as `generators`."""
 
 
-class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Placement(Section, frozen=True, kw_only=True):
     learner: HostPlacement = HostPlacement()
     """Resources of all learner ranks, and of the buffer beside them."""
     generator: GeneratorPlacement = GeneratorPlacement()

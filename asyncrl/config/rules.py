@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.algorithms import settings
+from asyncrl.algorithms.settings import Section
 from asyncrl.config import presets
 from asyncrl.config.agents import VERIFIERS, AgentConfig, AgentSource
 from asyncrl.config.engines import ENGINES, list_engines
@@ -24,7 +25,7 @@ from asyncrl.config.tree import (
 )
 
 
-class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Rule(Section, frozen=True, kw_only=True):
     """A rule of rules.toml, which explains its fields."""
 
     text: str

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
-from asyncrl.algorithms.settings import Count, NonNegative, Positive, PositiveFloat
+from asyncrl.algorithms.settings import Count, NonNegative, Positive, PositiveFloat, Section
 
 
-class JudgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class JudgeConfig(Section, frozen=True, kw_only=True):
     url: str = ""
     """Address of an OpenAI-compatible server, up to /v1, that grades completions. Empty: no
     judge."""
@@ -47,7 +45,7 @@ class JudgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     no limit."""
 
 
-class RewardModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RewardModelConfig(Section, frozen=True, kw_only=True):
     path: str = ""
     """Hugging Face directory of a sequence classifier with one label, which scores completions.
     Empty: none."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import msgspec
-
-from asyncrl.algorithms.settings import Count, NonNegative, Positive, Seed, Share
+from asyncrl.algorithms.settings import (
+    Count,
+    NonNegative,
+    Positive,
+    Section,
+    Seed,
+    Share,
+)
 from asyncrl.config import layers, load, rules
 
 
-class SftModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SftModel(Section, frozen=True, kw_only=True):
     path: str
     """Hugging Face directory of the model to train."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -19,7 +24,7 @@ class SftModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Device: auto, cpu, cuda or cuda:N."""
 
 
-class SftData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SftData(Section, frozen=True, kw_only=True):
     train: str
     """Training data, JSONL or parquet: prompt and answer, or messages, one sample a line."""
     heldout: str = ""
@@ -30,7 +35,7 @@ class SftData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Treatment of longer samples. stop: an error; skip: leave them out and report their number."""
 
 
-class SftTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SftTraining(Section, frozen=True, kw_only=True):
     steps: Positive = 100
     """Optimizer steps."""
     batch: Positive = 64
@@ -66,7 +71,7 @@ class SftTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """OpenMP threads."""
 
 
-class SftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SftConfig(Section, frozen=True, kw_only=True):
     """The config of supervised training.  `model.path` and `data.train` have no default."""
 
     name: str = ""

@@ -28,6 +28,7 @@ from asyncrl.algorithms.settings import (
     PpoLoss,
     Reshape,
     RlooAdvantage,
+    Section,
     Seed,
     Share,
     Stop,
@@ -41,7 +42,7 @@ from asyncrl.config.scorers import JudgeConfig, RewardModelConfig
 from asyncrl.config.transports import TransportName
 
 
-class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ModelConfig(Section, frozen=True, kw_only=True):
     path: str
     """Hugging Face directory of the initial policy and its tokenizer, or hf://ORG/NAME[@REVISION],
     which is downloaded once."""
@@ -60,7 +61,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Experts in each layer of that tiny model, of which a token uses 2. 0: a dense model."""
 
 
-class TaskSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TaskSource(Section, frozen=True, kw_only=True):
     """The keys of a task that a run and a part of a mixture share."""
 
     name: str
@@ -84,7 +85,7 @@ class TaskSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Settings of a reasoning_gym:GENERATOR, for example max_terms = 3."""
 
 
-class CurriculumConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CurriculumConfig(Section, frozen=True, kw_only=True):
     """Pools of prompts by success rate, and how often the prompts of each pool are used."""
 
     easy: PositiveShare = 1.0
@@ -152,7 +153,7 @@ def explain_changed_steps(settings: Any, earlier_steps: int, number: int) -> str
     )
 
 
-class MixedTaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MixedTaskConfig(TaskSource, frozen=True, kw_only=True):
     """A part of a mixture: a table `[[task.mixture]]`."""
 
     label: Annotated[str, Meta(pattern="^([a-z][a-z0-9-]*)?$")] = ""
@@ -192,13 +193,13 @@ class MixedTaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_on
         return self.label or re.sub("[^a-z0-9]+", "-", self.name.lower()).strip("-")
 
 
-class TaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TaskConfig(TaskSource, frozen=True, kw_only=True):
     mixture: list[MixedTaskConfig] = []
     """The parts of task `mixture`, each a table [[task.mixture]] with the keys of [task] and some
     more. See docs/prompts.md."""
 
 
-class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RewardConfig(Section, frozen=True, kw_only=True):
     function: str = ""
     """Reward function: module:function or file.py:function. Empty: the task's own reward."""
     functions: list[str] = []
@@ -255,7 +256,7 @@ class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 LARGEST_BITMAP = (1 << 15) + 4
 
 
-class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class GeneratorConfig(Section, frozen=True, kw_only=True):
     engine: EngineName = "embedded"
     """Inference engine that generates completions. `asyncrl engines` shows which work on this
     machine."""
@@ -318,7 +319,7 @@ class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return ENGINES[self.engine]
 
 
-class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MeshConfig(Section, frozen=True, kw_only=True):
     replicate: Positive = 1
     """FSDP2: copies of the model among the ranks. Each is divided among ranks that follow each
     other, and the copies add up their gradients. Links between machines then carry gradients alone,
@@ -327,7 +328,7 @@ class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """FSDP2: ranks that divide one copy. 0: learner.ranks / learner.mesh.replicate."""
 
 
-class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LearnerConfig(Section, frozen=True, kw_only=True):
     backend: Literal["torch", "deepspeed", "fsdp2"] = "torch"
     """Training backend. deepspeed and fsdp2 divide the training among several processes; fsdp2 is
     part of PyTorch."""
@@ -407,7 +408,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """GPU number of each rank. Empty: model.device."""
 
 
-class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LoraConfig(Section, frozen=True, kw_only=True):
     rank: Count = 0
     """Rank of the LoRA adapters. Only the adapters are then trained and published. 0: train all
     weights."""
@@ -418,13 +419,13 @@ class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     except the output head."""
 
 
-class ExportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ExportConfig(Section, frozen=True, kw_only=True):
     lora: Annotated[Literal["merged", "adapter"], read_with("lora.rank")] = "merged"
     """Content of RUN/model: base model and adapter merged into one model, or only the adapter in
     peft's format."""
 
 
-class AutoLimitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AutoLimitConfig(Section, frozen=True, kw_only=True):
     """An adaptive limit, from 1 to `most`."""
 
     auto: Literal["ess"]
@@ -438,7 +439,7 @@ class AutoLimitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 USUAL_WAIT = 0.02  # staleness.wait = auto
 
 
-class StalenessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StalenessConfig(Section, frozen=True, kw_only=True):
     max_lag: NonNegative | AutoLimitConfig = 2.0
     """Largest lag of a token, in versions: a whole number or inf. 0: synchronous. { auto = "ess",
     floor = 0.5, most = 16 } adapts it during the run. Raise it when the learner or the generators
@@ -490,7 +491,7 @@ class StalenessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return self.max_lag.floor if isinstance(self.max_lag, AutoLimitConfig) else 0.0
 
 
-class WeightsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WeightsConfig(Section, frozen=True, kw_only=True):
     in_flight: Literal["keep_kv", "recompute_kv", "between_groups"] = "keep_kv"
     """Treatment of unfinished completions when new weights arrive. keep_kv and recompute_kv
     continue them under the new weights (partial rollouts) with the old keys and values, or with
@@ -503,13 +504,13 @@ class WeightsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     takes the memory of one model."""
 
 
-class DurabilityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DurabilityConfig(Section, frozen=True, kw_only=True):
     mode: Literal["memory", "process", "disk"] = "memory"
     """Failures that the buffer survives. memory: none, and its exit ends the run; process: any
     killed process; disk: also a power cut, because replies wait for the disk."""
 
 
-class EvaluationSetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EvaluationSetConfig(Section, frozen=True, kw_only=True):
     """A further held-out set: a table `[[evaluation.sets]]`."""
 
     name: Annotated[str, Meta(pattern="^[a-z][a-z0-9-]*$")]
@@ -548,7 +549,7 @@ class EvaluationSetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         return tuple(self.pass_at) or tuple(dict.fromkeys((1, self.samples)))
 
 
-class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EvaluationConfig(Section, frozen=True, kw_only=True):
     every: Count = 20
     """Versions between evaluations. 0: only at the start and the end."""
     prompts: Positive = 256
@@ -571,7 +572,7 @@ class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     for its keys."""
 
 
-class WiresConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WiresConfig(Section, frozen=True, kw_only=True):
     address: str = ""
     """Address of the buffer: ipc:// or tcp://. Empty: ipc in the run directory. Use tcp for a run
     on several machines."""
@@ -596,7 +597,7 @@ class WiresConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     loopback."""
 
 
-class WatchdogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WatchdogConfig(Section, frozen=True, kw_only=True):
     multiple: Annotated[float, Meta(gt=1)] = 20.0
     """A step is overdue after this multiple of the median duration of the run's steps."""
     floor_s: PositiveFloat = 60.0
@@ -611,7 +612,7 @@ TrackerName = Literal["wandb", "trackio", "mlflow"]
 SampleRule = Literal["group", "best", "worst", "off_policy", "longest", "random"]
 
 
-class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RecordConfig(Section, frozen=True, kw_only=True):
     samples_every: Count = 10
     """Batches between the samples written to samples.jsonl. 0: none."""
     samples: Annotated[Count, read_with("samples_every")] = 4
@@ -652,7 +653,7 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """stream: batches between recorded weights. 0: only the initial ones."""
 
 
-class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Config(Section, frozen=True, kw_only=True):
     """The config of a run.  `model.path` and `task.name` have no default."""
 
     name: str = ""

@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from asyncrl.algorithms.settings import NonNegative, PositiveFloat, PositiveShare, Share
+from asyncrl.algorithms.settings import NonNegative, PositiveFloat, PositiveShare, Section, Share
 from asyncrl.contract.errors import ConfigError
 
 Value = TypeVar("Value")
@@ -106,7 +106,7 @@ def make_sequence_sampler(
     return sample_at_stage
 
 
-class TimeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TimeModel(Section, frozen=True, kw_only=True):
     """The times of a simulation, in seconds unless noted.
 
     The defaults are those of configs/demo.toml with one 2.5 GHz core a process.
