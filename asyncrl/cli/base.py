@@ -7,7 +7,6 @@ import errno
 import io
 import os
 import sys
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -22,6 +21,7 @@ from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.importing import append_working_directory
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
+from asyncrl.contract.toml_writer import read_table
 
 PATH = click.Path(path_type=Path)
 KINDS = {
@@ -30,9 +30,7 @@ KINDS = {
     "integer": click.INT,
     "number": click.FLOAT,
 }
-OPTIONS: dict[str, list[dict[str, Any]]] = tomllib.loads(
-    Path(__file__).with_name("options.toml").read_text(encoding="utf-8")
-)
+OPTIONS: dict[str, list[dict[str, Any]]] = read_table(__file__)
 
 # a write can fail with these errors without naming a file
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -53,7 +51,9 @@ class ExampleCommand(click.Command):
 
 
 class ExampleGroup(ExampleCommand, click.Group):
-    """A group of commands whose `--help` ends with examples."""
+    """A group of commands whose `--help` ends with examples, as that of each command does."""
+
+    command_class = ExampleCommand
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -184,7 +184,7 @@ def json_option(command: Any) -> Any:
 
 
 def option_table(name: str) -> Callable[[Any], Any]:
-    """Add the options of a table of options.toml, which explains their fields."""
+    """Add the options of a table of base.toml, which explains their fields."""
 
     def add(command: Any) -> Any:
         for row in reversed(OPTIONS[name]):

@@ -10,7 +10,6 @@ import click
 
 from asyncrl.cli import result
 from asyncrl.cli.base import (
-    ExampleCommand,
     ExampleGroup,
     command,
     complete_config,
@@ -31,7 +30,6 @@ def config() -> None:
 
 
 @config.command(
-    cls=ExampleCommand,
     examples=("asyncrl config show demo", "asyncrl config show demo --set method=gmpo"),
 )
 @options()
@@ -54,7 +52,6 @@ def show(source: str, sets: tuple[str, ...], as_json: bool) -> None:
 
 @config.command(
     name="explain",
-    cls=ExampleCommand,
     examples=("asyncrl config explain staleness.max_lag", "asyncrl config explain stop"),
 )
 @click.argument("key", shell_complete=complete_key)
@@ -106,7 +103,6 @@ def _format_explanation(entry: Any) -> str:
 
 @config.command(
     name="diff",
-    cls=ExampleCommand,
     examples=("asyncrl config diff demo decoupled", "asyncrl config diff runs/A runs/B"),
 )
 @click.argument("left", metavar="A", shell_complete=complete_config)
@@ -134,7 +130,7 @@ def diff_configs(left: str, right: str, as_json: bool) -> None:
     sys.exit(1 if differences else 0)
 
 
-@config.command(cls=ExampleCommand, examples=("asyncrl config check config.toml",))
+@config.command(examples=("asyncrl config check config.toml",))
 @options()
 def check(source: str, sets: tuple[str, ...], as_json: bool) -> None:
     """Check everything that a run of CONFIG needs.
@@ -169,7 +165,7 @@ def print_outcomes(loaded: Any, warnings: list[str], preflight: Any, as_json: bo
         raise ConfigError(f"{len(failed)} check(s) failed: {', '.join(failed)}")
 
 
-@config.command(cls=ExampleCommand, examples=("asyncrl config schema > schema.json",))
+@config.command(examples=("asyncrl config schema > schema.json",))
 @option_table("schema")
 def schema(kind: str) -> None:
     """Print the JSON schema of configs, for editors."""
@@ -178,9 +174,7 @@ def schema(kind: str) -> None:
     print(json.dumps(sft.build_schema() if kind == "sft" else load.build_schema(), indent=1))
 
 
-@config.command(
-    name="metrics", cls=ExampleCommand, examples=("asyncrl config metrics > docs/metrics.md",)
-)
+@config.command(name="metrics", examples=("asyncrl config metrics > docs/metrics.md",))
 def print_metrics() -> None:
     """Print every metric with unit and meaning: docs/metrics.md."""
     from asyncrl.records import metrics
@@ -188,7 +182,7 @@ def print_metrics() -> None:
     print(metrics.format_markdown(), end="")
 
 
-@config.command(cls=ExampleCommand, examples=("asyncrl config reference > keys.md",))
+@config.command(examples=("asyncrl config reference > keys.md",))
 def reference() -> None:
     """Print every key with its default, as a page of Markdown."""
     from asyncrl.config import explain as explaining
@@ -204,7 +198,7 @@ def task() -> None:
     """Try tasks and reward functions."""
 
 
-@task.command(name="try", cls=ExampleCommand, examples=TRY)
+@task.command(name="try", examples=TRY)
 @options()
 @option_table("try_task")
 def try_task(

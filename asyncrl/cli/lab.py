@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import ExampleCommand, ExampleGroup, option_table, print_progress
+from asyncrl.cli.base import ExampleGroup, option_table, print_progress
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 
 
@@ -38,7 +38,6 @@ def lab() -> None:
 
 
 @lab.command(
-    cls=ExampleCommand,
     examples=("asyncrl lab bias", "asyncrl lab bias --seeds 2 --out /tmp/lab"),
 )
 @option_table("bias")
@@ -50,7 +49,6 @@ def bias(**settings: Any) -> None:
 
 
 @lab.command(
-    cls=ExampleCommand,
     examples=("asyncrl lab corrections", "asyncrl lab corrections --seeds 2 --out /tmp/lab"),
 )
 @option_table("corrections")
@@ -65,7 +63,6 @@ def corrections(**settings: Any) -> None:
 
 
 @lab.command(
-    cls=ExampleCommand,
     examples=("asyncrl lab reshape", "asyncrl lab reshape --seeds 2 --out /tmp/lab"),
 )
 @option_table("reshape")

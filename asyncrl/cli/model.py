@@ -8,7 +8,6 @@ import click
 
 from asyncrl.cli.base import (
     PATH,
-    ExampleCommand,
     ExampleGroup,
     command,
     config_argument,
@@ -28,7 +27,7 @@ def model() -> None:
     """Fetch models."""
 
 
-@model.command(cls=ExampleCommand, examples=(GET, "asyncrl model get hf://ORG/NAME models/name"))
+@model.command(examples=(GET, "asyncrl model get hf://ORG/NAME models/name"))
 @click.argument("source")
 @click.argument("directory", type=PATH)
 @option_table("get")

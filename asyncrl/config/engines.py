@@ -7,12 +7,10 @@ the module that a generator process imports."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
 from asyncrl.algorithms.settings import Section
+from asyncrl.contract.toml_writer import read_table
 
 
 class EngineInfo(Section, frozen=True, kw_only=True):
@@ -37,9 +35,7 @@ class EngineInfo(Section, frozen=True, kw_only=True):
     settings: tuple[str, ...] = ()  # keys of `generator` that only some engines read
 
 
-ENGINES = msgspec.toml.decode(
-    Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, EngineInfo]
-)
+ENGINES: dict[str, EngineInfo] = read_table(__file__, dict[str, EngineInfo])
 
 if TYPE_CHECKING:  # a type checker cannot evaluate the names
     EngineName = str

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-import tomllib
 import typing
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ import msgspec
 
 from asyncrl.config import layers, load, methods
 from asyncrl.config.tree import Config
+from asyncrl.contract.toml_writer import read_table
 
-_TABLES: dict[str, dict[str, str]] = tomllib.loads(
-    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-)
+_TABLES: dict[str, dict[str, str]] = read_table(__file__)
 PAGES, KEYS_BY_UNIT, REASONS, TAGS = _TABLES.values()
 # unit of a number by the end of its name, otherwise by its dotted key
 UNIT_ENDINGS = {"_s": "seconds", "_mib": "MiB", "_bytes": "bytes", "_tokens": "tokens"}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from asyncrl.algorithms import settings
 from asyncrl.config import layers
+from asyncrl.contract.toml_writer import read_table
 
 DESCRIPTION = (
     "A published method: it sets all its keys that you do not give. `asyncrl methods` lists them."
@@ -33,9 +33,7 @@ class Method(msgspec.Struct, frozen=True):
     stale: bool = False
 
 
-METHODS = msgspec.toml.decode(
-    Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, Method]
-)
+METHODS: dict[str, Method] = read_table(__file__, dict[str, Method])
 FOR_OLD_SAMPLES = [name for name, method in METHODS.items() if method.stale]
 
 

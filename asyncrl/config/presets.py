@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import layers
+from asyncrl.contract.toml_writer import read_table
 
-PRESET_TABLES: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(
-    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-)
+PRESET_TABLES: dict[str, dict[str, dict[str, Any]]] = read_table(__file__)
 PRESETS = PRESET_TABLES["correction"]
 
 # most parameters of a model -> its learning rate with AdamW; smaller ones have the default

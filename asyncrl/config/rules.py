@@ -6,7 +6,6 @@ import math
 import operator
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,6 +22,7 @@ from asyncrl.config.tree import (
     TaskSource,
     interpolate_weight,
 )
+from asyncrl.contract.toml_writer import read_table
 
 
 class Rule(Section, frozen=True, kw_only=True):
@@ -36,9 +36,7 @@ class Rule(Section, frozen=True, kw_only=True):
     sets: tuple[str, ...] = ()
 
 
-TABLES = msgspec.toml.decode(
-    Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, list[Rule]]
-)
+TABLES: dict[str, list[Rule]] = read_table(__file__, dict[str, list[Rule]])
 COMPARISONS = {
     "<": operator.lt,
     "<=": operator.le,
