@@ -13,6 +13,7 @@ import torch
 from advantage_kit import advantage, by_token
 from algorithms_catalogue_kit import vec
 from algorithms_kit import D, config
+from trajectory_kit import trajectory
 
 from asyncrl.algorithms import advantages as adv
 from asyncrl.algorithms import loss as sl
@@ -352,21 +353,8 @@ def test_the_others_take_one_reward_an_answer(name: str) -> None:
 
 def sample(rewards: list[float] | None, n: int, reward: float) -> Trajectory:
     given = b"" if rewards is None else np.asarray(rewards, "<f4").tobytes()
-    return Trajectory(
-        7,
-        1,
-        0,
-        b"",
-        bytes(4 * n),
-        bytes(4 * n),
-        bytes([1] * n),
-        [],
-        reward,
-        {},
-        "stop",
-        1.0,
-        token_rewards=given,
-    )
+    zeros = [0] * n
+    return trajectory((7, 1, 0), (), zeros, zeros, reward=reward, token_rewards=given)
 
 
 def test_token_rewards_of_a_mixed_batch() -> None:

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from signs_kl_kit import split_share
+from trajectory_kit import trajectory
 
 from asyncrl.algorithms import loss
 from asyncrl.config import load
 from asyncrl.config.tree import StalenessConfig
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.messages import Batch, Trajectory, VersionSpan
+from asyncrl.contract.messages import Batch, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import (
     PolicyModel,
@@ -103,22 +104,8 @@ def batch(ring: Ring, number: int = 2, noise: float = NOISE) -> Batch:
             VersionSpan(Label(1, 0), "", 0, 4, Label(1, 0)),
             VersionSpan(Label(1, second), "", 4, 8, Label(1, 0)),
         ]
-        samples.append(
-            Trajectory(
-                i // SIZE,
-                i % SIZE,
-                0,
-                whose[i].tobytes(),
-                answer.tobytes(),
-                mu.numpy().astype("<f4").tobytes(),
-                bytes([1] * LENGTH),
-                spans,
-                float(r.random()),
-                {},
-                "stop",
-                1.0,
-            )
-        )
+        fields = {"spans": spans, "reward": float(r.random())}
+        samples.append(trajectory((i // SIZE, i % SIZE, 0), whose[i], answer, mu, **fields))
         runs.append([(0, 4, 2), (4, 8, 2 - second)])
     return Batch(1, number, samples, [2] * len(samples), [0] * len(samples), runs, {}, GROUPS, {})
 

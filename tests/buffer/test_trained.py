@@ -8,9 +8,10 @@ import shutil
 from pathlib import Path
 
 from process_kit import ROOT
+from trajectory_kit import trajectory
 
 from asyncrl.config import load
-from asyncrl.contract.messages import Batch, Trajectory, VersionSpan
+from asyncrl.contract.messages import Batch, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
 from buffer.training_log import TrainingLog
@@ -18,23 +19,8 @@ from buffer.training_log import TrainingLog
 
 def batch(number: int, r: random.Random) -> Batch:
     label = Label(1, 0)
-    samples = [
-        Trajectory(
-            number,
-            s,
-            1,
-            b"",
-            b"\0" * 16,
-            b"",
-            b"",
-            [VersionSpan(label, "", 0, 4, label)],
-            0.0,
-            {},
-            "stop",
-            1.0,
-        )
-        for s in range(2)
-    ]
+    spans = [VersionSpan(label, "", 0, 4, label)]
+    samples = [trajectory((number, s, 1), (), [0] * 4, mask=b"", spans=spans) for s in range(2)]
     lags = [[(0, 2, r.randint(0, 2)), (2, 4, r.randint(0, 2))] for _ in samples]
     return Batch(1, number, samples, [0, 0], [0, 0], lags, {}, number + 1, {})
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from learner_step_kit import GROUPS, SIZE, batch, core, model_dir, weights
+from trajectory_kit import trajectory
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.contract.messages import Batch
 from asyncrl.models import model_check
 from asyncrl.models.policy import PolicyModel, build_model, export, load_policy
 from learner.step import LearnerCore
@@ -66,25 +67,12 @@ def own_answers(learner: LearnerCore, number: int) -> Batch:
         logs.append(log.gather(1, token)[:, 0])
         ids = torch.cat([ids, token], 1)
     for place in range(GROUPS * SIZE):
-        tokens = ids[place, len(PROMPT) :].numpy().astype("<i4")
-        logprobs = torch.stack(logs)[:, place].numpy().astype("<f4")
+        tokens = ids[place, len(PROMPT) :].numpy()
+        logprobs = torch.stack(logs)[:, place].numpy()
         reward = float((tokens == 3).mean())
-        samples.append(
-            Trajectory(
-                ticket=place // SIZE,
-                sample=place % SIZE,
-                attempt=0,
-                prompt_tokens=PROMPT.tobytes(),
-                tokens=tokens.tobytes(),
-                behavior_logprobs=logprobs.tobytes(),
-                mask=bytes([1] * LENGTH),
-                spans=[],
-                reward=reward,
-                reward_parts={},
-                finish="length",
-                temperature=1.0,
-            )
-        )
+        key = place // SIZE, place % SIZE, 0
+        fields = {"reward": reward, "finish": "length"}
+        samples.append(trajectory(key, PROMPT, tokens, logprobs, **fields))
     runs = [[(0, LENGTH, 0)] for _ in samples]
     return Batch(1, number, samples, [0] * len(samples), [0] * len(samples), runs, {}, GROUPS, {})
 

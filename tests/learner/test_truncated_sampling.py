@@ -15,11 +15,12 @@ import torch
 from engine_kit import engine, request, run
 from learner_step_kit import GROUPS, batch, core, model_dir
 from run_kit import survive_kills
+from trajectory_kit import trajectory
 
 from asyncrl.config import load, rules
 from asyncrl.config.engines import ENGINES
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.contract.messages import Batch
 from asyncrl.contract.sampled_support import SampledSupport
 from learner.batch import pack
 from learner.step import LearnerCore
@@ -41,23 +42,9 @@ def sampled(learner: LearnerCore, *, recorded: bool = True) -> Batch:
     samples = []
     for r in asked:
         a = found[r.key]
-        spans, n = a.spans, len(a.tokens)
-        samples.append(
-            Trajectory(
-                *r.key[:2],
-                0,
-                a.prompt.astype("<i4").tobytes(),
-                a.tokens.astype("<i4").tobytes(),
-                a.logprobs.astype("<f4").tobytes(),
-                b"\1" * n,
-                spans,
-                float(r.key[1]),
-                {},
-                "stop",
-                1.0,
-                support=a.support_bytes if recorded else b"",
-            )
-        )
+        support = a.support_bytes if recorded else b""
+        fields = {"spans": a.spans, "reward": float(r.key[1]), "support": support}
+        samples.append(trajectory((*r.key[:2], 0), a.prompt, a.tokens, a.logprobs, **fields))
     runs = [[(0, s.length, 0)] for s in samples]
     zeros = [0] * len(samples)
     return Batch(1, 0, samples, zeros, zeros, runs, {}, GROUPS, {})

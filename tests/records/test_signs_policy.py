@@ -13,11 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 from signs_kl_kit import LOST, config, evals, names, rows, split_share
+from trajectory_kit import trajectory
 
 from asyncrl.config import bundled_configs, load
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
-from asyncrl.contract.messages import Batch, Trajectory, VersionSpan
+from asyncrl.contract.messages import Batch, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 from asyncrl.records import health_checks, metrics
@@ -217,26 +218,12 @@ def batch(core: LearnerCore, number: int, off: float) -> Batch:
     samples = []
     size = core.config.learner.group_size
     for ticket in range(core.config.learner.groups):
-        prompt = r.integers(3, 11, 3).astype("<i4").tobytes()
+        prompt = r.integers(3, 11, 3)
         for index in range(size):
-            answer = r.integers(3, 11, 8).astype("<i4")
+            answer = r.integers(3, 11, 8)
             span = VersionSpan(Label(1, number - 1), "", 0, 8, Label(1, number - 1))
-            samples.append(
-                Trajectory(
-                    ticket,
-                    index,
-                    0,
-                    prompt,
-                    answer.tobytes(),
-                    np.zeros(8, "<f4").tobytes(),
-                    bytes([1] * 8),
-                    [span],
-                    float(r.random() < 0.5),
-                    {},
-                    "stop",
-                    1.0,
-                )
-            )
+            fields = {"spans": [span], "reward": float(r.random() < 0.5)}
+            samples.append(trajectory((ticket, index, 0), prompt, answer, [0.0] * 8, **fields))
     lags = [[(0, 8, 1)]] * len(samples)
     made = Batch(1, number, samples, [1] * len(samples), [0] * len(samples), lags, {}, 4, {})
     packed = pack(made)

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trajectory_kit import trajectory
 
 from asyncrl.config import load
-from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.contract.messages import Batch
 from asyncrl.models.policy import build_model
 from learner.step import LearnerCore
 
@@ -30,26 +31,11 @@ def batch(number: int = 0) -> Batch:
     samples = []
     for i in range(GROUPS * SIZE):
         n = int(r.integers(2, 10))
-        prompt = np.random.default_rng(i // SIZE).integers(3, 13, 4).astype("<i4").tobytes()
-        tokens = r.integers(3, 13, n).astype("<i4")
-        lp = (-2.8 + 0.3 * r.standard_normal(n)).astype("<f4")
-        reward = float(tokens[0] < 8)
-        samples.append(
-            Trajectory(
-                i // SIZE,
-                i % SIZE,
-                0,
-                prompt,
-                tokens.tobytes(),
-                lp.tobytes(),
-                bytes([1] * n),
-                [],
-                reward,
-                {},
-                "length" if i % 5 == 0 else "stop",
-                1.0,
-            )
-        )
+        prompt = np.random.default_rng(i // SIZE).integers(3, 13, 4)
+        tokens = r.integers(3, 13, n)
+        lp = -2.8 + 0.3 * r.standard_normal(n)
+        fields = {"reward": float(tokens[0] < 8), "finish": "length" if i % 5 == 0 else "stop"}
+        samples.append(trajectory((i // SIZE, i % SIZE, 0), prompt, tokens, lp, **fields))
     return Batch(
         1,
         number,

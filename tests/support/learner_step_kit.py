@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from trajectory_kit import trajectory
 
 from asyncrl.config import load
-from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.contract.messages import Batch
 from asyncrl.models.policy import build_model
 from learner.step import LearnerCore
 
@@ -30,28 +31,13 @@ def batch(number: int = 0, *, seed: int = 0, reward: float | None = None) -> Bat
     r = np.random.default_rng(seed)
     samples = []
     for t in range(GROUPS):
-        prompt = r.integers(2, 8, 2 + t % 3).astype("<i4").tobytes()
+        prompt = r.integers(2, 8, 2 + t % 3)
         for s in range(SIZE):
             n = int(r.integers(1, 13))
-            tokens = r.integers(2, 8, n).astype("<i4")
-            logprobs = (-2.3 + 0.3 * r.standard_normal(n)).astype("<f4")
+            tokens = r.integers(2, 8, n)
+            logprobs = -2.3 + 0.3 * r.standard_normal(n)
             value = float(r.random()) if reward is None else reward
-            samples.append(
-                Trajectory(
-                    t,
-                    s,
-                    0,
-                    prompt,
-                    tokens.tobytes(),
-                    logprobs.tobytes(),
-                    bytes([1] * n),
-                    [],
-                    value,
-                    {},
-                    "stop",
-                    1.0,
-                )
-            )
+            samples.append(trajectory((t, s, 0), prompt, tokens, logprobs, reward=value))
     runs = [[(0, s.length, int(r.integers(0, 4)))] for s in samples]
     return Batch(
         1, number, samples, [x[0][2] for x in runs], [0] * len(samples), runs, {}, GROUPS, {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from process_kit import ROOT
+from trajectory_kit import trajectory
 
 from asyncrl.config import load
 from asyncrl.contract import messages as m
@@ -137,25 +138,9 @@ def want(n: int, samples: int = 4) -> m.TicketRequest:
 
 def answers(t: m.Ticket, digest: str = "") -> m.Delivery:
     label = t.exact_version or t.min_version
-    return m.Delivery(
-        "generator-0",
-        1,
-        1,
-        [
-            m.Trajectory(
-                t.ticket,
-                s,
-                t.attempt,
-                b"",
-                b"\0" * 8,
-                b"\0" * 8,
-                b"\1\1",
-                [m.VersionSpan(label, digest, 0, 2, label)],
-                float(s),
-                {},
-                "stop",
-                1.0,
-            )
-            for s in t.samples
-        ],
-    )
+    spans = [m.VersionSpan(label, digest, 0, 2, label)]
+    samples = [
+        trajectory((t.ticket, s, t.attempt), (), [0, 0], [0, 0], spans=spans, reward=float(s))
+        for s in t.samples
+    ]
+    return m.Delivery("generator-0", 1, 1, samples)

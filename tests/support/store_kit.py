@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trajectory_kit import trajectory
+
 from asyncrl.contract.messages import (
     LearnerHello,
     Prompt,
@@ -90,21 +92,9 @@ def sample(
     for label, n in versions or ((t.exact_version or t.min_version, length),):
         spans.append(VersionSpan(label, digest, at, at + n, label))
         at += n
-    return Trajectory(
-        t.ticket,
-        s,
-        t.attempt,
-        b"",
-        b"\0" * 4 * at,
-        b"\0" * 4 * at,
-        b"\1" * at,
-        spans,
-        reward,
-        {},
-        "stop",
-        1.0,
-        failed=RewardFailure(*failed.split(": ", 1)) if failed else "",
-    )
+    failure = RewardFailure(*failed.split(": ", 1)) if failed else ""
+    fields = {"spans": spans, "reward": reward, "failed": failure}
+    return trajectory((t.ticket, s, t.attempt), (), [0] * at, [0] * at, **fields)
 
 
 def write(store: Store, t: Ticket, **more: Any) -> list[str]:

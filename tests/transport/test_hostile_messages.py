@@ -16,6 +16,7 @@ from hostile_messages_kit import F4, GOOD, greeting, honest_hello
 from journal_kit import state
 from process_kit import ROOT
 from service_kit import SMALL
+from trajectory_kit import trajectory
 
 from actors.turn import PromptTooLong, build_failed_trajectory
 from asyncrl.config import load
@@ -137,20 +138,8 @@ def honest(service: BufferService, r: random.Random) -> m.FromPeer | None:
         return greeting(service)
     if what < 0.5 and leases:
         ticket, attempt, k, label = r.choice(leases)
-        t = m.Trajectory(
-            ticket,
-            k,
-            attempt,
-            b"",
-            b"\0" * 8,
-            b"\0" * 8,
-            b"\1\1",
-            [m.VersionSpan(label, "", 0, 2, label)],
-            float(k),
-            {},
-            "stop",
-            1.0,
-        )
+        fields = {"spans": [m.VersionSpan(label, "", 0, 2, label)], "reward": float(k)}
+        t = trajectory((ticket, k, attempt), (), [0, 0], [0, 0], **fields)
         return m.Delivery("generator-0", 7, 1, [t])
     if what < 0.7:
         return m.TicketRequest("generator-0", 7, 1, 8, None)
@@ -369,20 +358,8 @@ def test_versions_that_a_ticket_did_not_ask_for_are_refused() -> None:
     def answer(ticket: m.Ticket, *labels: Label, kv: Label | None = None) -> m.Trajectory:
         spans = [m.VersionSpan(x, "", at, at + 1, kv or x) for at, x in enumerate(labels)]
         many = len(labels)
-        return m.Trajectory(
-            ticket=ticket.ticket,
-            sample=0,
-            attempt=ticket.attempt,
-            prompt_tokens=b"",
-            tokens=b"\0" * 4 * many,
-            behavior_logprobs=b"\0" * 4 * many,
-            mask=b"\1" * many,
-            spans=spans,
-            reward=0.0,
-            reward_parts={},
-            finish="stop",
-            temperature=1.0,
-        )
+        key = ticket.ticket, 0, ticket.attempt
+        return trajectory(key, (), [0] * many, [0] * many, spans=spans)
 
     def refused(sample: m.Trajectory) -> str:
         with pytest.raises(BadMessage) as error:

@@ -325,7 +325,7 @@ def test_reports_have_small_bodies(served: Served) -> None:
 
 
 def test_there_are_fewer_connections_than_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (257, 257))
     assert http_server.count_allowed_connections() == 128
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
     assert http_server.count_allowed_connections() == http_server.CONNECTIONS

@@ -13,6 +13,7 @@ import pytest
 from learner_step_kit import core, weights
 from rows_kit import AT, GROUPS, SIZE, batch, ids, row, sample, sessions
 from store_kit import make
+from trajectory_kit import trajectory
 
 from actors.gateway.service import build_limits
 from asyncrl.algorithms import loss as step_loss
@@ -192,21 +193,7 @@ def test_a_failed_sessions_tokens_are_counted_and_its_rows_checked() -> None:
     assert store.deliver(failed, 0.0) == "failed"
     lines = store.sum_ledger()
     assert lines["failed"]["tokens"] == 4 and lines["set_aside"]["tokens"] == 3
-    empty = Trajectory(
-        0,
-        1,
-        1,
-        b"",
-        b"",
-        b"",
-        b"",
-        [],
-        0.0,
-        {},
-        "stop",
-        1.0,
-        failed=RewardFailure("data", "no call"),
-    )
+    empty = trajectory((0, 1, 1), failed=RewardFailure("data", "no call"))
     checks.check_samples([empty], 9, SETTINGS)
     assert store.deliver(empty, 0.0) == "failed"
     empty.failed = ""
