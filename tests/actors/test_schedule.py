@@ -106,12 +106,13 @@ def test_weights_go_back_only_when_nothing_is_written() -> None:
 
 
 def test_between_groups_new_weights_wait_for_the_samples_in_the_engine() -> None:
-    made = schedule(ticket(1, 1, 1, 2), drain_first=True)
+    made = schedule(ticket(1, 1, 1, 3), drain_first=True)
     made.announce(announcement(1, 1))
-    assert numbers(made.admit(V1, 1)) == [(1, 0)]
+    assert numbers(made.admit(V1, 1) + made.admit(V1, 1)) == [(1, 0), (1, 1)]
     made.announce(announcement(1, 2))
     assert made.next_version(V1) is None and numbers(made.admit(V1, 9)) == []
     made.finish_sample((1, 0, 1), 3)
+    made.finish_sample((1, 1, 1), 3)
     assert made.next_version(V1) == V2
     freely = schedule(ticket(1, 1, 1, 2))
     freely.announce(announcement(1, 2))

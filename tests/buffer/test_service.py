@@ -70,7 +70,7 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
             if t.kind == "train":
                 batch = ask(learner, m.BatchRequest(1, number), m.Batch)
                 assert [(s.ticket, s.sample) for s in batch.samples] == [(number, 0), (number, 1)]
-                assert batch.lags == [0, 0]
+                assert (batch.lags, batch.limit, batch.window) == ([0, 0], 0, 0.0)
                 number += 1
                 name = ("mismatch/k3_at_lag_0", "mismatch/k3_one_version")[number - 1]
                 metrics = {"reward/mean": 0.5, name: number / 4}

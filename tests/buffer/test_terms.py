@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,13 +27,13 @@ from asyncrl.contract.errors import BufferTakenOver, ConfigError, DamagedDataErr
 from asyncrl.contract.versions import Label
 from asyncrl.records import buffer_leadership, process_log, rundir
 from asyncrl.transport import chunks, sockets
-from asyncrl.transport.chunks import ChunkServer
 from asyncrl.transport.sockets import BufferSocket, PeerSocket
 from buffer import journal as j
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
 from buffer.service import BufferService
+from learner.publisher import Publisher
 
 HERE = "tcp://127.0.0.1:1"
 THERE = "tcp://127.0.0.2:1"
@@ -485,18 +486,19 @@ def test_a_silent_buffer_is_looked_for_and_followed(
 
 
 def test_who_shares_no_directory_asks_the_learner_where_the_buffer_is(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunks, "BUFFER_S", 600.0)
-    config = load.load(ROOT / "configs" / "demo.toml")
-    server = ChunkServer("tcp://127.0.0.1:*", [], lambda *_: ("", b"", b""))
-    source = m.WeightsSource(1, "far", "", server.address)
+    sets = ("wires.weights_address='tcp://127.0.0.1:*'",)
+    config = load.load(ROOT / "configs" / "demo.toml", sets)
+    core: Any = SimpleNamespace(layout=[("w", "float32", [4], 0, 16)])
+    publisher = Publisher(config, tmp_path, 1, core)
     try:
-        assert chunks.find_buffer(config, source, "generator-0") == ""
-        server.buffer = lambda: THERE
-        assert chunks.find_buffer(config, source, "generator-0") == THERE
+        assert chunks.find_buffer(config, publisher.source, "generator-0") == ""
+        buffer_leadership.take_leadership(tmp_path, THERE, moved=True)
+        assert chunks.find_buffer(config, publisher.source, "generator-0") == THERE
     finally:
-        server.close()
+        publisher.close()
 
 
 def test_a_learner_that_is_away_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from power import Disk
 from process_kit import ROOT
 
 from asyncrl.cli import main
@@ -368,13 +369,17 @@ def test_the_warm_start_is_bit_for_bit_what_a_plain_loop_makes(tmp_path: Path) -
 
 
 def test_it_learns_and_a_run_takes_what_it_leaves(
-    config: configs.SftConfig, tmp_path: Path
+    config: configs.SftConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    disk = Disk(monkeypatch)
     found = trained(config)
-    assert found["steps"] == 10 and found["rows"] == 50
+    assert (found["steps"], found["rows"], found["tokens"]) == (10, 50, 483)
     assert found["heldout_end"] < 0.8 * found["heldout_start"]
     assert found["loss_end"] < found["loss_start"]
     run_dir = Path(found["model"]).parent
+    after_cut = disk.cut(run_dir, tmp_path / "after_cut")
+    assert json.loads((after_cut / "summary.json").read_text()) == found
+    disk.close()
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["number"] for row in rows] == list(range(10))
     assert [row["number"] for row in rows if "heldout" in row] == [0, 5]

@@ -68,6 +68,9 @@ def test_metrics_cut_at_any_byte_are_read_and_gone_on_with(tmp_path: Path) -> No
         b"[" * 100_000,
         b'{"batch": 1}',
         b'{"from": "x"}',
+        b'{"batch": 1, "samples": 4, "ids": "x1", "lags": {"0": null}}',
+        b'{"batch": 1, "samples": 4, "ids": "x1", "lags": {"x": 3}}',
+        b'{"batch": 1, "samples": 4, "ids": "x1", "lags": []}',
     ],
 )
 def test_a_damaged_line_in_the_middle_is_left_out_and_said_once(
@@ -84,6 +87,10 @@ def test_a_damaged_line_in_the_middle_is_left_out_and_said_once(
     if "line 2" in said:
         training_log.read(path)
         assert capsys.readouterr().err == ""
+    path.rename(tmp_path / "leased.jsonl")
+    rows = training_log.TrainingLog(path)
+    assert [*rows.leases] == [0, 2]
+    rows.close()
 
 
 def copied_run(gain: Any, tmp_path: Path) -> Path:

@@ -143,7 +143,9 @@ def url_part(url: Any) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
 
 
+MANY = [part for n in range(65) for part in url_part(images.to_data_url(picture(n)))["content"]]
 BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("chat", {"role": "user", "content": MANY}, "65 images of"),
     ("chat", url_part("https://example.org/a.png"), "https://example.org/a.png is not fetched"),
     ("chat", url_part("file:///etc/passwd"), "file:///etc/passwd is not fetched"),
     ("chat", url_part(None), "give the image as a data: URL"),
