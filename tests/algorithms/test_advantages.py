@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from advantage_kit import advantage, by_token
-from algorithms_catalogue_kit import vec
+from algorithms_catalogue_kit import answers, vec
 from algorithms_kit import D, config
 from trajectory_kit import trajectory
 
@@ -23,28 +23,6 @@ from asyncrl.algorithms.settings import RlooAdvantage
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Trajectory
 from learner.batch import _collect_token_rewards
-
-
-def answers(
-    lengths: list[int],
-    rewards: list[float],
-    *,
-    groups: list[int] | None = None,
-    cut: list[int] = [],  # noqa: B006
-    **more: Any,
-) -> LossBatch:
-    """Answers of these lengths, of one group; `cut`: the truncated ones."""
-    n, total = len(lengths), sum(lengths)
-    return LossBatch(
-        seq=torch.repeat_interleave(torch.arange(n), torch.tensor(lengths)),
-        behavior=torch.full((total,), -1.0, dtype=D),
-        mask=torch.ones(total, dtype=torch.bool),
-        token_lag=torch.zeros(total, dtype=torch.long),
-        rewards=vec(*rewards),
-        groups=torch.tensor(groups or [0] * n),
-        truncated=torch.tensor([i in cut for i in range(n)]),
-        **more,
-    )
 
 
 def prepared(

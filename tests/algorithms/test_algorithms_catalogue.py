@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from advantage_kit import by_token
-from algorithms_catalogue_kit import repaired, vec
+from algorithms_catalogue_kit import answers, repaired, vec, yes
 from algorithms_kit import (
     D,
     batch,
@@ -72,18 +72,8 @@ def test_decoupled_ppo_by_hand() -> None:
     0.5 (open for A > 0)."""
     rho, r = vec(3, 1, 1), vec(1.1, 1.5, 0.5)
     behavior = vec(-1, -1, -1)
-    zero = torch.zeros(4, dtype=torch.long)
     prox = torch.cat([behavior + rho.log(), vec(-1)])
-    b = LossBatch(
-        torch.tensor([0, 0, 0, 1]),
-        torch.cat([behavior, vec(-1)]),
-        torch.tensor([True, True, True, False]),
-        zero,
-        vec(1, 0),
-        torch.tensor([0, 1]),
-        torch.tensor([False, False]),
-        proximal=prox,
-    )
+    b = answers([3, 1], [1, 0], groups=[0, 1], mask=yes(1, 1, 1, 0), proximal=prox)
     lp = torch.cat([prox[:3] + r.log(), vec(-1)]).requires_grad_(True)
     c = config(advantage={"name": "reinforce", "baseline": "batch"}, correction={"preset": "tis"})
     _, grad, sums = gradient(b, c, lp)
@@ -119,24 +109,15 @@ def three(**keys: Any) -> torch.Tensor:
 
 
 def numbers_of_three(**keys: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    seq = torch.tensor([0, 1, 1, 2, 2, 2])
-    m = torch.ones(6, dtype=torch.bool)
-    b = LossBatch(
-        seq,
-        vec(*[-1.0] * 6),
-        m,
-        seq * 0,
-        vec(1, 0, 2),
-        torch.zeros(3, dtype=torch.long),
-        torch.tensor([False, False, True]),
-        start=vec(-0.5, *[-1.0] * 5),
-        reference=vec(*[-1.0] * 6),
-    )
+    more = {"start": vec(-0.5, *[-1.0] * 5), "reference": vec(*[-1.0] * 6)}
+    b = answers([1, 2, 3], [1, 0, 2], cut=[2], **more)
     settings = {"name": "reinforce", **keys.pop("advantage", {})}
     if settings["name"] == "reinforce":
         settings = {"baseline": "none"} | settings
     c = config(advantage=settings, generator={"max_new_tokens": 3, "context": 64}, **keys)
-    adv, _, numbers = compute_advantage(b, m, c, keys.get("baseline", 0.0), c.kl.reward.coefficient)
+    adv, _, numbers = compute_advantage(
+        b, b.mask, c, keys.get("baseline", 0.0), c.kl.reward.coefficient
+    )
     return adv, numbers
 
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from algorithms_catalogue_kit import repaired, vec
+from algorithms_catalogue_kit import answers, repaired, vec
 from algorithms_kit import D, batch, config, gradient, theta
 from surrogate_kit import term
 
 from asyncrl.algorithms import correction, kl, ratios, reshape, settings, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.advantages import _compute_sample_ratios
-from asyncrl.algorithms.batch import LossBatch
 
 INF = math.inf
 
@@ -131,17 +130,7 @@ def test_the_loss_hands_whole_log_ratios_on(level: str, surrogate: str, factor: 
     answer's weight times A / 3."""
     mu = vec(-1, -26, -1)
     start = mu + vec(-30, 25, 0)
-    b = LossBatch(
-        SEQ,
-        mu,
-        EVERY,
-        SEQ * 0,
-        vec(1, 0),
-        torch.tensor([0, 0]),
-        torch.tensor([False, False]),
-        proximal=start,
-        start=start,
-    )
+    b = answers([2, 1], [1, 0], behavior=mu, proximal=start, start=start)
     lp = start.clone().requires_grad_(True)
     sections = {
         "correction": {"level": level, "bound": "none"},
@@ -157,16 +146,7 @@ def test_the_surrogates_of_whole_answers_get_whole_log_ratios(name: str, factor:
     """pi_theta / anchor of one answer is (-30, +25) and A = -1/2."""
     anchor = vec(-1, -26, -1)
     own = {"proximal": "behavior"}
-    b = LossBatch(
-        SEQ,
-        anchor,
-        EVERY,
-        SEQ * 0,
-        vec(0, 1),
-        torch.tensor([0, 0]),
-        torch.tensor([False, False]),
-        proximal=anchor,
-    )
+    b = answers([2, 1], [0, 1], behavior=anchor, proximal=anchor)
     lp = (anchor + vec(-30, 25, 0)).requires_grad_(True)
     c = config(
         advantage={"name": "reinforce", "baseline": "batch"},

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from advantage_kit import advantage
+from algorithms_catalogue_kit import vec
 from algorithms_kit import D, batch, config, gradient, theta
-from lagged_methods_kit import EVERY, GROUP, LP, MU, SEQ, SIGN, X, example, vcpo, vec
+from lagged_methods_kit import EVERY, GROUP, LP, MU, SEQ, SIGN, X, example, vcpo
 from surrogate_kit import step_batch, term
 
 from asyncrl.algorithms import correction, kl, ratios, settings, stopping, surrogates

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from advantage_kit import advantage, by_token
+from algorithms_catalogue_kit import vec
 from algorithms_kit import D, batch, config, convert, gradient, parse_refusals, theta
-from lagged_methods_kit import ANSWER, EVERY, GROUP, LP, MU, SEQ, SIGN, W, X, example, vcpo, vec
+from lagged_methods_kit import ANSWER, EVERY, GROUP, LP, MU, SEQ, SIGN, W, X, example, vcpo
 from surrogate_kit import step_batch, term
 
 from asyncrl.algorithms import advantages, correction, ratios, settings, stopping, surrogates

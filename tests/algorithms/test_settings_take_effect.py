@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from advantage_kit import by_token
-from algorithms_catalogue_kit import repaired, vec
+from algorithms_catalogue_kit import answers, repaired, vec
 from algorithms_kit import D, batch, config, gradient, theta
 from surrogate_kit import covariance, term
 
@@ -173,18 +173,8 @@ def test_a_small_effective_sample_size_stops_the_batch() -> None:
 
 def two_groups(name: str, **keys: Any) -> torch.Tensor:
     """Advantages of two groups of two answers: 1, 2 | 1, 2 tokens, rewards 3, 1 | 7, 5."""
-    seq = torch.tensor([0, 1, 1, 2, 3, 3])
-    b = LossBatch(
-        seq,
-        vec(*[-1.0] * 6),
-        torch.ones(6, dtype=torch.bool),
-        seq * 0,
-        vec(3, 1, 7, 5),
-        torch.tensor([0, 0, 1, 1]),
-        vec(0, 0, 0, 0) > 0,
-        values=keys.pop("values", None),
-        bootstrap=vec(0, 0, 0, 0),
-    )
+    more = {"values": keys.pop("values", None), "bootstrap": vec(0, 0, 0, 0)}
+    b = answers([1, 2, 1, 2], [3, 1, 7, 5], groups=[0, 0, 1, 1], **more)
     return advantages.compute_advantage(
         b, b.mask, config(advantage={"name": name, **keys}), 0.0, 0.0
     )[0]

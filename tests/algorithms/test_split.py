@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from algorithms_catalogue_kit import answers
 from signs_kl_kit import split_share
 from trajectory_kit import trajectory
 
@@ -465,16 +466,8 @@ def test_the_loss_with_versions_by_hand() -> None:
     )
     adv = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5], dtype=torch.float64)
     proximal_by_hand = [-1.1, -1.3, -2.2, -0.7, -1.3]
-    b = loss.LossBatch(
-        seq=torch.tensor([0, 0, 0, 1, 1]),
-        behavior=mu,
-        mask=torch.ones(5, dtype=torch.bool),
-        token_lag=torch.tensor([2, 2, 1, 0, 3]),
-        rewards=torch.tensor([1.0, 0.0], dtype=torch.float64),
-        groups=torch.tensor([0, 0]),
-        truncated=torch.zeros(2, dtype=torch.bool),
-        version=version,
-    )
+    lag = torch.tensor([2, 2, 1, 0, 3])
+    b = answers([3, 2], [1, 0], behavior=mu, token_lag=lag, version=version)
     b.proximal = loss.choose_proximal(b, config, start)
     assert b.proximal is not None and b.proximal.tolist() == proximal_by_hand
     prep = loss.prepare(b, config, advantages=adv)

@@ -88,22 +88,13 @@ def test_what_is_measured_by_hand(
 def test_the_statistic_by_hand() -> None:
     """Tokens: start / mu = 4 (counts 2), 1/2, 1; theta / start = 2, 1/2, 9; the third is behind the
     mask."""
-    from algorithms_catalogue_kit import vec
+    from algorithms_catalogue_kit import answers, vec, yes
     from algorithms_kit import config
 
     mu = vec(-2, -2, -2)
     start = mu + vec(4, 0.5, 1).log()
-    b = sl.LossBatch(
-        torch.tensor([0, 0, 1]),
-        mu,
-        torch.tensor([True, True, False]),
-        torch.zeros(3, dtype=torch.long),
-        vec(1, 0),
-        torch.tensor([0, 0]),
-        torch.tensor([False, False]),
-        proximal=start,
-        start=start,
-    )
+    more = {"behavior": mu, "mask": yes(1, 1, 0), "proximal": start, "start": start}
+    b = answers([2, 1], [1, 0], **more)
     lp, part = start + vec(2, 0.5, 9).log(), torch.arange(3)
 
     def statistic(**stop: Any) -> list[float]:

@@ -492,6 +492,7 @@ def test_who_shares_no_directory_asks_the_learner_where_the_buffer_is(
     sets = ("wires.weights_address='tcp://127.0.0.1:*'",)
     config = load.load(ROOT / "configs" / "demo.toml", sets)
     core: Any = SimpleNamespace(layout=[("w", "float32", [4], 0, 16)])
+    (tmp_path / "run_id").write_text("run")
     publisher = Publisher(config, tmp_path, 1, core)
     try:
         assert chunks.find_buffer(config, publisher.source, "generator-0") == ""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from algorithms_catalogue_kit import vec
+from algorithms_catalogue_kit import answers, vec, yes
 from algorithms_kit import D, batch, config, gradient, theta
 from learner_step_kit import GROUPS, SIZE, core, model_dir
 from learner_step_kit import batch as learner_batch
@@ -359,20 +359,9 @@ def test_a_clipped_value_loss_takes_the_old_values() -> None:
 def three(**keys: Any) -> tuple[torch.Tensor, Any, dict[str, float]]:
     """Two groups of two answers (1, 2 | 1, 2 tokens; rewards 3, 1 | 5, 5; the last cut); the third
     token is behind the mask."""
-    seq = torch.tensor([0, 1, 1, 2, 3, 3])
-    m = torch.tensor([True, True, False, True, True, True])
-    b = LossBatch(
-        seq,
-        vec(*[-1.0] * 6),
-        m,
-        seq * 0,
-        vec(3, 1, 5, 5),
-        torch.tensor([0, 0, 1, 1]),
-        torch.tensor([False, False, False, True]),
-        start=vec(-0.5, -1, -9, -2, -1, -1.5),
-        reference=vec(*[-1.0] * 6),
-        **keys.pop("more", {}),
-    )
+    more = {"start": vec(-0.5, -1, -9, -2, -1, -1.5), "reference": vec(*[-1.0] * 6)}
+    more |= {"mask": yes(1, 1, 0, 1, 1, 1)} | keys.pop("more", {})
+    b = answers([1, 2, 1, 2], [3, 1, 5, 5], groups=[0, 0, 1, 1], cut=[3], **more)
     c = config(**keys)
     prep = sl.prepare(b, c, beta=keys.get("beta"))
     return prep.advantage, prep, prep.metrics
@@ -404,15 +393,7 @@ def test_numbers_of_a_batch_by_hand() -> None:
     empty = sl.prepare(b, config()).metrics
     assert empty["advantage/mean"] == 0 == empty["advantage/abs_max"]
     assert empty["answer/masked_share"] == 1
-    one = LossBatch(
-        torch.tensor([0, 0]),
-        vec(-1, -1),
-        torch.tensor([True, True]),
-        torch.tensor([0, 0]),
-        vec(2),
-        torch.tensor([0]),
-        torch.tensor([False]),
-    )
+    one = answers([2], [2])
     assert (
         sl.prepare(one, config(advantage={"name": "reinforce", "baseline": "none"})).metrics[
             "reward/std"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from algorithms_catalogue_kit import vec
+from algorithms_catalogue_kit import answers
 from algorithms_kit import D
 
 from asyncrl.algorithms.batch import LossBatch
@@ -35,16 +35,7 @@ ANSWER = "seq-mean-token-mean"
 
 
 def example() -> LossBatch:
-    return LossBatch(
-        SEQ,
-        MU.log(),
-        EVERY.clone(),
-        torch.zeros(6, dtype=torch.long),
-        vec(1, 0),
-        GROUP,
-        torch.tensor([False, False]),
-        proximal=MU.log(),
-    )
+    return answers([3, 3], [1, 0], behavior=MU.log(), proximal=MU.log())
 
 
 X = LP - MU.log()
