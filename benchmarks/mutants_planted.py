@@ -104,14 +104,14 @@ PLANTED = [
     Planted(
         "group_baseline is off",
         ALGORITHMS + "advantages.py",
-        "dr_grpo(t.rewards, t.groups) if c.group_baseline else t.rewards",
+        "center_by_group(t.rewards, t.groups) if c.group_baseline else t.rewards",
         "t.rewards",
         SETTINGS + "a_group_baseline_leaves_only_what_a_group_did_not_share",
     ),
     Planted(
         "gae is never whitened",
         ALGORITHMS + "advantages.py",
-        "return whiten_masked(adv, t.mask) if c.whiten else adv, returns",
+        "return whiten_masked(adv, mask) if c.whiten else adv, returns",
         "return adv, returns",
         SETTINGS + "gae_can_be_whitened_and_cut_after_k_residuals",
     ),
@@ -125,8 +125,8 @@ PLANTED = [
     Planted(
         "process_grpo is 0",
         ALGORITHMS + "advantages.py",
-        "return _sum_masked_suffix(normalized, mask, seq, 1.0)",
-        "return normalized * 0.0",
+        "return _sum_masked_suffix(normalized, t.mask, t.seq, 1.0), None",
+        "return normalized * 0.0, None",
         SETTINGS + "process_supervision_sums_the_normalised_steps_from_a_token_on",
     ),
     Planted(
