@@ -184,9 +184,9 @@ def json_option(command: Any) -> Any:
 
 
 def option_table(name: str) -> Callable[[Any], Any]:
-    """Add the options of a table of base.toml, which explains their fields."""
+    """Add the arguments and options of a table of base.toml, which explains their fields."""
 
-    def add(command: Any) -> Any:
+    def add_all(command: Any) -> Any:
         for row in reversed(OPTIONS[name]):
             fields = dict(row)
             least, most, above = (fields.pop(key, None) for key in ("least", "most", "above"))
@@ -196,10 +196,12 @@ def option_table(name: str) -> Callable[[Any], Any]:
             elif least is not None:
                 range_of = click.FloatRange if kind is click.FLOAT else click.IntRange
                 kind = range_of(least, most, min_open=bool(above))
-            command = click.option(*fields.pop("flags").split(), type=kind, **fields)(command)
+            flags = fields.pop("flags").split()
+            add = click.option if flags[0].startswith("-") else click.argument
+            command = add(*flags, type=kind, **fields)(command)
         return command
 
-    return add
+    return add_all
 
 
 def set_option(help_text: str) -> Callable[[Any], Any]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import click
-
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, command, emit, json_option, option_table, options, print_progress
+from asyncrl.cli.base import command, emit, json_option, option_table, options, print_progress
 
 
 @command(
@@ -151,7 +149,6 @@ def sweep(
     "asyncrl figure runs/compare-demo -o accuracy.pdf",
     "asyncrl figure runs/sweep-demo --x lag --csv points.csv",
 )
-@click.argument("directories", metavar="DIR...", nargs=-1, required=True, type=PATH)
 @option_table("figure")
 @json_option
 def figure(

@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from asyncrl.cli.base import (
-    PATH,
     ExampleGroup,
     command,
     config_argument,
@@ -28,8 +27,6 @@ def model() -> None:
 
 
 @model.command(examples=(GET, "asyncrl model get hf://ORG/NAME models/name"))
-@click.argument("source")
-@click.argument("directory", type=PATH)
 @option_table("get")
 def get(source: str, directory: Path, dtype: str, wheel: Path | None) -> None:
     """Write the model SOURCE to DIRECTORY, for model.path.

@@ -6,10 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-import click
-
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, command, json_option, option_table
+from asyncrl.cli.base import command, json_option, option_table
 from asyncrl.contract.errors import ConfigError
 
 TEMPLATE = Path(__file__).parent / "templates" / "new"
@@ -83,7 +81,6 @@ def write(directory: Path, *, agent: bool = False, model: str = "") -> list[Path
     "asyncrl new chat --model hf://ORG/NAME",
     "asyncrl new helper --agent",
 )
-@click.argument("directory", metavar="DIR", type=PATH)
 @option_table("new")
 @json_option
 def new(directory: Path, agent: bool, model: str, as_json: bool) -> None:

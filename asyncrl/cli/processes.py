@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, command, emit, json_option, option_table, options
+from asyncrl.cli.base import command, emit, json_option, option_table, options
 from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
 from asyncrl.contract.importing import pause_collection
@@ -238,7 +238,6 @@ learner = make_process_command("learner", "Start the learner process of a run.")
 
 
 @command("asyncrl keys keys --generators 8")
-@click.argument("directory", type=PATH)
 @option_table("keys")
 @json_option
 def keys(directory: Path, generators: int, as_json: bool) -> None:

@@ -6,16 +6,13 @@ import json
 import sys
 from pathlib import Path
 
-import click
-
-from asyncrl.cli.base import PATH, command, json_option, option_table, set_option
+from asyncrl.cli.base import command, json_option, option_table, set_option
 
 
 @command(
     "asyncrl replay runs/R --set loss.surrogate=gspo",
     "asyncrl replay runs/R --set correction.preset=tis --until 20",
 )
-@click.argument("run_dir", type=PATH)
 @set_option("change a key: loss, correction, kl, stop, advantage, learner.lr, ...; repeatable")
 @option_table("replay")
 @json_option
@@ -48,8 +45,6 @@ def replay(
 
 
 @command("asyncrl diff runs/A runs/B", "asyncrl diff runs/A runs/B --html diff.html")
-@click.argument("run_a", type=PATH)
-@click.argument("run_b", type=PATH)
 @option_table("diff")
 @json_option
 def diff(run_a: Path, run_b: Path, html: Path | None, as_json: bool) -> None:

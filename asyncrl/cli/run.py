@@ -166,8 +166,6 @@ def report(run_dir: Path, as_json: bool) -> None:
 
 
 @command("asyncrl export runs/R my-model", "asyncrl export runs/R my-model --push-to-hub ORG/NAME")
-@click.argument("run_dir", type=PATH)
-@click.argument("path", type=PATH)
 @option_table("export")
 @json_option
 def export(run_dir: Path, path: Path, push_to_hub: str, private: bool, as_json: bool) -> None:

@@ -7,8 +7,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import click
-
 from asyncrl.cli import result
 from asyncrl.cli.base import command, json_option, option_table, print_progress
 from asyncrl.contract import refusal
@@ -16,7 +14,6 @@ from asyncrl.records import process_log
 
 
 @command("asyncrl join tcp://10.0.0.1:5555 --keys keys/generator-1")
-@click.argument("address", metavar="tcp://HOST:PORT")
 @option_table("join")
 @json_option
 def join(

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import click
-
-from asyncrl.cli.base import PATH, command, emit, json_option, option_table
+from asyncrl.cli.base import command, emit, json_option, option_table
 
 
 @command("asyncrl scale runs/R 4")
-@click.argument("run_dir", type=PATH)
-@click.argument("generators", type=click.IntRange(1))
 @option_table("scale")
 @json_option
 def scale(run_dir: Path, generators: int, wait: float, as_json: bool) -> None:

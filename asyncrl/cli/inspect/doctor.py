@@ -7,18 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, command, emit, json_option, option_table
+from asyncrl.cli.base import command, emit, json_option, option_table
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.records import process_log
 
 
 @command("asyncrl doctor runs/R", "asyncrl doctor --exact demo")
-@click.argument("run_dir", type=PATH, required=False)
 @option_table("doctor")
 @json_option
 def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:

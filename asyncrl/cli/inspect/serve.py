@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 
-import click
-
 from asyncrl.cli.base import command, option_table, print_progress, require_model
 from asyncrl.contract.errors import ConfigError
 
 
 @command("asyncrl serve runs/R/model", "asyncrl serve models/smollm2 --port 8000 --context 2048")
-@click.argument("model")
 @option_table("serve")
 def serve(
     model: str,

@@ -8,15 +8,12 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import click
-
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, command, option_table, print_progress
+from asyncrl.cli.base import command, option_table, print_progress
 from asyncrl.contract.errors import ConfigError
 
 
 @command("asyncrl watch runs/R", "asyncrl watch runs --port 8000")
-@click.argument("places", metavar="RUN...", nargs=-1, required=True, type=PATH)
 @option_table("watch")
 def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool) -> None:
     """Show runs in the browser while they run, or after.
@@ -41,7 +38,6 @@ def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool)
 
 
 @command("asyncrl samples runs/R --reward 0 --lag 2.. --sort kl --color log_ratio")
-@click.argument("run_dir", metavar="RUN", type=PATH)
 @option_table("samples")
 def samples(
     run_dir: Path,
