@@ -6,7 +6,7 @@ They are outside the staleness limit and the training ledger. The run's own sets
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -194,29 +194,14 @@ class EvaluationsState(NamedTuple):
 class Evaluations:
     """The open rounds, the queued and leased jobs, and the results by (split, version number).
 
-    prompt: makes the prompt of (split, index); None: the run evaluates nothing.
-    The other arguments are those of `EvaluationPlan`."""
+    prompt: makes the prompt of (split, index); None: the run evaluates nothing."""
 
     def __init__(
         self,
-        every: int = 0,
-        prompts: int = 0,
-        final_prompts: int = 0,
-        ood_prompts: int = 0,
-        temperature: float = 1.0,
+        plan: EvaluationPlan = EvaluationPlan(),
         prompt: Callable[[str, int], Prompt] | None = None,
-        ood_every: int = 0,
-        sets: Sequence[EvaluationSet] = (),
     ) -> None:
-        self.plan = EvaluationPlan(
-            every=every,
-            prompts=prompts,
-            final_prompts=final_prompts,
-            ood_prompts=ood_prompts,
-            temperature=temperature,
-            ood_every=ood_every,
-            sets=tuple(sets),
-        )
+        self.plan = plan
         self.prompt = prompt
         self.queue: deque[EvaluationJob] = deque()
         self.leased_jobs: dict[int, LeasedJob] = {}  # by attempt

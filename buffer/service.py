@@ -54,7 +54,7 @@ from asyncrl.transport import message_checks, sockets
 from asyncrl.transport.sockets import BufferSocket
 from buffer import batches, checks, numbers
 from buffer.durable_store import RecordedStore
-from buffer.evaluation import Evaluations, EvaluationSet
+from buffer.evaluation import EvaluationPlan, Evaluations, EvaluationSet
 from buffer.groups import make_store_settings
 from buffer.ledger import Key
 from buffer.mixer import make_mixer
@@ -94,19 +94,18 @@ def make_evaluations(config: Config, task: Task) -> Evaluations:
         size = task.size(split)
         return prompts if size is None else min(prompts, size)
 
-    return Evaluations(
+    plan = EvaluationPlan(
         every=evaluation.every,
         prompts=cap_prompts(evaluation.prompts, "heldout"),
         final_prompts=cap_prompts(evaluation.final_prompts, "heldout"),
         ood_prompts=cap_prompts(evaluation.ood_prompts, "ood"),
         temperature=evaluation.temperature,
-        prompt=lambda split, index: task.prompt(split, index, config.seed),
         ood_every=evaluation.ood_every,
-        sets=[
+        sets=tuple(
             EvaluationSet(
-                name=entry.name,
                 number=number,
                 prompts=cap_prompts(entry.prompts, entry.name),
+                name=entry.name,
                 every=entry.every,
                 samples=entry.samples,
                 greedy=entry.greedy,
@@ -115,8 +114,9 @@ def make_evaluations(config: Config, task: Task) -> Evaluations:
                 counts=entry.counts,
             )
             for number, entry in enumerate(evaluation.sets, 2)
-        ],
+        ),
     )
+    return Evaluations(plan, lambda split, index: task.prompt(split, index, config.seed))
 
 
 def open_store(

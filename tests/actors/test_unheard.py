@@ -18,12 +18,12 @@ from store_kit import hello, make, write
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.records import rundir
-from buffer.evaluation import Evaluations
+from buffer.evaluation import EvaluationPlan, Evaluations
 from buffer.service import BufferService
 
 
 def test_what_a_session_neither_has_nor_will_take_is_due_again() -> None:
-    one = Evaluations(0, 1, 1, 0, 1.0, lambda split, index: m.Prompt(index, split))
+    one = Evaluations(EvaluationPlan(0, 1, 1, 0, 1.0), lambda split, index: m.Prompt(index, split))
     store = make(k=3, evaluations=one)
     evaluated, first, second = store.grant("g", 1, 3, 0.0)
     (others,) = store.grant("h", 1, 1, 0.0)

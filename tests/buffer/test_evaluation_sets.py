@@ -20,7 +20,7 @@ from asyncrl.records.pass_at_k import (
     estimate_pass_at_k,
 )
 from buffer import checks
-from buffer.evaluation import SET_TICKETS, Evaluations, EvaluationSet
+from buffer.evaluation import SET_TICKETS, EvaluationPlan, Evaluations, EvaluationSet
 from buffer.store import Store
 
 HARD = EvaluationSet(
@@ -104,7 +104,7 @@ def store_with_set(*, steps: int = 2, **more: Any) -> Store:
     def prompt(split: str, index: int) -> Prompt:
         return Prompt(index, split, split=split)
 
-    evaluations = Evaluations(0, 1, 1, 0, prompt=prompt, sets=[HARD])
+    evaluations = Evaluations(EvaluationPlan(0, 1, 1, 0, sets=(HARD,)), prompt)
     return make(2, steps=steps, evaluations=evaluations, **more)
 
 
@@ -169,7 +169,7 @@ def test_samples_of_a_set_never_enter_the_ledger_and_a_snapshot_keeps_them() -> 
 
 
 def test_a_set_is_evaluated_at_versions_of_its_own() -> None:
-    plan = Evaluations(4, 2, 5, 3, ood_every=3, sets=[HARD]).plan
+    plan = EvaluationPlan(4, 2, 5, 3, ood_every=3, sets=(HARD,))
     assert [plan.list_due(number, 6) for number in range(7)] == [
         [("heldout", 5), ("ood", 3), ("hard", 2)],
         [],

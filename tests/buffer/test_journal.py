@@ -48,7 +48,7 @@ from buffer.durable_store import (
     SessionsEndRecord,
     TokenReportRecord,
 )
-from buffer.evaluation import Evaluations
+from buffer.evaluation import EvaluationPlan, Evaluations
 from buffer.groups import StoreSettings
 from buffer.ledger import Ledger
 from buffer.mixer import TaskMixer
@@ -431,7 +431,10 @@ def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
         store = Store(
             StoreSettings(1, 2, 9, SamplingSettings(), error_budget=9, machinery_budget=9),
             PROMPTS.__getitem__,
-            Evaluations(2, 1, 1, int(split == "ood"), 0.7, lambda _, i: Prompt(i, ""), ood_every=5),
+            Evaluations(
+                EvaluationPlan(2, 1, 1, int(split == "ood"), 0.7, ood_every=5),
+                lambda _, i: Prompt(i, ""),
+            ),
         )
         unusual(store)
         compare(store)

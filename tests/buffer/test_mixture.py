@@ -16,7 +16,7 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Prompt, SamplingSettings, Ticket
 from asyncrl.contract.versions import Label
 from buffer.durable_store import RecordedStore
-from buffer.evaluation import Evaluations
+from buffer.evaluation import EvaluationPlan, Evaluations
 from buffer.groups import StoreSettings
 from buffer.mixer import DRY, TaskMixer
 from buffer.numbers import compute_task_metrics
@@ -267,7 +267,9 @@ def test_metrics_and_limits_of_each_task() -> None:
     def held_out(split: str, index: int) -> Prompt:
         return Prompt(index, "", split=split, task="ab"[index % 2])
 
-    evaluations = Evaluations(every=1, prompts=4, final_prompts=4, ood_prompts=2, prompt=held_out)
+    evaluations = Evaluations(
+        EvaluationPlan(every=1, prompts=4, final_prompts=4, ood_prompts=2), held_out
+    )
     parts = {"a": part(weight=3), "b": part(max_new_tokens=3)}
     limits = {"b": 3}
     store = store_of(mixer(parts), evaluations, token_limits=limits)

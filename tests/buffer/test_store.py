@@ -12,7 +12,7 @@ from asyncrl.contract.errors import AsyncrlError, BadMessage
 from asyncrl.contract.messages import EVAL_BASE, Prompt, SamplingSettings, Ticket, Trajectory
 from asyncrl.contract.versions import Label
 from buffer.batches import BatchWait
-from buffer.evaluation import Evaluations
+from buffer.evaluation import EvaluationPlan, Evaluations
 from buffer.groups import StoreSettings
 from buffer.state import StoreSnapshot
 from buffer.store import EQUAL, Store
@@ -556,7 +556,9 @@ def test_evaluations_start_with_the_run_every_n_versions_and_at_its_end() -> Non
     store = make(
         0,
         steps=3,
-        evaluations=Evaluations(2, 2, 3, 1, 0.7, lambda split, i: Prompt(i, split, split=split)),
+        evaluations=Evaluations(
+            EvaluationPlan(2, 2, 3, 1, 0.7), lambda split, i: Prompt(i, split, split=split)
+        ),
     )
     seen: dict[int, list[str]] = {}
     for n in range(4):
@@ -596,16 +598,24 @@ def started(evaluations: Evaluations, number: int, steps: int) -> dict[str, int]
 
 
 def test_out_of_distribution_prompts_have_versions_of_their_own() -> None:
-    few = Evaluations(4, 9, 9, 3, 1.0, lambda split, i: Prompt(i, split), ood_every=4)
+    few = Evaluations(
+        EvaluationPlan(4, 9, 9, 3, 1.0, ood_every=4), lambda split, i: Prompt(i, split)
+    )
     assert started(few, 4, 7) == {"heldout": 9, "ood": 3}, "never more than there are"
     assert started(
-        Evaluations(1, 2, 5, 0, 1.0, lambda split, i: Prompt(i, split), ood_every=1), 1, 7
+        Evaluations(
+            EvaluationPlan(1, 2, 5, 0, 1.0, ood_every=1), lambda split, i: Prompt(i, split)
+        ),
+        1,
+        7,
     ) == {"heldout": 2}
 
 
 def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
     store = make(
-        0, lease_s=1.0, evaluations=Evaluations(0, 1, 1, 0, 1.0, lambda split, i: Prompt(i, split))
+        0,
+        lease_s=1.0,
+        evaluations=Evaluations(EvaluationPlan(0, 1, 1, 0, 1.0), lambda split, i: Prompt(i, split)),
     )
     (t, *_) = store.grant("g", 1, 1, 0.0)
     assert store.expire(2.0) == 1 and store.list_pinned_versions() == [Label(1, 0)]
@@ -620,7 +630,7 @@ def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
 
 
 def one_evaluation(lease_s: float = 10.0) -> Store:
-    evaluations = Evaluations(0, 2, 2, 0, 1.0, lambda split, i: Prompt(i, split))
+    evaluations = Evaluations(EvaluationPlan(0, 2, 2, 0, 1.0), lambda split, i: Prompt(i, split))
     return make(3, lease_s=lease_s, evaluations=evaluations)
 
 
@@ -677,7 +687,9 @@ def test_leases_follow_the_measured_silence_of_a_generator() -> None:
 
 def test_evaluations_of_a_dead_branch_are_made_again() -> None:
     store = make(
-        0, steps=6, evaluations=Evaluations(1, 1, 1, 0, 1.0, lambda split, i: Prompt(i, split))
+        0,
+        steps=6,
+        evaluations=Evaluations(EvaluationPlan(1, 1, 1, 0, 1.0), lambda split, i: Prompt(i, split)),
     )
 
     def advance(to: int) -> list[int]:

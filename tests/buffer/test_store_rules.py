@@ -15,13 +15,13 @@ from asyncrl.contract.versions import Label
 from buffer import state as state_module
 from buffer import store as store_module
 from buffer.batches import BatchWait, compute_announced_limits
-from buffer.evaluation import EVAL_BASE, Evaluations
+from buffer.evaluation import EVAL_BASE, EvaluationPlan, Evaluations
 from buffer.groups import Grant, Group, StoredSample, StoreSettings
 from buffer.store import Store
 
 
 def evaluations(every: int = 2) -> Evaluations:
-    return Evaluations(every, 2, 2, prompt=lambda split, i: prompt(i))
+    return Evaluations(EvaluationPlan(every, 2, 2), lambda split, i: prompt(i))
 
 
 def test_an_evaluation_costs_one_slot_and_comes_first() -> None:

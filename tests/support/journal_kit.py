@@ -9,14 +9,16 @@ from schedules import PROMPTS
 
 from asyncrl.contract.messages import Prompt
 from buffer.durable_store import RecordedStore
-from buffer.evaluation import Evaluations
+from buffer.evaluation import EvaluationPlan, Evaluations
 from buffer.groups import StoreSettings
 from buffer.state import StoreSnapshot
 from buffer.store import Store
 
 
 def evaluations() -> Evaluations:
-    return Evaluations(2, 2, 3, 1, 0.7, lambda split, i: Prompt(i, split), ood_every=5)
+    return Evaluations(
+        EvaluationPlan(2, 2, 3, 1, 0.7, ood_every=5), lambda split, i: Prompt(i, split)
+    )
 
 
 def state(store: Store) -> StoreSnapshot:

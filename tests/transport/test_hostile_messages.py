@@ -26,7 +26,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
 from asyncrl.tasks import get_task
 from buffer import checks
-from buffer.evaluation import Evaluations
+from buffer.evaluation import EvaluationPlan, Evaluations
 from buffer.groups import StoreSettings
 from buffer.service import BufferService, open_store
 from buffer.store import Store
@@ -349,7 +349,7 @@ def test_a_refused_answer_leaves_its_lease_and_an_honest_one_ends_it(tmp_path: P
 
 def test_versions_that_a_ticket_did_not_ask_for_are_refused() -> None:
     """Older ones evade the limit; those of a newer epoch were never granted."""
-    plan = Evaluations(final_prompts=1, prompt=lambda split, index: m.Prompt(index, "p"))
+    plan = Evaluations(EvaluationPlan(final_prompts=1), lambda split, index: m.Prompt(index, "p"))
     store = Store(StoreSettings(1, 1, 9, m.SamplingSettings()), lambda i: m.Prompt(i, "p"), plan)
     greet = honest_hello("run", vocabulary=0)
     assert store.follow_learner(greet)

@@ -26,6 +26,7 @@ import torch
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteError
+from asyncrl.contract.toml_writer import read_table
 from asyncrl.experiments.compare.arms import find_config_differences, format_changes
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.verdict import list_instabilities
@@ -36,47 +37,8 @@ from asyncrl.records import atomic_write, metrics, stream
 from learner import checkpoint
 from learner.step import LearnerCore
 
-MAY_CHANGE = (
-    "loss",
-    "correction",
-    "kl",
-    "stop",
-    "advantage",
-    "value",
-    "reshape",
-    "evaluation",
-    "model.reference",
-    "model.device",
-    "learner",
-    "staleness.on_exceed",
-    "staleness.max_lag",
-    "staleness.half_life",
-    "exact",
-    "weights.slots",
-)
-DECIDES_DATA = {
-    "learner.groups": "the batches were composed",
-    "learner.group_size": "the groups were sampled",
-    "learner.prefetch": "batches were leased",
-    "learner.steps": "the length of the stream is fixed: --until N stops earlier, and the "
-    "learning rate schedule stays the recorded one",
-    "learner.backend": "a replay is one process with torch",
-    "learner.ranks": "a replay is one process with torch",
-    "learner.zero_stage": "a replay is one process with torch",
-    "advantage.no_spread": "groups were filtered before they were stored",
-    "learner.checkpoint_every": "a replay keeps no checkpoints",
-    "learner.keep_checkpoints": "a replay keeps no checkpoints",
-}
+MAY_CHANGE, WATCHED, DECIDES_DATA = read_table(__file__).values()
 REPORT_S = 10.0  # between two progress messages
-WATCHED = (
-    "is/ess",
-    "is/target_ess",
-    "kl/behavior_target_k3",
-    "optim/grad_norm",
-    "policy/entropy",
-    "clip/share",
-    "loss/policy",
-)
 
 
 @dataclass
