@@ -44,13 +44,13 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     messages: Any = None
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=0)] | None = None
-    temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
-    count: Annotated[int, Meta(ge=1)] | None = msgspec.field(name="n", default=None)
+    temperature: Annotated[float, Meta(ge=0)] = 1.0  # 0 is greedy
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    count: Annotated[int, Meta(ge=1)] = msgspec.field(name="n", default=1)  # of each prompt
     seed: int | None = None
     stop: Any = None
-    echo: bool | None = None
+    echo: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELY)] | bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELY)] | None = None
 
@@ -61,21 +61,13 @@ class CompletionOrder:
 
     prompts: int32 [P] each.
     max_new_tokens: of each completion; 0: only the prompt is scored.
-    temperature: 0 is greedy.
-    count: completions of each prompt.
-    seed: None: a random one for each completion.
     most_likely: how many of the most likely tokens to name; None: no log-probabilities.
     """
 
+    body: CompletionBody
     prompts: list[np.ndarray]
     max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    count: int
-    seed: int | None
     stop: tuple[str, ...]
-    echo: bool
     most_likely: int | None
 
 
@@ -133,8 +125,8 @@ def parse_order(
     stop = parse_stops(fields.stop)
     if not tokens and not (fields.echo and most_likely is not None):
         raise build_refusal("max_tokens", "0 needs echo = true and logprobs, to score the prompt")
-    count, longest = fields.count or 1, max(map(len, prompts))
-    if len(prompts) * count > MOST_COMPLETIONS:
+    longest = max(map(len, prompts))
+    if len(prompts) * fields.count > MOST_COMPLETIONS:
         raise build_refusal(
             "n", f"asks for more than {MOST_COMPLETIONS} completions in one request"
         )
@@ -146,18 +138,7 @@ def parse_order(
             f"--context = {context} is for both: shorten the prompt, or serve with a larger one",
             "prompt",
         )
-    return CompletionOrder(
-        prompts=prompts,
-        max_new_tokens=tokens,
-        temperature=1.0 if fields.temperature is None else fields.temperature,
-        top_p=1.0 if fields.top_p is None else fields.top_p,
-        top_k=fields.top_k or 0,
-        count=count,
-        seed=fields.seed,
-        stop=stop,
-        echo=bool(fields.echo),
-        most_likely=most_likely,
-    )
+    return CompletionOrder(fields, prompts, tokens, stop, most_likely)
 
 
 def read_body(body: bytes) -> CompletionBody:
@@ -168,7 +149,7 @@ def read_body(body: bytes) -> CompletionBody:
     raw = decode_body(body)
     field_names = {field.encode_name for field in msgspec.structs.fields(CompletionBody)}
     for key, value in list(raw.items()):
-        if key in field_names:
+        if key in field_names and value is not None:
             continue
         if key not in QUIET and value is not None and value != NEUTRAL.get(key):
             raise build_refusal(

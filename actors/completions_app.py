@@ -155,27 +155,22 @@ class EngineThread:
 class CompletionsApp:
     """The routes of a served model: `app` is the ASGI application.
 
+    It loads the model and starts its engine.  Raises ConfigError for a directory without a model.
+
     name: of the model in requests and responses. key: that a client must send; "": none.
     """
 
-    def __init__(
-        self,
-        engine: EngineThread,
-        tokenizer: Any,
-        *,
-        name: str,
-        key: str,
-        context: int,
-        vocabulary: int,
-        stops: Sequence[int],
-    ) -> None:
-        self.engine = engine
-        self.tokenizer = tokenizer
+    def __init__(self, config: Config, name: str, key: str) -> None:
+        path = config.model.path
+        self.tokenizer = model_check.check(config)
+        engine = build_engine(config)
+        load_model(engine, load_policy(path, config.model.dtype, config.model.device), Label(1, 0))
+        self.engine = EngineThread(engine)
         self.name = name
         self.key = key
-        self.context = context
-        self.vocabulary = vocabulary
-        self.stops = tuple(stops)
+        self.context = config.generator.context
+        self.vocabulary = read_vocabulary_size(path)
+        self.stops = collect_stop_tokens(self.tokenizer, config)
         self.numbers = itertools.count()  # of the prompts, so that no two requests share a key
         self.app = Starlette(
             routes=[
@@ -261,22 +256,23 @@ class CompletionsApp:
 
         With a seed, sample i of a prompt has the same random stream in every request.
         """
-        greedy = order.temperature == 0
+        body = order.body
+        greedy = body.temperature == 0
         requests = [
             CompletionRequest(
                 key=(number, sample, 1),
                 prompt=prompt,
                 group=number,
                 max_new_tokens=max(1, order.max_new_tokens),
-                temperature=order.temperature or 1.0,
-                top_p=order.top_p,
-                top_k=1 if greedy else order.top_k,
+                temperature=body.temperature or 1.0,
+                top_p=body.top_p,
+                top_k=1 if greedy else body.top_k,
                 stop=self.stops,
-                seed=secrets.randbits(63) if order.seed is None else order.seed,
+                seed=secrets.randbits(63) if body.seed is None else body.seed,
                 drawn_for=(0, sample),
             )
             for prompt, number in zip(order.prompts, self.numbers, strict=False)
-            for sample in range(order.count)
+            for sample in range(body.count)
         ]
         if not order.max_new_tokens:
             no_tokens = np.empty(0, np.int32), np.empty(0, np.float32)
@@ -325,7 +321,7 @@ class CompletionsApp:
         if scores is not None:
             ids = [*prompt, *tokens]
             rows = self._describe_tokens(ids, scores, order.most_likely or 0)
-            rows = rows if order.echo else rows[len(prompt) :]
+            rows = rows if order.body.echo else rows[len(prompt) :]
         if chat:
             return {
                 "index": index,
@@ -351,7 +347,7 @@ class CompletionsApp:
             }
         return {
             "index": index,
-            "text": self._decode_text(prompt) + text if order.echo else text,
+            "text": self._decode_text(prompt) + text if order.body.echo else text,
             "logprobs": columns,
             "finish_reason": finish,
         }
@@ -404,26 +400,6 @@ def build_config(
             context=context or min(max_positions, MOST_CONTEXT),
             threads=threads or len(os.sched_getaffinity(0)),
         ),
-    )
-
-
-def build_app(config: Config, name: str, key: str) -> CompletionsApp:
-    """Load the model and start its engine.
-
-    Raises ConfigError for a directory without a model.
-    """
-    path = config.model.path
-    tokenizer = model_check.check(config)
-    engine = build_engine(config)
-    load_model(engine, load_policy(path, config.model.dtype, config.model.device), Label(1, 0))
-    return CompletionsApp(
-        EngineThread(engine),
-        tokenizer,
-        name=name,
-        key=key,
-        context=config.generator.context,
-        vocabulary=read_vocabulary_size(path),
-        stops=collect_stop_tokens(tokenizer, config),
     )
 
 

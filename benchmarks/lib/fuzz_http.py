@@ -317,7 +317,7 @@ class Completions:
         config = completions_app.build_config(
             str(model), context=32, slots=8, dtype="float32", device="cpu", threads=1
         )
-        self.server = completions_app.build_app(config, "tiny", KEY)
+        self.server = completions_app.CompletionsApp(config, "tiny", KEY)
         self.connections = HttpConnections(self.server.app)
         self.loop = asyncio.new_event_loop()
         bodies: tuple[tuple[str, dict[str, Any]], ...] = (

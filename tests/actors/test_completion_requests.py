@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from actors.completion_requests import CompletionOrder, parse_order
+from actors.completion_requests import CompletionBody, CompletionOrder, parse_order
 from actors.gateway.refusals import CallRefused
 from asyncrl.contract.messages import Prompt
 
@@ -34,8 +35,14 @@ def order(context: int = 64, *, chat: bool | None = None, **body: Any) -> Comple
 
 def fields(found: CompletionOrder) -> dict[str, Any]:
     """The fields that are not those of a plain completion."""
-    plain = CompletionOrder([], 16, 1.0, 1.0, 0, 1, None, (), False, None)
-    changed = {name: value for name, value in vars(found).items() if value != getattr(plain, name)}
+    body = msgspec.structs.asdict(found.body)
+    kept = ("temperature", "top_p", "top_k", "count", "seed", "echo")
+    plain = {name: getattr(CompletionBody(), name) for name in kept}
+    plain |= {"max_new_tokens": 16, "stop": (), "most_likely": None}
+    given = {name: body[name] for name in kept} | {
+        name: getattr(found, name) for name in ("max_new_tokens", "stop", "most_likely")
+    }
+    changed = {name: value for name, value in given.items() if value != plain[name]}
     return {**changed, "prompts": [prompt.tolist() for prompt in found.prompts]}
 
 
@@ -95,7 +102,7 @@ def test_every_option_that_is_followed() -> None:
     assert order(messages=GO, logprobs=True, top_logprobs=3).most_likely == 3
     assert order(messages=GO, top_logprobs=3).most_likely is None
     assert order(messages=GO, logprobs=False).most_likely is None
-    assert order(prompt=["a"] * 512, n=2, max_tokens=63).count == 2
+    assert order(prompt=["a"] * 512, n=2, max_tokens=63).body.count == 2
 
 
 @pytest.mark.parametrize(

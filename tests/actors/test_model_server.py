@@ -25,7 +25,6 @@ from actors.completions_app import (
     MOST_CONTEXT,
     CompletionsApp,
     EngineThread,
-    build_app,
     build_config,
 )
 from asyncrl.cli import main
@@ -229,7 +228,7 @@ def test_a_signal_ends_the_server_and_its_engine(directory: Path, number: int) -
     keys = {"context": 9, "slots": 2, "dtype": "float32", "device": "cpu", "threads": 1}
     config = build_config(str(directory), **keys)
     assert (config.generator.context, config.generator.slots, config.generator.threads) == (9, 2, 1)
-    app = build_app(config, "n", "")
+    app = CompletionsApp(config, "n", "")
     found: list[str] = []
 
     def announce(url: str) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from process_kit import ENV, ROOT
 
-from actors.completions_app import CompletionsApp, build_app, build_config
+from actors.completions_app import CompletionsApp, build_config
 from asyncrl.transport.http_server import HttpServer, ListenAddress
 
 KEY = "a-key-of-the-tests"
@@ -55,7 +55,7 @@ def served(model: Path, folder: Path, *options: str) -> Iterator[ModelServer]:
 def served_here(model: Path) -> Iterator[tuple[str, CompletionsApp]]:
     """Serve a model directory from a thread: the URL up to /v1, and the application."""
     keys = {"context": 0, "slots": 64, "dtype": "float32", "device": "cpu", "threads": 1}
-    app = build_app(build_config(str(model), **keys), "tiny", KEY)
+    app = CompletionsApp(build_config(str(model), **keys), "tiny", KEY)
     server = HttpServer(app.app, ListenAddress())
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)

@@ -55,7 +55,7 @@ def serve(
     own_key = os.environ.get("OPENAI_API_KEY", "")
     key = "" if no_key else own_key or secrets.token_urlsafe(18)
     print_progress(f"loading {path}")
-    app = completions_app.build_app(config, name or model, key)
+    app = completions_app.CompletionsApp(config, name or model, key)
 
     def announce(url: str) -> None:
         print_progress(f"serving {app.name} with up to {app.context} tokens; stop with Ctrl-C")
