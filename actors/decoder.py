@@ -627,7 +627,7 @@ def _run_layers(
             )
             layers.append((beside, values))
             if i + 1 == w.layers:
-                break
+                return x
         if prefix is not None:
             k, v = torch.cat([prefix.k[i], k], 2), torch.cat([prefix.v[i], v], 2)
         a = _attend_exactly(q, k, v, mask) if w.exact and mask else _attend(q, k, v, mask)

@@ -62,7 +62,7 @@ def open_private(path: Path, flags: int) -> int:
 
     Raises ConfigError for a link or another user's file, and OSError."""
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         if path.is_symlink():
             raise ConfigError(

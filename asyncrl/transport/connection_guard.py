@@ -28,7 +28,7 @@ BIND_TRIES = 6000
 def next_descriptor() -> int:
     """Return the lowest free descriptor, about the number of open descriptors."""
     try:
-        descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(os.devnull, os.O_RDONLY)
     except OSError:
         return sys.maxsize
     os.close(descriptor)

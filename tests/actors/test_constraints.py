@@ -4,7 +4,6 @@ log-probabilities over the recorded tokens are those that it was sampled with.""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from engine_kit import engine, request, run
 from gateway_kit import CHATML, SPECIAL
 from gateway_kit import tokenizer as chat_tokenizer
-from process_kit import ENV, ROOT
+from process_kit import run_command
 
 from actors.decoding import constraints
 from actors.decoding.constraints import (
@@ -270,15 +269,8 @@ for _ in range(1500):
     constraint.advance(a)
 assert sum(x.bytes for x in own.compiled.values()) - before > 4 << 20, own.compiled
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_command([sys.executable, "-c", code])
+    assert done.code == 0, done.err
 
 
 @pytest.mark.parametrize("kind", ["plain", "byte level", "other"])

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import ROOT, run_command
 
 from actors import rewards
 from actors.reward_worker import RewardCall, call, check_value, split_results
@@ -440,32 +440,14 @@ def test_a_look_at_a_reward_function(
     """`asyncrl task try`: as a run would call it; what fails is one line with the key, after what
     it found."""
     (tmp_path / "looked_at.py").write_text(f"def reward(prompt, text):\n    {body}\n")
-    done = subprocess.run(
-        [
-            *importing.make_command("asyncrl.cli"),
-            "task",
-            "try",
-            str(ROOT / "configs" / "demo.toml"),
-            "-n",
-            "1",
-            "--set",
-            "reward.function='looked_at:reward'",
-            "--set",
-            "reward.deadline_s=600",
-        ],
-        cwd=tmp_path,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    (row,) = [msgspec.json.decode(x) for x in done.stdout.splitlines()]
-    assert [row["reward_of_answer"], row["reward_of_nothing"]] == rewards_ and done.returncode == (
-        2 if why else 0
-    ), done.stderr
-    assert "Traceback" not in done.stderr
-    assert ("error: reward.function = looked_at:reward: data: " in done.stderr) == bool(why)
-    assert why in done.stderr
+    argv = [*importing.make_command("asyncrl.cli"), "task", "try"]
+    argv += [str(ROOT / "configs" / "demo.toml"), "-n", "1", "--set", "reward.deadline_s=600"]
+    done = run_command([*argv, "--set", "reward.function='looked_at:reward'"], cwd=tmp_path)
+    (row,) = [msgspec.json.decode(x) for x in done.out.splitlines()]
+    assert [row["reward_of_answer"], row["reward_of_nothing"]] == rewards_, done.err
+    assert done.code == (2 if why else 0) and "Traceback" not in done.err
+    assert ("error: reward.function = looked_at:reward: data: " in done.err) == bool(why)
+    assert why in done.err
 
 
 def test_the_pool_grows_while_answers_wait_and_cores_are_idle(

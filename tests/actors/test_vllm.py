@@ -4,9 +4,7 @@ probe, a whole run."""
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ import pytest
 import torch
 from engine_kit import CUTS, expected, request
 from packaging.requirements import Requirement
-from process_kit import ENV, ROOT
+from process_kit import ROOT, run_command
 from vllm_kit import flat, vllm_config
 from wrong_model_kit import chat_model, check_ends
 from wrong_model_kit import config as chat_config
@@ -612,16 +610,9 @@ def test_the_requirement_files_hold_what_the_project_asks_for() -> None:
 
 
 def test_engines_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "asyncrl.cli", "engines", "--json"],
-        cwd=ROOT,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = {r["name"]: r for r in json.loads(done.stdout.strip().splitlines()[-1])["engines"]}
+    done = run_command([sys.executable, "-m", "asyncrl.cli", "engines", "--json"])
+    assert done.code == 0, done.err[-2000:]
+    rows = {r["name"]: r for r in done.json["engines"]}
     assert rows.keys() == {"embedded", "vllm", "vllm-serve", "torch", "deepspeed"}
     assert all(r["works"] and not r["why"] for r in rows.values())
     assert rows["vllm"]["version"] == ENGINES["vllm"].pinned

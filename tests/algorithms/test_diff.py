@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from process_kit import ENV, ROOT
+from process_kit import Ended, run_command
 
 from asyncrl.experiments.replay.diff import find_first_difference
 
 
-def diff(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "asyncrl.cli", "diff", *words],
-        cwd=ROOT,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+def diff(*words: str) -> Ended:
+    return run_command([sys.executable, "-m", "asyncrl.cli", "diff", *words])
 
 
 def test_how_fast_a_run_was_is_no_difference() -> None:
@@ -49,12 +41,12 @@ def test_two_runs_side_by_side(forked: Callable[..., dict[str, Any]], tmp_path: 
         for n, more in (("a", ()), ("b", ()), ("c", ("learner.lr=1e-3",)))
     )
     same = diff(a, b)
-    assert same.returncode == 0
-    assert "configs are the same" in same.stdout
-    assert "bitwise equal" in same.stdout
+    assert same.code == 0
+    assert "configs are the same" in same.out
+    assert "bitwise equal" in same.out
     other = diff(a, c, "--json", "--html", str(tmp_path / "d.html"))
-    found = json.loads(other.stdout)
-    assert other.returncode == 1
+    found = other.json
+    assert other.code == 1
     assert found["config"] == ["learner.lr: 0.0003 | 0.001"]
     assert not found["equal"]
     # the first batch is drawn by the same weights: only the rate differs there
@@ -66,7 +58,7 @@ def test_two_runs_side_by_side(forked: Callable[..., dict[str, Any]], tmp_path: 
     page = (tmp_path / "d.html").read_text()
     assert "learner.lr: 0.0003 | 0.001" in page and "Gradient norm" in page
     gone = diff(a, str(tmp_path / "nowhere"))
-    assert gone.returncode == 2 and "no run directory" in gone.stderr
+    assert gone.code == 2 and "no run directory" in gone.err
 
 
 def test_a_longer_run_is_another_run_also_when_nothing_was_learned(tmp_path: Path) -> None:
@@ -77,11 +69,11 @@ def test_a_longer_run_is_another_run_also_when_nothing_was_learned(tmp_path: Pat
         rows = [json.dumps({"step": step, "t": 0.0, "reward/mean": 0.0}) for step in range(steps)]
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     found = diff(str(tmp_path / "a"), str(tmp_path / "b"))
-    assert found.returncode == 1 and "bitwise equal" not in found.stdout
-    assert "in the common steps (up to 1 and 2); the final weights are equal" in found.stdout
+    assert found.code == 1 and "bitwise equal" not in found.out
+    assert "in the common steps (up to 1 and 2); the final weights are equal" in found.out
     (tmp_path / "b" / "weights_digest").write_text("4567")
     found = diff(str(tmp_path / "a"), str(tmp_path / "b"))
-    assert found.returncode == 1 and "the final weights differ" in found.stdout
+    assert found.code == 1 and "the final weights differ" in found.out
     (tmp_path / "b" / "weights_digest").unlink()
     found = diff(str(tmp_path / "a"), str(tmp_path / "b"))
-    assert found.returncode == 1 and "at least one run has not ended" in found.stdout
+    assert found.code == 1 and "at least one run has not ended" in found.out

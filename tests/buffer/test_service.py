@@ -658,6 +658,20 @@ def handed_out(
     return batches
 
 
+def test_a_batch_that_an_earlier_buffer_handed_out_is_committed(begin: Any) -> None:
+    words = ("learner.steps=3", "durability.mode='process'")
+    run = begin(*words)
+    generator, learner = run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    (batch,) = handed_out(run, generator, learner, (0,))
+    run.end()
+    run = begin(*words)
+    commit = m.Commit(1, 0, Label(1, 1), "d1", {"reward/mean": 0.5})
+    assert ask(run.peer(), commit, m.CommitReply).number == 0
+    (row,) = training_log.read(run.dir / "trained.jsonl").values()
+    assert (row.samples, row.ids) == (2, training_log.digest(batch.samples))
+
+
 @pytest.mark.parametrize("mode", ["memory", "process", "process, rows lost"])
 @pytest.mark.parametrize("killed", ["learner", "both"])
 def test_a_batch_whose_commit_was_lost_is_trained_when_a_checkpoint_lies_behind_it(

@@ -150,6 +150,9 @@ def test_bad_loss_is_skipped_and_the_third_in_a_row_saves_the_batch(
     for n in range(2):
         assert c.train(batch(n, reward=math.nan))["optim/skipped"] == n + 1
         assert torch.equal(weights(c), before)
+    c.backend.accumulate(c.backend.parameters[0].sum())  # its gradient is finite
+    assert math.isnan(c.backend.apply(1.0, torch.tensor(math.inf)))
+    assert torch.equal(weights(c), before)
     c.train(batch(2))  # a good one between: the count starts again
     assert not torch.equal(weights(c), before)
     for n in range(3, 5):

@@ -4,34 +4,27 @@ are each noticed by their test."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+import tomllib
 
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import ROOT, run_command
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.cold  # mutants are forks of a process that has imported nothing of asyncrl
 def test_every_planted_mutant_is_noticed_by_its_test() -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/mutants.py", "--planted", "--json"],
-        cwd=ROOT,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
-    assert done.stdout, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    done = run_command([sys.executable, "benchmarks/mutants.py", "--planted", "--json"])
+    assert done.out, done.err[-3000:]
+    found = json.loads(done.out.splitlines()[-1])
     assert len(found) >= 18
     alive = [
         f"{x['name']}: {x['mutant']} passes {x['test']}"
         for x in found
         if x["status"] not in ("killed", "timeout")
     ]
-    assert not alive and done.returncode == 0, alive
+    assert not alive and done.code == 0, alive
 
 
 def test_the_table_of_tests_names_files_that_are_there() -> None:
@@ -40,3 +33,13 @@ def test_the_table_of_tests_names_files_that_are_there() -> None:
     named = {*table, *(path for paths in table.values() for path in paths)}
     gone = sorted(path for path in named if not (ROOT / path).exists())
     assert table and not gone, f"write it anew: python benchmarks/mutants.py --table; gone: {gone}"
+
+
+def test_each_equivalent_mutant_changes_a_line_that_is_there() -> None:
+    known = tomllib.loads((ROOT / "benchmarks" / "mutants_equivalent.toml").read_text())
+    gone = []
+    for entry in (x for x in known["equivalent"] if "minus" in x):
+        lines = (ROOT / entry["path"]).read_text().splitlines()
+        if entry["minus"] not in map(str.strip, lines):
+            gone.append((entry["path"], entry["minus"]))
+    assert not gone, "remove these entries, or write them anew"

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import ENV, ROOT, run_command
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
 from lib.chaos import board, checker, forks
@@ -232,16 +231,10 @@ def test_a_flipped_bit_is_one_and_is_mended(tmp_path: Path) -> None:
 
 def chaos_run(*words: str) -> dict[str, Any]:
     argv = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--quick", "--json"]
-    done = subprocess.run(
-        [*argv, "--patience", "900", *words],
-        cwd=ROOT,
-        env={**ENV, "PYTHONPATH": str(Path(ROOT))},
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    argv += ["--patience", "900", *words]
+    done = run_command(argv, env={**ENV, "PYTHONPATH": str(ROOT)})
+    assert done.code == 0, done.out[-2000:] + done.err[-3000:]
+    found = done.json
     assert {name: found[name] for name in WRONG} == dict.fromkeys(WRONG, 0)
     assert found["faults"] == found["recovered"] >= 10 and found["errors"] == []
     return found

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from process_kit import ENV, ROOT, Ended
+from process_kit import ENV, Ended, run_command
 
 from asyncrl.contract.messages import RunStatus
 from asyncrl.records import process_log
@@ -27,16 +27,7 @@ WAIT_S = 1800.0
 
 
 def asyncrl(*words: str) -> Ended:
-    return Ended(
-        subprocess.run(
-            [*COMMAND, *words],
-            cwd=ROOT,
-            env=ENV,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-    )
+    return run_command([*COMMAND, *words], timeout=600)
 
 
 def free_address() -> str:

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from clients_kit import python_of
 from holding import allow, held
-from process_kit import ENV, PATIENT, ROOT, RUN_SEED
+from process_kit import ENV, PATIENT, ROOT, RUN_SEED, run_command
 from run_kit import steps_done, wait_until
 
 from asyncrl.cli import main
@@ -152,16 +152,9 @@ def test_kills_journal_and_replay_keep_the_allowed_tokens(tmp_path: Path) -> Non
             first.wait()
         finally:
             first.kill()
-    done = subprocess.run(
-        [*argv, "--resume", str(run_dir), "--json"],
-        cwd=tmp_path,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    summary = json.loads(done.stdout.strip().splitlines()[-1])
+    done = run_command([*argv, "--resume", str(run_dir), "--json"], cwd=tmp_path)
+    assert done.code == 0, done.err[-3000:]
+    summary = done.json
     ledger, samples = summary["ledger"], trained(run_dir)
     assert summary["steps"] == 6 and summary["lag"]["max"] <= 2 and len(samples) == 24
     assert ledger["generated"] == sum(v for k, v in ledger.items() if k != "generated")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from process_kit import ENV, ROOT, load_program
+from process_kit import ENV, ROOT, load_program, run_command
 
 from asyncrl.contract import messages as m
 
@@ -154,16 +154,9 @@ def short() -> Iterator[Path]:
 def test_the_program_without_vllm(short: Path) -> None:
     """Real gateways, by processes as they are; the values of so few calls say nothing."""
     argv = [sys.executable, str(ROOT / "benchmarks" / "gateway.py"), "--quick", "--json"]
-    done = subprocess.run(
-        argv,
-        cwd=ROOT,
-        env=ENV | {"PYTHONPATH": str(ROOT), "TMPDIR": str(short)},
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    done = run_command(argv, env=ENV | {"PYTHONPATH": str(ROOT), "TMPDIR": str(short)})
+    assert done.code == 0, done.out[-2000:] + done.err[-3000:]
+    said = done.json
     assert list(said["parts"]) == ["engines", "beyond", "history", "client"]
     assert len(said["goals"]) == 9 + 1 + 1  # without vLLM the engines have no rival
     (embedded,) = said["parts"]["engines"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from click.testing import CliRunner
 from gateway_door_kit import ticket
 from gateway_kit import CHATML, Served, tokenizer
 from gateway_web_kit import client, post
-from process_kit import ENV, ROOT, RUN_SEED
+from process_kit import ROOT, RUN_SEED, run_command
 from vision_kit import picture, seeing_model
 
 from actors.gateway.call_tree import build_rows
@@ -253,17 +252,10 @@ def test_agents_that_send_pictures_are_trained_on_them(tmp_path: Path) -> None:
     )
     words = [word for each in sets for word in ("--set", each)]
     argv = [sys.executable, "-m", "asyncrl.cli", "run", str(ROOT / "configs" / "count.toml")]
-    done = subprocess.run(
-        [*argv, "--json", *words],
-        cwd=tmp_path,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_command([*argv, "--json", *words], cwd=tmp_path, timeout=600)
+    assert done.code == 0, done.err[-3000:]
     folder = tmp_path / "runs" / "seen"
-    ledger = json.loads(done.stdout)["ledger"]
+    ledger = done.json["ledger"]
     assert ledger["trained"] == ledger["generated"] and not ledger["failed"]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     exact = [row["mismatch/max_at_lag_0"] for row in rows if "mismatch/max_at_lag_0" in row]
