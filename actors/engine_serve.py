@@ -124,7 +124,8 @@ class Server:
         self.starts = 0
         self.log = tempfile.TemporaryFile()
         self.live = 0
-        self.version = ""  # of its weights, as it was probed; "": it gets no requests
+        self.version = ""  # of its weights; "": it gets no requests
+        self.probe: asyncio.Task[None]  # of them
         self.label = Label(0, 0)
         self.loads = 0  # of the engine, when it got them
         self.given: set[str] = set()  # all versions that it got
@@ -300,6 +301,7 @@ class ServeEngine(ProbedEngine):
                 server.live += 1
                 try:
                     await self._stream(server, live)
+                    await asyncio.shield(server.probe)
                     break
                 except LOST as error:
                     live.lost += len(live.tokens)
@@ -426,6 +428,7 @@ class ServeEngine(ProbedEngine):
                     "temperature; start it with --logprobs-mode processed_logprobs"
                 )
             await self._call(server, "/init_weight_transfer_engine", {"init_info": {}})
+            await self._call(server, "/collective_rpc", {"method": "asyncrl_seed_rows"})
         except (*LOST, KeyError, TypeError) as error:
             if server.given:  # it was right before
                 raise ServerLost(str(error)) from error
@@ -438,6 +441,8 @@ class ServeEngine(ProbedEngine):
         """Give a server the loaded weights, if it lacks them, and probe it."""
         async with server.lock:
             while server.version != self.version:
+                if server.version:
+                    await server.probe  # so that it meets no later weights
                 server.version = ""  # requests for it wait
                 version, label, loads = self.version, self.label, self.loads
                 expected, path = self.expected, str(self.file)
@@ -450,11 +455,6 @@ class ServeEngine(ProbedEngine):
                     server.given.add(version)
                     await self._call(server, "/finish_weight_update", {"weight_version": version})
                     await self._call(server, "/resume", {})
-                    answer = await self._generate(
-                        server, self.ids, temperature=0.0, prompt_logprobs=0
-                    )
-                    positions = filter(None, answer["prompt_logprobs"])
-                    scores = [next(iter(x.values()))["logprob"] for x in positions]
                 except LOST as error:
                     if not server.given and not isinstance(error, httpx2.TransportError):
                         raise ConfigError(
@@ -462,9 +462,20 @@ class ServeEngine(ProbedEngine):
                             f"model.path = {self.path}: {error}"
                         ) from error
                     raise
-                self.check_probe(expected, scores)
                 server.version, server.label, server.loads = version, label, loads
+                server.probe = self.loop.create_task(self._probe(server, expected))
                 self.readied.set()
+            if server.is_lost or len(server.given) == 1:
+                await server.probe
+
+    async def _probe(self, server: Server, expected: np.ndarray) -> None:
+        """Compare a server's log-probabilities with the learner's; its answers wait for it.
+
+        It waits behind the tokens of running requests, which are read again: `load` does not wait.
+        """
+        answer = await self._generate(server, self.ids, temperature=0.0, prompt_logprobs=0)
+        positions = filter(None, answer["prompt_logprobs"])
+        self.check_probe(expected, [next(iter(x.values()))["logprob"] for x in positions])
 
     async def _update_or_lose(self, server: Server) -> None:
         try:

@@ -157,8 +157,41 @@ CPU_SETTINGS = {
 }
 
 
-class SwapExtension:
-    """Methods that vLLM mixes into its worker (`worker_extension_cls`)."""
+class SeedExtension:
+    """What vLLM's worker on a CPU lacks for requests with seeds (`worker_extension_cls`)."""
+
+    def asyncrl_seed_rows(self) -> None:
+        """On a CPU, replace vLLM's sampling by `SeededSampler`, once, and use its rewind."""
+        worker: Any = self
+        runner = worker.model_runner
+        inner = runner.sampler.topk_topp_sampler
+        if getattr(inner.forward, "__name__", "") == "forward_cpu":
+            seeded = SeededSampler(inner.forward, 1024 + 4 * runner.max_num_reqs)
+            inner.forward = worker.asyncrl_seeded = seeded
+            plain = runner._bookkeeping_sync
+            runner._bookkeeping_sync = lambda *args, **more: self._take_back(plain, *args, **more)
+
+    def _take_back(self, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Run vLLM's bookkeeping of a step, rewinding generators of discarded tokens.
+
+        A partly encoded prompt has sampled a token that is discarded, so that its generator must
+        step back. A CPU generator cannot, and vLLM fails on it.
+        """
+        worker: Any = self
+        runner = worker.model_runner
+        batch = runner.input_batch
+        discarded = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
+        removed = {row: batch.generators.pop(row) for row in discarded if row in batch.generators}
+        for generator in removed.values():
+            worker.asyncrl_seeded.rewind(generator)
+        try:
+            return plain(*args, **options)
+        finally:
+            batch.generators.update(removed)
+
+
+class SwapExtension(SeedExtension):
+    """Methods that vLLM mixes into its worker of this process."""
 
     def asyncrl_load(self, weights: Mapping[str, torch.Tensor]) -> str:
         """Load `weights` (transformers' names) into the model in vLLM's layout.
@@ -185,37 +218,10 @@ class SwapExtension:
         return ""
 
     def asyncrl_install_recorder(self, recorder: SupportRecorder) -> None:
-        """Put `recorder` in front of vLLM's sampling.
-
-        On a CPU: replace that by `SeededSampler` and use its rewind.
-        """
+        """Put `recorder` in front of vLLM's sampling."""
+        self.asyncrl_seed_rows()
         worker: Any = self
-        runner = worker.model_runner
-        inner = runner.sampler.topk_topp_sampler
-        if getattr(inner.forward, "__name__", "") == "forward_cpu":
-            seeded = SeededSampler(inner.forward, 1024 + 4 * runner.max_num_reqs)
-            inner.forward = worker.asyncrl_seeded = seeded
-            plain = runner._bookkeeping_sync
-            runner._bookkeeping_sync = lambda *args, **more: self._take_back(plain, *args, **more)
-        recorder.install(runner)
-
-    def _take_back(self, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Run vLLM's bookkeeping of a step, rewinding generators of discarded tokens.
-
-        A partly encoded prompt has sampled a token that is discarded, so that its generator must
-        step back. A CPU generator cannot, and vLLM fails on it.
-        """
-        worker: Any = self
-        runner = worker.model_runner
-        batch = runner.input_batch
-        discarded = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
-        removed = {row: batch.generators.pop(row) for row in discarded if row in batch.generators}
-        for generator in removed.values():
-            worker.asyncrl_seeded.rewind(generator)
-        try:
-            return plain(*args, **options)
-        finally:
-            batch.generators.update(removed)
+        recorder.install(worker.model_runner)
 
 
 def repack(model: torch.nn.Module) -> None:

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from actors.engine_vllm import repack
+from actors.engine_vllm import SeedExtension, repack
 
 BACKEND = "asyncrl"
 
@@ -63,8 +63,8 @@ class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Nothing is held between two updates."""
 
 
-class FileTransferExtension:
-    """An empty extension of vLLM's worker, which has to import this module."""
+class FileTransferExtension(SeedExtension):
+    """The extension of vLLM's worker, which has to import this module."""
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, FileTransfer)

@@ -56,7 +56,8 @@ class Played:
         self.left = 0  # clients that went away
         paths = (
             "/health /version /is_paused /inference/v1/generate /init_weight_transfer_engine "
-            "/pause /start_weight_update /update_weights /finish_weight_update /resume"
+            "/pause /start_weight_update /update_weights /finish_weight_update /resume "
+            "/collective_rpc"
         )
         app = Starlette(
             routes=[Route(path, self.answer, methods=["GET", "POST"]) for path in paths.split()]
@@ -295,6 +296,9 @@ def test_a_real_server_samples_from_each_version_and_ends_whole(
     path, policy_model = model
     monkeypatch.setattr(engine_serve, "RESTARTS", 0)
     monkeypatch.setattr(engine_serve, "RETRY_S", 0.05)
+    build = engine_serve.build_command
+    few = ["--max-num-batched-tokens", "64"]  # so that tokens are read again in several steps
+    monkeypatch.setattr(engine_serve, "build_command", lambda *given: [*build(*given), *few])
     versions = [policy_model, policy.load_policy(path, "float32", "cpu", with_modules=True)]
     with torch.no_grad():
         for parameter in versions[1].hf.parameters():
