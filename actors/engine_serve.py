@@ -200,8 +200,9 @@ class ServeEngine(ProbedEngine):
         self.client = httpx2.AsyncClient(
             headers={"content-type": "application/json"},
             timeout=httpx2.Timeout(SILENT_S, connect=30.0, pool=None),
-            # a server closes a connection that was idle for 5 s
-            limits=httpx2.Limits(max_connections=None, keepalive_expiry=2.0),
+            # uvloop closes an idle connection before it looks whether a request has arrived on it:
+            # a server that is short of a processor would break off requests
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
         )
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-servers", daemon=True).start()
@@ -441,9 +442,9 @@ class ServeEngine(ProbedEngine):
         """Give a server the loaded weights, if it lacks them, and probe it."""
         async with server.lock:
             while server.version != self.version:
-                if server.version:
+                was_ready, server.version = bool(server.version), ""  # requests for it wait
+                if was_ready:
                     await server.probe  # so that it meets no later weights
-                server.version = ""  # requests for it wait
                 version, label, loads = self.version, self.label, self.loads
                 expected, path = self.expected, str(self.file)
                 # without its cache, a server reads the tokens of running requests again
