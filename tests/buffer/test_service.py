@@ -92,12 +92,8 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
         pass
     run.thread.join(600)
     summary = run.service.make_summary()
-    assert (summary["steps"], summary["trajectories"], summary["tokens"], summary["finished"]) == (
-        2,
-        4,
-        8,
-        True,
-    )
+    got = (summary["steps"], summary["trajectories"], summary["tokens"], summary["finished"])
+    assert got == (2, 4, 8, True)
     assert summary["lag"] == {"mean": 0.0, "p95": 0, "max": 0}
     assert summary["heldout_end"] == 0.0
     assert evaluated == 1
@@ -544,14 +540,12 @@ def test_a_generator_that_leaves_gives_its_leases_back_at_once(begin: Any, mode:
     ask(learner, run.hello(1), m.Welcome)
     leaver.send(m.GeneratorHello(m.PROTOCOL, run.id, "generator-0", 1, 4, "here", 1))
     held = first_ticket(run, leaver)
-    assert (
-        ask(
-            leaver,
-            m.LeaseRenewal("generator-0", 1, [(held.ticket, held.attempt, 5)], {}, None),
-            m.HeartbeatReply,
-        ).epoch
-        == 1
-    )
+    got = ask(
+        leaver,
+        m.LeaseRenewal("generator-0", 1, [(held.ticket, held.attempt, 5)], {}, None),
+        m.HeartbeatReply,
+    ).epoch
+    assert got == 1
     leaver.send(m.GeneratorGoodbye("generator-0", 1))
     ask(leaver, m.StatusRequest(), m.RunStatus)  # the buffer has read it
     again = ask(other, m.TicketRequest("generator-1", 1, 1, 4, None), m.TicketGrant).tickets[0]

@@ -57,14 +57,8 @@ def test_a_ticket_carries_its_version_and_the_settings() -> None:
     )
     lease = store.alive[0].lease
     assert lease is not None
-    assert (
-        lease.attempt,
-        lease.producer,
-        lease.session,
-        lease.expires,
-        lease.todo,
-        lease.granted,
-    ) == (1, "g", 1, 20.0, {0, 1}, (1, 0))
+    got = (lease.attempt, lease.producer, lease.session, lease.expires, lease.todo, lease.granted)
+    assert got == (1, "g", 1, 20.0, {0, 1}, (1, 0))
 
 
 @pytest.mark.parametrize("many", [40, 400])
@@ -181,12 +175,8 @@ def test_a_stray_attempt_of_a_gone_group_is_lost_once_and_found_again() -> None:
     assert store.deliver(sample(a, 0), 32.0) == "duplicate"
     line = store.sum_ledger()["duplicate"]
     assert store.sum_ledger()["lost_with_process"]["tokens"] == 1
-    assert (line["tokens"], line["samples"], line["mean_length"], line["mean_reward"]) == (
-        4,
-        1,
-        4,
-        1,
-    )
+    got = (line["tokens"], line["samples"], line["mean_length"], line["mean_reward"])
+    assert got == (4, 1, 4, 1)
     assert store.deliver(sample(a, 0), 33.0) == "duplicate"
     assert store.sum_ledger()["duplicate"]["tokens"] == 4
     # a late copy hears what became of the sample
@@ -238,11 +228,8 @@ def test_the_third_failure_abandons_a_group_that_nobody_composed() -> None:
         assert store.deliver(sample(t, 0, failed="data: no"), 0.0) == "failed"
         assert (0 in store.alive) == (n < 3)
     lines = store.sum_ledger()
-    assert (
-        lines["failed"]["tokens"],
-        lines["failed"]["samples"],
-        lines["failed"]["mean_reward"],
-    ) == (12, 3, 0)
+    got = (lines["failed"]["tokens"], lines["failed"]["samples"], lines["failed"]["mean_reward"])
+    assert got == (12, 3, 0)
     assert (lines["abandoned"]["tokens"], lines["abandoned"]["mean_reward"]) == (4, 0.5)
     assert store.stored_bytes == 0
     assert store.failures == {"data": 3} and store.deliver(sample(t, 1), 0.0) == "duplicate"
@@ -556,13 +543,8 @@ def test_a_learner_that_is_further_on_than_the_buffer_has_trained_what_lies_here
             1, "run", 2, label, None, "d5", 3, 1, 9, source, [], ledger=totals, trained_above=[4, 7]
         )
     )
-    assert (store.base, store.committed, store.comps, store.composed, store.retained) == (
-        5,
-        5,
-        [],
-        set(),
-        {},
-    )
+    values = (store.base, store.committed, store.comps, store.composed, store.retained)
+    assert values == (5, 5, [], set(), {})
     assert list(store.alive) == [3, 5]
     assert store.cursor == 6
     assert store.skip == {7}

@@ -276,13 +276,8 @@ def test_a_preset_on_the_command_line_acts_on_a_resolved_config(tmp_path: Path) 
         )
     )
     c = load.load(resolved, ["correction.preset=mis", "correction.hi=3.0"]).correction
-    assert (c.level, c.bound, c.hi, c.reject, c.veto) == (
-        "token",
-        "truncate",
-        3.0,
-        "ratio",
-        "ratio",
-    )
+    got = (c.level, c.bound, c.hi, c.reject, c.veto)
+    assert got == ("token", "truncate", 3.0, "ratio", "ratio")
     resolved.write_text(load.dump(load.load(resolved, ["correction.preset=mis"])))
     c = load.load(resolved, ["correction.preset=none"]).correction
     assert (c.level, c.bound, c.reject, c.veto) == ("none", "truncate", "none", "none")

@@ -212,10 +212,8 @@ def test_characters_that_the_vocabulary_lacks_are_named(
     preflight.preflight(config)
     assert "warning: task: the vocabulary in" in capsys.readouterr().err
     prompts.write_text(json.dumps(rows[0]) + "\n")
-    assert found(config, "characters")["characters"] == (
-        "ok",
-        "the vocabulary has all 4 characters of the checked prompts",
-    )
+    got = found(config, "characters")["characters"]
+    assert got == ("ok", "the vocabulary has all 4 characters of the checked prompts")
     preflight.preflight(config)
     assert "warning" not in capsys.readouterr().err
 

@@ -61,10 +61,8 @@ def test_an_accuracy_stands_with_its_n_and_interval(tmp_path: Path) -> None:
     assert cards["heldout-start"] == ("0.400", "+-0.096 (n = 100)")
     assert cards["heldout-end"] == ("0.900", "+-0.029 (n = 400)")
     assert cards["ood-end"][1] == "" and cards["steps"] == ("9", "")
-    assert (
-        cli.shorten_summary(summary)["held-out"]
-        == "0.400 -> 0.900 +-0.029 (n = 400)   out of distribution - -> -"
-    )
+    got = cli.shorten_summary(summary)["held-out"]
+    assert got == "0.400 -> 0.900 +-0.029 (n = 400)   out of distribution - -> -"
 
 
 def recompute(path: Path) -> dict[str, str]:

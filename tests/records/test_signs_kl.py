@@ -58,12 +58,10 @@ def test_noise_without_trend_is_seldom_called_growing(
 ) -> None:
     """1,000 series of 15 to 200 values; a look may be wrong once in 1,000, so 3 or fewer with a
     chance of 98 %."""
-    assert (
-        sum(
-            find_growth(noise(i, 15 + 37 * i % 186, spread, carry)) is not None for i in range(1000)
-        )
-        <= most
+    got = sum(
+        find_growth(noise(i, 15 + 37 * i % 186, spread, carry)) is not None for i in range(1000)
     )
+    assert got <= most
 
 
 def test_growth_is_found() -> None:
@@ -150,12 +148,10 @@ def test_an_engine_that_differs() -> None:
         health_checks.check_engine_mismatch(late[:45], config()) is None
         and health_checks.check_engine_mismatch(late[:46], config()) is not None
     ), "the last 9 count: five of them are enough"
-    assert (
-        apply_rules(
-            rows(6, mismatch__k3_at_lag_0=[0.05]), health_checks.RunFacts(config().config, 0.1)
-        )
-        == []
-    ), "a mixture of experts"
+    got = apply_rules(
+        rows(6, mismatch__k3_at_lag_0=[0.05]), health_checks.RunFacts(config().config, 0.1)
+    )
+    assert got == [], "a mixture of experts"
 
 
 def test_answers_continued_on_older_keys_are_no_fault_of_the_engine() -> None:
@@ -187,10 +183,8 @@ def test_drift_under_k1_in_the_loss() -> None:
         (0.16, 0.2, ["kl_drift"]),
         (0.1601, 0.2, []),
     ):
-        assert (
-            fired(rows(48, kl__target_ref_k3=[0.0] * 16 + [middle] * 16 + [late] * 16), *K1_LOSS)
-            == said
-        ), (middle, late)
+        got = fired(rows(48, kl__target_ref_k3=[0.0] * 16 + [middle] * 16 + [late] * 16), *K1_LOSS)
+        assert got == said, (middle, late)
     assert fired(rows(14, kl__target_ref_k3=[0.1 * x for x in range(14)]), *K1_LOSS) == [], (
         "too early"
     )

@@ -187,11 +187,8 @@ def test_the_process_of_a_page_serves_what_may_begin_later(
     monkeypatch.delitem(sys.modules, "asyncrl.viewer.server")
     runpy.run_module("asyncrl.viewer.server", run_name="__main__")
     ports = (*range(7861, 7880), 0)
-    assert (asked[0].host, asked[0].port, tuple(asked[0].further_ports)) == (
-        "127.0.0.1",
-        7860,
-        ports,
-    )
+    got = (asked[0].host, asked[0].port, tuple(asked[0].further_ports))
+    assert got == ("127.0.0.1", 7860, ports)
     assert re.fullmatch(r"http://127\.0\.0\.1:7/\?token=\S{24}\n", capfd.readouterr().out)
     server.serve([tmp_path], "127.0.0.1", 7861, lambda *_: None, token=True, expected=True)
     assert (asked[1].port, tuple(asked[1].further_ports)) == (7861, ())

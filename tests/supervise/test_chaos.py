@@ -148,11 +148,8 @@ def test_a_slow_recovery_is_told_with_its_seed_and_what_else_went_on() -> None:
     faults[2].state = "none"  # it never came about
     rows = [fault.row() for fault in chaos.over(faults)]
     (row,) = chaos.slow(rows, 1007)
-    assert (row["what"], row["seed"], row["beside"]) == (
-        "buffer: kill idle",
-        1007,
-        ["learner: stop mid-step"],
-    )
+    got = (row["what"], row["seed"], row["beside"])
+    assert got == ("buffer: kill idle", 1007, ["learner: stop mid-step"])
     run = {"each": rows, "slow": [row], "seconds": 40.0, "error": ""}
     run["messages"] = dict.fromkeys(("lost", "doubled", "held"), 0)
     assert chaos.summed([run])["slow"] == [row]

@@ -99,12 +99,10 @@ def test_only_keys_on_the_list_are_let_in(tmp_path: Path) -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        assert (
-            live.request_status(
-                buffer.address, str(other_machine(mine, tmp_path / "friend")), 600.0
-            )
-            is not None
+        values = live.request_status(
+            buffer.address, str(other_machine(mine, tmp_path / "friend")), 600.0
         )
+        assert values is not None
         assert live.request_status(buffer.address, str(stranger), 1.0) is None
         assert live.request_status(buffer.address, "", 1.0) is None
     finally:

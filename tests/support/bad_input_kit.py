@@ -1,5 +1,3 @@
-"""Helpers of the bad_input tests that other test files use."""
-
 from __future__ import annotations
 
 from process_kit import Ended

@@ -1,5 +1,3 @@
-"""Helpers of the engine tests that other test files use."""
-
 from __future__ import annotations
 
 import numpy as np

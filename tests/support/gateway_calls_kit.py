@@ -1,5 +1,3 @@
-"""Helpers of the gateway_calls tests that other test files use."""
-
 from __future__ import annotations
 
 import numpy as np

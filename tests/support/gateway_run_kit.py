@@ -1,5 +1,3 @@
-"""Helpers of the gateway_run tests that other test files use."""
-
 from __future__ import annotations
 
 from process_kit import RUN_SEED

@@ -1,5 +1,3 @@
-"""Helpers of the gateway_web tests that other test files use."""
-
 from __future__ import annotations
 
 import json

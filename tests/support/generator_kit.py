@@ -1,5 +1,3 @@
-"""Helpers of the generator tests that other test files use."""
-
 from __future__ import annotations
 
 from collections import deque

@@ -1,5 +1,3 @@
-"""Helpers of the shutdown tests that other test files use."""
-
 from __future__ import annotations
 
 from pathlib import Path

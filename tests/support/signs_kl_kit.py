@@ -1,5 +1,3 @@
-"""Helpers of the signs_kl tests that other test files use."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Helpers of the warm_run tests that other test files use."""
-
 from __future__ import annotations
 
 # An untrained model is never right: the entropy term is what moves its weights.

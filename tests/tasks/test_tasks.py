@@ -154,11 +154,8 @@ def test_rows_become_prompts(tmp_path: Path) -> None:
         write(tmp_path / "p.jsonl", *rows), write(tmp_path / "h.jsonl", {"prompt": "x"})
     )
     first, second, third = task.sets["train"]
-    assert (first.text, first.answer, first.meta) == (
-        "1+1=",
-        "2",
-        {"level": "easy", "tests": "[1, 2]"},
-    )
+    got = (first.text, first.answer, first.meta)
+    assert got == ("1+1=", "2", {"level": "easy", "tests": "[1, 2]"})
     assert (second.text, second.messages, second.answer) == ("2+2?", turns, "4")
     assert third.text == "line\u2028break"
     assert task.reward(second, " 4\n") == 1.0 and task.reward(second, "5") == 0.0

@@ -530,10 +530,8 @@ def test_supervised_tokens_are_counted_and_can_be_forbidden(
     nothing = replace_fields(first, weights=0 * weights)
     assert lags_of(ledger, nothing, supervised="refuse") == ([-2] * 7, "")
     own = [ProvenanceSpan(id, 0, 3, False), ProvenanceSpan(id, 0, 4, True)]
-    assert lags_of(ledger, tuned, spans=own, supervised="refuse", limit=9.0) == (
-        [-2, -2, -2, 4, 4, 4, 4],
-        "",
-    )
+    got = lags_of(ledger, tuned, spans=own, supervised="refuse", limit=9.0)
+    assert got == ([-2, -2, -2, 4, 4, 4, 4], "")
     begun = [ProvenanceSpan(id, 0, 5, False), ProvenanceSpan(id, 2, 2, True)]
     assert lags_of(ledger, tuned, spans=begun)[0] == [-2, -2, -2, -3, -3, 4, 4]
     row = build_trained_row(0, Counter({-3: 3, 4: 2, -1: 1}), [id], 7)

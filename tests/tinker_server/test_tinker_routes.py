@@ -155,11 +155,8 @@ def test_what_clients_read_of_server_models_and_samplers(
 ) -> None:
     [shown] = http.get("/get_server_capabilities").json()["supported_models"]
     assert shown["model_name"] == server.config.model.path
-    assert (shown["max_context_length"], shown["trainable"], shown["sampleable"]) == (
-        128,
-        True,
-        True,
-    )
+    got = (shown["max_context_length"], shown["trainable"], shown["sampleable"])
+    assert got == (128, True, True)
     client = service.create_lora_training_client("tiny", rank=3, user_metadata={"a": "b"}).result()
     info = client.get_info()
     assert (info.model_id, info.is_lora, info.lora_rank) == (client.model_id, True, 3)
