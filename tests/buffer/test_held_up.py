@@ -119,8 +119,6 @@ def test_the_live_view_says_it() -> None:
 
 
 class Killed:
-    """A process in name."""
-
     killed = False
 
     def kill(self) -> None:

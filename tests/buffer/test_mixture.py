@@ -75,7 +75,6 @@ def answer(store: Store, tickets: list[Ticket], rewards: Rewards = spread) -> No
 
 
 def train(store: Store) -> Batch:
-    """Lease, train and commit the next batch."""
     number = store.committed
     groups, why = store.ask(store.epoch, number)
     assert groups, why
@@ -85,7 +84,6 @@ def train(store: Store) -> Batch:
 
 
 def play(store: Store, batches: int, rewards: Rewards = spread) -> list[str]:
-    """Train so many batches; return the task of each trained group."""
     trained: list[str] = []
     for _ in range(batches):
         while tickets := grant(store):
@@ -192,7 +190,6 @@ def test_a_new_buffer_continues_from_the_checkpoint() -> None:
 
 
 def check_ledgers(store: Store) -> None:
-    """The tasks' ledgers add up to the run's."""
     by_task = [ledger.compute_totals() for ledger in store.make_task_ledgers().values()]
     for name, line in store.sum_ledger().items():
         for key in ("tokens", "samples"):

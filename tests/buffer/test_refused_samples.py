@@ -267,7 +267,6 @@ def test_a_reward_function_is_checked_for_the_same(value: Any, why: str) -> None
 
 
 def test_bounds_of_outcomes_are_what_the_buffer_takes() -> None:
-    """A reward that the door takes is one that the buffer takes."""
     from asyncrl.transport import arrays
 
     assert outcomes.LARGEST_REWARD < arrays.REWARD

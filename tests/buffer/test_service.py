@@ -480,7 +480,6 @@ def test_the_wait_for_a_ticket_has_its_cause(begin: Any, monkeypatch: pytest.Mon
 
 
 def ended_process() -> int:
-    """The number of a process that was and is no more."""
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
     return done.pid
@@ -633,7 +632,6 @@ def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch)
 def handed_out(
     run: Run, generator: PeerSocket, learner: PeerSocket, numbers: tuple[int, ...]
 ) -> list[m.Batch]:
-    """Batches `numbers`, written and handed to the learner of epoch 1."""
     batches, sequence = [], 0
     generator.send(greet(run.id, "generator-0", 1))
     for n in numbers:
@@ -785,7 +783,6 @@ def test_messages_of_another_run_or_protocol_are_refused_unread(begin: Any) -> N
 
 
 def test_frames_of_a_message_are_bounded_together(begin: Any) -> None:
-    """Also where each of them is small enough."""
     run = begin("wires.frame_bytes=65536", "generator.context=128")
     most = compute_max_message_bytes(run.config)
     assert most < 20 * 2**20 and run.service.socket.most == most
@@ -838,8 +835,6 @@ def test_who_has_not_said_hello_gets_no_tickets(begin: Any) -> None:
 
 
 def bad(run: Run, train: m.Ticket, test: m.Ticket) -> dict[str, m.FromPeer]:
-    """One message of each kind of nonsense, for a run at batch 0 with these tickets out."""
-
     def deliver(t: m.Ticket, **more: Any) -> m.Delivery:
         return m.Delivery(
             "generator-0", 1, 1, [msgspec.structs.replace(answers(t).samples[0], **more)]

@@ -115,7 +115,6 @@ def test_a_torn_term_is_nobodys_and_still_counts(tmp_path: Path) -> None:
 
 
 def orders(first: int, second: int) -> Iterator[list[bool]]:
-    """Every order of so many steps of one and of another."""
     for places in itertools.combinations(range(first + second), second):
         yield [place in places for place in range(first + second)]
 
@@ -314,8 +313,6 @@ SMALL = (
 
 
 class Wire:
-    """A socket that keeps what is sent, and gives what was put."""
-
     payload = b""
 
     def __init__(self, socket: BufferSocket) -> None:

@@ -245,7 +245,6 @@ def test_a_run_directory_in_use_or_taken(asyncrl: Call, tmp_path: Path, sort_mod
 
 
 def stopped(tmp_path: Path, model: Path, *words: str) -> Path:
-    """A run of 400 steps, stopped by Ctrl-C after a few: its directory."""
     process = start(
         tmp_path, model, "learner.steps=400", "learner.checkpoint_every=2", "name='ck'", *words
     )

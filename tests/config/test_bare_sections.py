@@ -16,7 +16,6 @@ from asyncrl.algorithms.batch import LossBatch
 
 
 def bare(advantage: dict[str, Any], **more: Any) -> Any:
-    """The sections by themselves, each with no more keys than are given."""
     keys = {key: value for key, value in advantage.items() if key != "name"}
     kinds = {
         kind.__struct_config__.tag: kind for kind in settings.list_variants(settings.Advantage)

@@ -24,7 +24,6 @@ SHOW_ALL = SHOW.replace("as ended: assert not ended.code", ": pass")
 
 
 def imported(*argv: str) -> set[str]:
-    """Modules in a process that ran the command."""
     done = run_command([sys.executable, "-c", SHOW, *argv])
     assert done.code == 0, done.err
     return set(done.out.splitlines()[-1].split())

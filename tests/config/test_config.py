@@ -96,7 +96,6 @@ def test_mistakes_in_a_file(more: str, said: str, tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_on_the_command_line(item: str, said: str, tmp_path: Path) -> None:
-    """The real command: one line on stderr, exit code 2, nothing written."""
     argv = [
         sys.executable,
         "-m",

@@ -157,7 +157,6 @@ def test_diff_of_configs_and_runs(tmp_path: Path, capfd: pytest.CaptureFixture[s
 
 
 def complete(*words: str) -> list[str]:
-    """Ask as the scripts of click for bash do."""
     done = run_command(
         [sys.executable, "-c", "from asyncrl.cli import main; main(prog_name='asyncrl')"],
         env=ENV

@@ -13,7 +13,6 @@ from asyncrl.cli.base import ExampleCommand
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
-    """Yield (words, command) of a group and of everything in it."""
     yield " ".join(path) or "asyncrl", group
     with click.Context(group) as context:
         for name in group.list_commands(context):

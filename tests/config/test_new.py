@@ -193,7 +193,6 @@ SHORT += " ".join(PATIENT)
 
 
 def commands(text: str) -> list[str]:
-    """What a page says to type: lines of its sh blocks, and in `...` after asyncrl."""
     blocks = "\n".join(re.findall(r"(?ms)^```sh\n(.*?)^```", text))
     return re.findall(r"(?m)^asyncrl .*$", blocks) or re.findall(r"`(asyncrl [^`]*)`", text)
 

@@ -38,7 +38,6 @@ def compared_once() -> Iterator[None]:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A new project, seen from a folder beside it; its warm start is cut short."""
     new.write(tmp_path / "mine")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -104,7 +103,6 @@ def test_runs_elsewhere_leave_the_project_its_model(project: Path, tmp_path: Pat
 
 
 def found(config: Config, *names: str) -> dict[str, tuple[str, str]]:
-    """The findings of all checks, or of these and those that they need."""
     needed = {*names, *(other for name in names for other in preflight.NEEDS.get(name, ()))}
     checks = {n: check for n, check in preflight.CHECKS.items() if not names or n in needed}
     with pytest.MonkeyPatch.context() as patch:

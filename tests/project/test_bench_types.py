@@ -59,7 +59,6 @@ def main(runner: RewardRunner) -> None:
 
 
 def checked(into: Path) -> list[str]:
-    """What mypy says of the programs copied to `into`, a line each."""
     config = into.parent / "mypy.ini"
     config.write_text(CONFIG.format(root=ROOT))
     programs = sorted(
@@ -143,7 +142,6 @@ def unknown_options(source: str, shared: Set[str] = frozenset()) -> set[str]:
 
 
 def options(tree: ast.AST) -> set[str]:
-    """The names that the calls of `add_argument` in a program give."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":

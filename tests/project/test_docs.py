@@ -50,7 +50,6 @@ def name(page: Path) -> str:
 
 
 def prose(page: Path) -> str:
-    """The page without its fenced blocks."""
     return re.sub(r"(?ms)^```.*?^```", "", page.read_text())
 
 
@@ -142,7 +141,6 @@ def git(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def results_named() -> dict[str, str]:
-    """Result file -> a page that names it."""
     pages = sorted(PAGES, key=lambda page: page not in LOG)  # a page of today counts more
     return {found: name(page) for page in pages for found in RESULT.findall(page.read_text())}
 
@@ -228,7 +226,6 @@ def test_a_page_of_the_log_has_dated_sections_newest_first_and_is_in_the_index(p
 
 
 def site_pages() -> dict[str, list[Path]]:
-    """Section of the site's menu -> its pages."""
     menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
 
     def below(entry: Any) -> list[Path]:
@@ -314,13 +311,11 @@ def rows_of(file: str, arm: str, key: str) -> list[float]:
 
 
 def mean_accuracy(curve: list[list[float]]) -> float:
-    """Of a curve whose evaluations are equally many batches apart."""
     values = [accuracy for _, accuracy in curve]
     return sum(map(fmean, pairwise(values))) / (len(values) - 1)
 
 
 def difference(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
-    """The mean difference over seeds and its 95 % interval."""
     each = [a - b for a, b in zip(ours, theirs, strict=True)]
     half = figures.half_interval(each)
     return fmean(each), fmean(each) - half, fmean(each) + half
@@ -334,7 +329,6 @@ def shown(what: str) -> list[str]:
 
 
 def faster(found: dict[str, Any], seconds: str = "wall_s") -> str:
-    """How many times as fast the asynchronous arm of a comparison is."""
     return f"{found['arms']['sync'][seconds] / found['arms']['async'][seconds]:.2f}"
 
 
@@ -426,7 +420,6 @@ def test_the_readme_s_figures_are_those_of_their_files() -> None:
 
 
 def recipe(title: str, *files: str) -> tuple[str, list[dict[str, Any]]]:
-    """A recipe's text and the results it names."""
     page = (ROOT / "docs" / "recipes.md").read_text()
     text = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     assert all(f"benchmarks/results/{file}" in text for file in files)

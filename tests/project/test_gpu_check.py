@@ -62,7 +62,6 @@ def brought_by(roots: tuple[str, ...]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def few_packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that finds no package but ENOUGH, rich and what they bring."""
     folder = tmp_path_factory.mktemp("few")
     allowed = brought_by((*ENOUGH, "rich"))
     hidden = [

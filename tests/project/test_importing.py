@@ -20,7 +20,6 @@ INSIDE = Path(asyncrl.__file__).parent
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory; sys.path and sys.modules are as before in the end."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "modules", {**sys.modules})
     monkeypatch.chdir(tmp_path)

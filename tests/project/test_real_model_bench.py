@@ -22,7 +22,6 @@ from asyncrl.models import policy
 def quick(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., dict[str, Any]]:
-    """What `real_model.py --quick` says of some parts."""
     bench = program("real_model", monkeypatch)
     monkeypatch.setattr(bench.rounds, "MADE", [])
     monkeypatch.setattr(bench.memory, "keep_freed", lambda: False)  # this process goes on

@@ -33,7 +33,6 @@ SHOWN = {"link/ack_s": 0.5, "link/fetch_share": 0.4, "link/fetch_mb_per_s": 12.0
 
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[BufferService]:
-    """A service that a learner and a generator have greeted."""
     config = load.load(ROOT / "configs" / "demo.toml", [*SMALL, "learner.steps=9"])
     rundir.ensure(config, load.dump(config), tmp_path / "run")
     service = BufferService(config, tmp_path / "run")
@@ -46,7 +45,6 @@ def made(tmp_path: Path) -> Iterator[BufferService]:
 
 
 def commit(service: BufferService, number: int) -> None:
-    """A batch of the learner's is trained, as far as its numbers go."""
     label = Label(1, number + 1)
     service.record_commit(m.Commit(1, number, label, f"d{number}", {"reward/mean": 0.5}), {})
 

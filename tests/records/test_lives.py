@@ -158,7 +158,6 @@ def said(run_dir: Path) -> str:
 
 
 def train(run_dir: Path, batches: int) -> None:
-    """The rows that a buffer writes for so many batches."""
     lags = [{"0": 6, "1": 2}, {"0": 8}]
     with (run_dir / "metrics.jsonl").open("w") as f, (run_dir / "trained.jsonl").open("w") as g:
         f.write(json.dumps({"step": 0, "t": 0.0, "eval/heldout": 0.25, "eval/heldout_n": 4}) + "\n")

@@ -25,7 +25,6 @@ SUMMARY = {
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """What a finished run leaves, as far as a card reads it."""
     model, data = (CACHE.format(kind=k, name=n) for k, n in (("models", "base"), ("datasets", "d")))
     sets = (
         f"model.path='{model}'",

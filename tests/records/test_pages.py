@@ -141,7 +141,6 @@ def test_every_figure_of_a_page_follows_from_the_metrics(
 
 
 def plotted(rows: list[dict[str, Any]], path: Path) -> dict[str, PagePlot]:
-    """The report's plots by title."""
     series = read_series(rows, path / "metrics.jsonl")
     steps = Series(path / "optimizer_steps.jsonl")
     steps.refresh()

@@ -176,7 +176,6 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def tiny(whole: Config) -> Config:
-    """The config's settings for a model and a batch that are quick here."""
     sections = {
         name: msgspec.structs.replace(getattr(whole, name), **keys) for name, keys in TINY.items()
     }

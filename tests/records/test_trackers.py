@@ -34,7 +34,6 @@ PATIENCE_S = 600
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run with one row, and trackers that keep their data on this machine."""
     path = begin(tmp_path / "runs" / "R")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
@@ -42,7 +41,6 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def begin(run_dir: Path) -> Path:
-    """Make the directory of a new run with one row."""
     config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}})
     rundir.prepare(config, load.dump(config), run_dir)
     add_rows(run_dir, 0)
@@ -57,7 +55,6 @@ def add_rows(run_dir: Path, *steps: int) -> None:
 
 
 def feed(run_dir: Path, name: str, *steps: int) -> None:
-    """Feed a tracker while rows are added, and wait until it has ended."""
     feeds = TrackerFeeds(run_dir, [name])
     add_rows(run_dir, *steps)
     (process,) = feeds.processes.values()

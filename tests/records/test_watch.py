@@ -54,7 +54,6 @@ def read_series(path: Path, rows: list[dict[str, Any]]) -> Series:
 
 
 def carried(page: str, id: str) -> Any:
-    """The JSON of a script element of a page."""
     begin = page.index(f'id="{id}">') + len(f'id="{id}">')
     return json.loads(page[begin : page.index("</script>", begin)])
 

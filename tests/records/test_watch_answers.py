@@ -57,7 +57,6 @@ def write_summary(run_dir: Path, **given: Any) -> dict[str, Any]:
 
 
 def wait_for_summary(run: RunView) -> dict[str, Any]:
-    """A summary of a run in progress is composed beside the answers."""
     until = time.monotonic() + 300
     while not run.read_summary():
         assert time.monotonic() < until

@@ -33,7 +33,6 @@ from asyncrl.viewer import server
 def serving(
     monkeypatch: pytest.MonkeyPatch, places: list[Path], host: str = "127.0.0.1", **more: bool
 ) -> Iterator[tuple[str, int]]:
-    """`server.serve` in a thread: the address and the number of runs that it announces."""
     started: list[HttpServer] = []
     announced: list[tuple[str, int]] = []
     ready = threading.Event()

@@ -156,7 +156,6 @@ def test_a_slow_recovery_is_told_with_its_seed_and_what_else_went_on() -> None:
 
 
 def ended(body: Callable[[], Any]) -> int:
-    """Exit code of a process that runs `body`."""
     return os.waitstatus_to_exitcode(os.waitpid(forks.fork(body), 0)[1])
 
 

@@ -67,8 +67,6 @@ class Learner:
 
 
 class Play:
-    """One run in one process, a pass at a time."""
-
     def __init__(self, seed: int, directory: Path, *, memory: bool = False) -> None:
         self.choice = random.Random(seed)
         self.directory = directory
@@ -240,7 +238,6 @@ class Play:
         self.begin_generator()
 
     def second_learner(self) -> None:
-        """Nobody has ended the first."""
         self.begin_learner()
         self.alive = [*self.alive, self.learners[-1]]
 

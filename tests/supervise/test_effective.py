@@ -21,7 +21,6 @@ def row(batch: int) -> dict[str, object]:
 
 
 def steady(batches: int, every: float = 10.0, begin: float = 0.0) -> History:
-    """Batch n at begin + n * every, of 100 tokens."""
     history = History()
     for batch in range(batches):
         history.add(row(batch), begin + every * batch)

@@ -31,7 +31,6 @@ __all__ = ["said", "supervisor"]  # fixtures
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with all that a run reads."""
     (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "run" / "model" / "config.json").write_text("{}")
     (tmp_path / "run" / "model" / "model.safetensors").write_bytes(os.urandom(3 * CHUNK_BYTES + 7))

@@ -26,8 +26,6 @@ from buffer.store import SESSIONS, Store
 
 
 class Counted(Store):
-    """Counts the groups that grants look at."""
-
     looked = 0
 
     def _iterate_positions(self) -> Iterator[tuple[int, Group]]:
@@ -60,7 +58,6 @@ def test_grants_that_find_nothing_look_at_no_group() -> None:
 
 
 def store_ticket(store: Store, ticket: int) -> m.Ticket:
-    """The ticket that group `ticket` is out by."""
     group = store.alive[ticket]
     assert group.lease is not None
     return m.Ticket(
@@ -167,7 +164,6 @@ def test_batches_are_divided_where_that_takes_no_core_from_the_learner(
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> Iterator[Any]:
-    """A service with so many generators waiting, and what it sends."""
     config = load.load(ROOT / "configs" / "demo.toml", [*SMALL, "learner.steps=9"])
     rundir.ensure(config, "", tmp_path / "run")
     made = BufferService(config, tmp_path / "run")

@@ -334,8 +334,6 @@ def test_a_host_tells_log_end_and_refusal_of_what_it_started(
 
 
 class Asked:
-    """A method of an actor that only counts."""
-
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
 

@@ -51,7 +51,6 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A cluster of one node; its dashboard's address."""
     if missing:
         pytest.skip(f"ray[default] is not installed: there is no {', '.join(missing)}")
     os.environ |= SECRETS | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}

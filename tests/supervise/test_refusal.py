@@ -17,7 +17,6 @@ class RankEnded(AsyncrlError):
 
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
-    """The reading and the writing end, of which the child has taken the latter."""
     reader, writer = os.pipe()
     os.set_inheritable(writer, True)
     monkeypatch.setenv(refusal.VARIABLE, str(writer))

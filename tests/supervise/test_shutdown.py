@@ -23,7 +23,6 @@ FEW = ("learner.groups=8", "learner.group_size=4")  # nothing hangs on what batc
 
 
 def of_run(run_dir: Path) -> dict[int, str]:
-    """pid -> command of every process whose command line names the run directory."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

@@ -74,8 +74,6 @@ class Resetless:
 
 
 class Endless(Talks):
-    """Never ends by itself."""
-
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         return f"{len(text)}=", 0.25, False, False, {}
 

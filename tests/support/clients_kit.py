@@ -48,12 +48,10 @@ MULTIPLY = tool_call("multiply", a=17, b=3)
 
 
 def write_program(page: str, folder: Path) -> Path:
-    """A copy of the agent in `folder`."""
     return Path(shutil.copy(AGENTS[page], folder))
 
 
 def python_of(environment: str) -> str:
-    """The interpreter of an environment beside ours."""
     path = Path(sys.prefix) / environment / "bin" / "python"
     assert path.exists(), f"{path} is not there: run `make env`"
     return str(path)

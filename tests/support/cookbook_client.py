@@ -31,7 +31,6 @@ ASKED = "What is 1 + 2?"
 
 
 def build_guesser(path: Path) -> None:
-    """Build a model that answers the prompt of rl_loop with one of two numbers."""
     demo_model.build(path, seed=0, steps=1)
     tokenizer = load_tokenizer(path)
     asked = f"User: How many r's are in strawberry?{SUFFIX}\n\nAssistant: {SPELLED}\n\n"
@@ -48,7 +47,6 @@ def build_guesser(path: Path) -> None:
 
 
 def write_data(folder: Path) -> None:
-    """Write the two data sets of the hub as directories."""
     question = {"question": ASKED, "answer": "1 + 2 = 3\n#### 3"}
     turns = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "cba"}]
     tables: dict[str, tuple[str, dict[str, Any]]] = {

@@ -20,8 +20,6 @@ PLAIN = subprocess.Popen
 
 
 class ForkedPart(subprocess.Popen):
-    """Popen, for a part of the check by a fork."""
-
     def _execute_child(self, args: Any, *rest: Any) -> None:
         if list(args)[1:2] != [gpu_check.__file__]:
             super()._execute_child(args, *rest)

@@ -93,7 +93,6 @@ class Scripted:
         return self.clock() + self.skew
 
     def open(self) -> OpenedSession:
-        """A session."""
         number = len(self.sessions)
         prompt = Prompt(number, "2+2=", answer="4")
         sampling = SamplingSettings(max_new_tokens=200)
@@ -143,8 +142,6 @@ class Scripted:
 
 
 class Served:
-    """The endpoint in a thread of its own."""
-
     def __init__(self, **more: Any) -> None:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -174,7 +171,6 @@ class Served:
         return self.wait(asyncio.run_coroutine_threadsafe(run(), self.loop))
 
     def until(self, function: Callable[[], Any]) -> Any:
-        """Wait for it to be true."""
         deadline = time.monotonic() + 600
         while not (found := self.do(function)):
             assert time.monotonic() < deadline

@@ -47,8 +47,6 @@ class Pretended:
 
 
 class Pretender:
-    """A maker that keeps what it was asked to start."""
-
     def __init__(self) -> None:
         self.made: list[Pretended] = []
         self.events: list[str] = []

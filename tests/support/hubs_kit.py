@@ -16,8 +16,6 @@ PATIENCE_S = 600.0
 
 
 class Player:
-    """Sessions in the processes of an environment."""
-
     def __init__(self, **agent: Any) -> None:
         given = {"python": python_of("clients"), "step_s": PATIENCE_S} | agent
         self.pool = EnvironmentPool(AgentConfig(**given))

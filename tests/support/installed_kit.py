@@ -32,7 +32,6 @@ def called(argv: list[str], folder: Path, timeout: float = 3600.0) -> Ended:
 
 
 def _install(path: Path) -> None:
-    """Build the wheel of a copy of the tree, and install it into a new environment: path/env."""
     tree = path / "tree"
     tree.mkdir()
     for name in PACKED:

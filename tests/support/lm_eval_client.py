@@ -46,8 +46,6 @@ metric_list: [{metric: exact_match}]
 
 
 class Expected:
-    """What transformers computes for a model directory."""
-
     def __init__(self, directory: Path) -> None:
         self.hf = policy.load_policy(directory, "float32", "cpu").hf
         self.tokenizer = load_tokenizer(directory)

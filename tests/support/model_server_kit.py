@@ -29,7 +29,6 @@ class ModelServer(NamedTuple):
 
 @contextmanager
 def served(model: Path, folder: Path, *options: str) -> Iterator[ModelServer]:
-    """Serve a model directory on a free port, under the name `tiny`."""
     log = folder / "serve.log"
     words = ["serve", str(model), "--name", "tiny", "--port", "0", "--threads", "1", *options]
     with log.open("w") as errors:

@@ -85,7 +85,6 @@ def accuracy(
 
 
 def logprobs(hf: Any, ids: torch.Tensor, place: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities [B, T] of the answers."""
     answer = mask.shape[1]
     seen = torch.cat([(place[:, :-answer].cumsum(1) + (ids[:, :-answer] != 0)) > 0, mask], 1).long()
     logits = (

@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_program(path: Path) -> Any:
-    """A program's file as a module, under a name that hides no package."""
     spec = importlib.util.spec_from_file_location(f"program_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -53,8 +52,6 @@ RUN_SEED = int(os.environ.get("ASYNCRL_TEST_SEED", "0"))
 
 
 class Ended:
-    """A finished command: its exit code, stdout, stderr, and the last stdout line as JSON."""
-
     def __init__(self, process: subprocess.CompletedProcess[str]) -> None:
         self.code, self.out, self.err = process.returncode, process.stdout, process.stderr
 
@@ -69,7 +66,6 @@ class Ended:
 def run_command(
     argv: list[str], *, cwd: Path = ROOT, env: dict[str, str] = ENV, timeout: float = 3600
 ) -> Ended:
-    """Run a command to its end and keep what it wrote."""
     return Ended(
         subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
     )

@@ -46,7 +46,6 @@ from learner.step import LearnerCore
 
 
 def held(core: LearnerCore) -> int:
-    """Numbers in this rank's Adam moments."""
     states = (
         core.backend.optimizer.state
         if hasattr(core.backend.optimizer, "state")
@@ -56,12 +55,10 @@ def held(core: LearnerCore) -> int:
 
 
 def part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that is divided among ranks."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def parameters(core: LearnerCore) -> int:
-    """Numbers in this rank's parameters."""
     return sum(part(p).numel() for p in core.model.hf.parameters())
 
 

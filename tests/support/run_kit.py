@@ -37,7 +37,6 @@ def check_summary(summary: dict[str, Any], limit: float) -> None:
 
 
 def children(pid: int) -> dict[str, int]:
-    """Process name -> pid of the parts that a supervisor started, read from /proc."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -28,8 +28,6 @@ SMALL = (
 
 
 class CountedDict(dict[str, Any]):
-    """Counts the entries that iterations look at."""
-
     looked = 0
 
     def __iter__(self) -> Iterator[str]:
@@ -104,7 +102,6 @@ class Run:
 
 
 def ask(peer: PeerSocket, message: m.FromPeer, kind: type[Any]) -> Any:
-    """Send, and wait for the next reply of a kind."""
     peer.send(message)
     return wait(peer, kind)
 

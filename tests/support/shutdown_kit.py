@@ -6,7 +6,6 @@ from asyncrl.records import rundir
 
 
 def left(run_dir: Path) -> list[str]:
-    """Sockets and shared memory of the run."""
     name = rundir.read_run_id(run_dir)
     return [
         str(p) for base in ("/dev/shm", "/tmp") for p in Path(base).glob(f"asyncrl-*{name}*")

@@ -42,7 +42,6 @@ def names(found: list[health_checks.Finding]) -> list[str]:
 
 
 def fired(given: list[Row], *sets: str) -> list[str]:
-    """The rules that fire on these rows under the demo's settings and `sets`."""
     return names(health_checks.apply_rules(given, config(*sets)))
 
 

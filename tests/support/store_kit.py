@@ -100,7 +100,6 @@ def write(store: Store, t: Ticket, **more: Any) -> list[str]:
 
 
 def train(store: Store, number: int) -> None:
-    """Lease, train and commit a batch whose samples are in."""
     groups, why = store.ask(store.epoch, number)
     assert groups, why
     assert store.commit(number, Label(store.epoch, number + 1), f"d{number + 1}")

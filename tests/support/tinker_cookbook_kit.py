@@ -40,15 +40,12 @@ ADDITIONS = (
 
 
 def start_server(folder: Path) -> ServerProcess:
-    """Start a server of the model in `folder`/MODEL."""
     config = folder / "server.toml"
     config.write_text(CONFIG.format(folder=folder))
     return ServerProcess(config)
 
 
 class Recipe:
-    """A recipe, and what the server knows of the model that it trained."""
-
     def __init__(self, server: ServerProcess, environment: str) -> None:
         self.server = server
         self.environment = environment
@@ -59,7 +56,6 @@ class Recipe:
         return {note.parent for note in self.server.folder.glob("*/model.json")}
 
     def run(self, name: str, *options: str) -> list[dict[str, Any]]:
-        """Run a recipe in the server's parent directory, and return its metrics."""
         log = self.folder / f"{name}{len(self.known)}"
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         done = subprocess.run(
@@ -81,7 +77,6 @@ class Recipe:
         return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
     def new_models(self) -> list[dict[str, Any]]:
-        """What `asyncrl doctor --json` says about the models that are new."""
         new = sorted(self._models() - self.known)
         asked = [["doctor", str(folder), "--json"] for folder in new]
         return [json.loads(CliRunner().invoke(main, words).output)["models"][0] for words in asked]

@@ -24,7 +24,6 @@ PYTHON = os.environ.get("TINKER_SERVER_PYTHON", sys.executable)
 
 
 def write_config(folder: Path, **keys: object) -> Path:
-    """Build a tiny model and the config of its server; keys: SECTION__KEY."""
     model = folder / "tiny"
     if not model.exists():
         build_model(model, SYMBOLS, hidden=32, layers=1, heads=2, max_positions=256)
@@ -59,7 +58,6 @@ class ServerProcess:
         return tinker.ServiceClient(base_url=self.url, api_key=self.key)
 
     def saved(self, path: str) -> Path:
-        """The directory of a tinker path."""
         return find_saved(self.folder, path)[0]
 
     def kill(self) -> None:
@@ -72,7 +70,6 @@ class ServerProcess:
 
 
 def created(client: Any) -> Any:
-    """Wait for a client, of which newer packages give a future."""
     return client.result() if hasattr(client, "result") else client
 
 
@@ -83,7 +80,6 @@ def prompt() -> types.ModelInput:
 def draw(
     sampler: tinker.SamplingClient, count: int = 2, max_tokens: int = 5
 ) -> list[types.SampledSequence]:
-    """Sample sequences after PROMPT."""
     params = types.SamplingParams(max_tokens=max_tokens)
     return sampler.sample(prompt(), count, params).result().sequences
 
@@ -91,7 +87,6 @@ def draw(
 def policy_datum(
     sequence: types.SampledSequence, advantage: float = 1.0, *, spans: bool = False
 ) -> types.Datum:
-    """A datum of a policy loss, as the cookbook's loops build it."""
     tokens = list(sequence.tokens)
     before = len(PROMPT) - 1
     datum = types.Datum(
@@ -112,7 +107,6 @@ def policy_datum(
 
 
 def tuned_datum(text: list[int]) -> types.Datum:
-    """A datum of cross_entropy."""
     return types.Datum(
         model_input=types.ModelInput.from_ints(text[:-1]),
         loss_fn_inputs={

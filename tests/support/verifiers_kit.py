@@ -33,8 +33,6 @@ def config(runs: Path, env: str, python: str = "", **agent: Any) -> Config:
 
 
 class Bench:
-    """The endpoint, a process with an environment, and its prompts."""
-
     def __init__(self, path: Path, located: Config, context: int = 300) -> None:
         self.task = get_task(located.task)
         self.rows = len(Path(located.task.prompts).read_text(encoding="utf-8").splitlines())
@@ -46,7 +44,6 @@ class Bench:
         self.number = 0
 
     def prompt(self, text: str) -> Prompt:
-        """The prompt of the row whose last message is `text`."""
         prompts = [self.task.prompt("train", at, 0) for at in range(self.rows)]
         prompts += [self.task.prompt("heldout", at, 0) for at in range(self.heldout)]
         return next(prompt for prompt in prompts if prompt.messages[-1]["content"] == text)
@@ -54,7 +51,6 @@ class Bench:
     def play(
         self, prompt: Prompt, *answers: str, open_: Callable[[], OpenedSession] | None = None
     ) -> tuple[SessionResult, OpenedSession]:
-        """Play a session; answers: what the policy says, call by call."""
         opened = self.served.do(open_ or self.served.service.open)
         left = [*answers]
 
@@ -85,6 +81,5 @@ class Bench:
         self.served.close()
 
     def texts(self, opened: OpenedSession) -> list[str]:
-        """The prompts of a session's calls."""
         decode = opened.session.composer.decode_text
         return [decode(node.build_prompt().tolist()) for node in opened.session.tree.nodes]

@@ -37,6 +37,5 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def picture(seed: int, side: int = count.SIDE) -> bytes:
-    """A blob of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, 3 * side * side).astype(np.uint8)
     return images.encode_png(side, side, pixels.tobytes())

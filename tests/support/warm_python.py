@@ -70,7 +70,6 @@ LOADED = (
 
 
 def startup_variables(env: dict[str, str]) -> dict[str, str]:
-    """The variables that a process must share with the one it is a fork of."""
     values = {k: v for k, v in env.items() if k.startswith(EARLY) and k not in LATE}
     for name, _ in {*SET_BY_IMPORTS, ("HF_HUB_OFFLINE", "1")} & values.items():
         del values[name]

@@ -64,7 +64,6 @@ def write_lines(path: Path, rows: list[dict[str, Any]], end: str = "") -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run directory as a finished run leaves it, with a few of its files."""
     path = tmp_path / "runs" / "first"
     (path / "logs" / "attempt_1").mkdir(parents=True)
     least = {"model": {"path": "m"}, "task": {"name": "sort"}}

@@ -56,7 +56,6 @@ def save_tokenizer(path: Path, template: str = "", *, begins: bool = False) -> P
 
 @functools.cache
 def load_family(family: str) -> tuple[Any, Any]:
-    """Load the tokenizer of a family by our loader and by transformers."""
     path = save_tokenizer(Path(tempfile.mkdtemp()), FAMILIES[family])
     return load_tokenizer(path), AutoTokenizer.from_pretrained(path)
 

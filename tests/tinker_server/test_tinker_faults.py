@@ -58,7 +58,6 @@ def scored(client: tinker.TrainingClient) -> np.ndarray:
 
 @pytest.fixture
 def sampler(server: LocalServer) -> Sampler:
-    """The sampling process with weights "bad" that are not finite."""
     server.sampler.versions["bad", "", 0] = {
         name: torch.full_like(weight, float("nan")) for name, weight in server.sampler.base.items()
     }
@@ -76,7 +75,6 @@ def sample_call(weights: str = "", **more: Any) -> SampleCall:
 
 
 def sample(sampler: Sampler, *calls: SampleCall) -> list[SampleResult | CallFailure]:
-    """Sample all at the same time."""
     results: dict[int, SampleResult | CallFailure] = {}
     sampler.reply = results.__setitem__
     for number, call in enumerate(calls):
@@ -245,14 +243,12 @@ def test_models_begun_from_saved_weights_are_restored(
 
 
 def build_loss(server: LocalServer, client: tinker.TrainingClient) -> pb.ForwardBackwardRequest:
-    """Return the request of a client's first call."""
     first = server.server.models[client.model_id].log.read_call(1)
     assert first is not None
     return pb.ForwardBackwardRequest.FromString(first.body)
 
 
 def call(http: httpx.Client, route: str, body: bytes | dict[str, Any]) -> httpx.Response:
-    """Make a training call by plain HTTP and wait for its result."""
     if isinstance(body, dict):
         promise = http.post(f"/{route}", json=body)
     else:

@@ -50,8 +50,6 @@ SETS = (
 
 
 class RestartedServer:
-    """A server that a test may kill and start again."""
-
     def __init__(self, folder: Path) -> None:
         self.config = write_config(folder)
         self.now = ServerProcess(self.config, *SETS)
@@ -87,7 +85,6 @@ def sampled_sequences(client: tinker.TrainingClient, count: int) -> list[types.S
 
 
 def doctor(server: ServerProcess, client: tinker.TrainingClient) -> dict[str, Any]:
-    """What `asyncrl doctor --json` says about a model."""
     folder = server.folder / client.model_id.replace(":", "-")
     result = CliRunner().invoke(main, ["doctor", str(folder), "--json"])
     seen = json.loads(result.output)
@@ -176,7 +173,6 @@ def test_spans_and_weights_do_not_hide_old_tokens(
 
 
 def step_twice(client: tinker.TrainingClient, data: list[types.Datum]) -> np.ndarray:
-    """Two optimizer steps, then the log-probabilities of the data."""
     for _ in range(2):
         client.forward_backward(data, "cross_entropy").result()
         client.optim_step(ADAM).result()
@@ -264,13 +260,11 @@ def test_a_server_killed_amid_a_request_to_sample_is_asked_anew(
 
 
 def cpu_ticks(pid: int) -> int:
-    """The processor time of a process, in ticks of the clock."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
 
 
 def worker(server: ServerProcess, role: str) -> int:
-    """The process id of a server's training or sampling process."""
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words = (path / "cmdline").read_text().split("\0")
@@ -314,7 +308,6 @@ def test_pace_holds_a_client_that_runs_ahead(
 
 
 def train_curve(server: ServerProcess, service: tinker.ServiceClient) -> list[Any]:
-    """Train on sampled sequences; return losses and log-probabilities, and the final weights."""
     client, curve = new_model(service), []
     for number in range(3):
         sampler = client.save_weights_and_get_sampling_client().result()
@@ -331,7 +324,6 @@ def train_curve(server: ServerProcess, service: tinker.ServiceClient) -> list[An
 
 
 def record_requests(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Let a client make a request of every type; return route -> body."""
     bodies: dict[str, bytes] = {}
     send = httpx.AsyncClient.send
 

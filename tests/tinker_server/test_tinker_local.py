@@ -31,7 +31,6 @@ Start = Callable[..., LocalServer]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start servers of one folder; the one before is stopped."""
     started: list[LocalServer] = []
 
     def begin(*sets: str, remembered: int = 0) -> LocalServer:
@@ -45,7 +44,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def step(client: tinker.TrainingClient, data: list[types.Datum], loss: Any = "ppo") -> Any:
-    """Train on data; return the metrics of the step."""
     client.forward_backward(data, loss)
     return client.optim_step(ADAM).result().metrics
 
@@ -59,7 +57,6 @@ def scored(client: tinker.TrainingClient) -> np.ndarray:
 
 
 def ledger_of(server: LocalServer) -> dict[str, int]:
-    """What doctor says of the only model; the ledger must close."""
     [model] = status.examine(server.folder)["models"]
     ledger: dict[str, int] = model["ledger"]
     parts = ("never_trained", "trained_once", "trained_again")
@@ -160,7 +157,6 @@ def test_a_killed_training_process_masks_the_same_tokens(start: Start) -> None:
 
 
 def stability_sampler(client: tinker.TrainingClient) -> tinker.SamplingClient:
-    """A sampler as the cookbook creates it since 0.6.1."""
     return client.save_weights_and_get_sampling_client(record_stability_info=True).result()
 
 

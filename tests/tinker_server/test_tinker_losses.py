@@ -56,7 +56,6 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> ServedModels:
 
 
 def behavior(trainer: ServedModels) -> list[np.ndarray]:
-    """Log-probabilities of another policy than the current one."""
     now = trainer.base.logprobs(
         [PROMPT] * 3, [np.array(t, np.int32) for t in TOKENS], torch.ones(3)
     ).logprobs.detach()
@@ -66,7 +65,6 @@ def behavior(trainer: ServedModels) -> list[np.ndarray]:
 
 
 def datums(trainer: ServedModels) -> list[Datum]:
-    """The same sequences as datums of a client."""
     rows = []
     for tokens, logprobs, advantage in zip(TOKENS, behavior(trainer), ADVANTAGES, strict=True):
         before = len(PROMPT) - 1
@@ -89,12 +87,10 @@ def datums(trainer: ServedModels) -> list[Datum]:
 
 
 def mask_of(datum: Datum) -> np.ndarray:
-    """1 at the tokens of a response."""
     return (np.frombuffer(datum.lags, "<i4") >= 0).astype("<f4")
 
 
 def replace_fields(datum: Datum, **fields: np.ndarray) -> Datum:
-    """A datum with these fields alone."""
     encoded = {name: row.astype("<f4").tobytes() for name, row in fields.items()}
     return msgspec.structs.replace(datum, fields=encoded)
 
@@ -105,7 +101,6 @@ def gradient(
     config: dict[str, float | str],
     data: list[Datum] | None = None,
 ) -> torch.Tensor:
-    """The gradient of all weights that a call collects."""
     model = trainer.models["m"]
     model.drop_gradient()
     result = trainer.handle(ForwardBackward("m", data or datums(trainer), loss, config))
@@ -114,7 +109,6 @@ def gradient(
 
 
 def learner_gradient(trainer: ServedModels, **keys: object) -> torch.Tensor:
-    """The gradient of the learner's loss of the same sequences, times their tokens."""
     raw = {"model": {"path": "x"}, "task": {"name": "client"}, "advantage": {"name": "rloo"}}
     config = load.build({**raw, **({} if "method" in keys else TOKEN_MEAN)} | keys)
     lengths = torch.tensor([len(t) for t in TOKENS])

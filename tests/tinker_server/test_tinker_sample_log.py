@@ -19,15 +19,12 @@ from asyncrl.tinker.sequences import SampledRun, SampledSequence
 
 
 class Letters:
-    """Token n is the n-th letter."""
-
     @staticmethod
     def decode(ids: list[int]) -> str:
         return "".join(chr(96 + id) for id in ids)
 
 
 def datum(ids: list[int], **fields: list[float]) -> Datum:
-    """A datum of a text; targets of prompts are 0, as clients may send them."""
     count = len(ids) - 1
     lags = fields.pop("lags", [-2] * count)
     inside = [lag != -2 for lag in lags]

@@ -60,7 +60,6 @@ def trainer(config: TinkerConfig) -> ServedModels:
 
 
 def datum(text: list[int], **fields: list[float]) -> Datum:
-    """A datum of a text; fields: by default weights of 1."""
     count = len(text) - 1
     named = {name: np.array(row, "<f4") for name, row in fields.items()}
     rows = named or {"weights": np.ones(count, "<f4")}

@@ -59,7 +59,6 @@ def sampled(client: tinker.TrainingClient, count: int) -> list[types.SampledSequ
 
 
 def read_rows(html: str) -> list[tuple[str, ...]]:
-    """The rows of all tables."""
     rows = (re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in html.split("<tr>"))
     return [tuple(row) for row in rows if row]
 
@@ -139,7 +138,6 @@ def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def served(tmp_path: Path) -> Path:
-    """The directory of a model, below that of its server, from their files alone."""
     server = tmp_path / "server"
     model = server / "s-1-train-0"
     (server / "logs").mkdir(parents=True)
@@ -169,7 +167,6 @@ def read_model(folder: Path) -> TinkerModelView:
 
 
 def read_overview(model: TinkerModelView) -> tuple[list[str], dict[str, str]]:
-    """What has ended, and the cards."""
     ended, _, cards = model.list_overview({})
     assert isinstance(ended, ListBlock) and isinstance(cards, CardBlock)
     return [item.text for item in ended.items], {card[0]: card[1] for card in cards.cards}

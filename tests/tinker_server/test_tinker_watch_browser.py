@@ -35,7 +35,6 @@ PAGES = {
 
 
 def train(server: ServerProcess) -> None:
-    """Make an optimizer step, and a call that the limit refuses."""
     with server.client() as service:
         client = service.create_lora_training_client("tiny", rank=4).result()
         sequences = draw(client.save_weights_and_get_sampling_client().result(), 4)

@@ -49,8 +49,6 @@ def server(ring: WeightRing) -> Iterator[ChunkServer]:
 
 
 class Peer:
-    """Sends what it likes, and has room for one answer."""
-
     def __init__(self, server: ChunkServer) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
@@ -68,7 +66,6 @@ class Peer:
 
 
 def fetched(server: ChunkServer, ring: WeightRing) -> None:
-    """An honest client gets all of it."""
     client = ChunkClient(server.address, WAIT_S)
     try:
         assert [list(row) for row in client.fetch_layout()] == [list(row) for row in ring.rows]

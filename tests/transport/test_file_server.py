@@ -49,7 +49,6 @@ def entry(data: bytes, name: str = "a.json", part: str = "model") -> FileEntry:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory of a run, with its model."""
     here = tmp_path / "run"
     (here / "model" / "sub.json").mkdir(parents=True)
     for name in ("b.safetensors", "a.json", "c.model", "d.txt", "e.jinja", "f.bin", "g.py"):

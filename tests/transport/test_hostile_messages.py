@@ -50,7 +50,6 @@ TEXTS = (
 
 
 def to_type(info: Any) -> Any:
-    """The type of a number or text with its range."""
     kind = {"IntType": int, "FloatType": float, "StrType": str}[type(info).__name__]
     bounds = {name: getattr(info, name) for name in info.__struct_fields__}
     bounds = {name: value for name, value in bounds.items() if value is not None}
@@ -69,7 +68,6 @@ class Fuzz:
         return self.r.choice(near if self.r.random() < 0.6 else NUMBERS)
 
     def choose(self, info: Any, choose: Callable[[], Any]) -> Any:
-        """A value in the range of its type, if one is found soon."""
         for _ in range(20):
             value = choose()
             with contextlib.suppress(msgspec.ValidationError):

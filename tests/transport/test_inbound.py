@@ -437,7 +437,6 @@ class Server:
 
 
 def heard(peer: PeerSocket, message: Any) -> Any:
-    """What comes after asking, again and again."""
     until = time.monotonic() + WAIT_S
     while time.monotonic() < until:
         peer.send(message)

@@ -186,8 +186,6 @@ def test_frames_are_whole_or_none() -> None:
         assert read_frame(io.BytesIO(frame(b"abc")[:end])) is None, end
 
     class Headless(io.BytesIO):
-        """A stream that ends within a head."""
-
         def read(self, size: int | None = -1) -> bytes:
             assert size == 4, "nothing is read behind the end"
             return b"\0\0"

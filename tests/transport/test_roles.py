@@ -208,8 +208,6 @@ def test_a_key_file_says_what_is_wrong_with_it(key_dir: Path, tmp_path: Path) ->
 
 
 class Socket:
-    """The options that are set on a socket."""
-
     context = None
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -68,8 +68,6 @@ for _ in sys.argv[1:]:
 
 
 class Generator:
-    """One of them, spoken to by pipes of its own."""
-
     pid = 0
 
     def __init__(self) -> None:
@@ -107,7 +105,6 @@ def generators() -> Iterator[list[Generator]]:
 
 
 def left(*pairs: int) -> None:
-    """Wait until the learner's threads are those of these pairs."""
     end = time.monotonic() + 600
     while (
         alive := {t.name for t in threading.enumerate() if t.name.startswith("weight-pair-")}
