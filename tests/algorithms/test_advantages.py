@@ -13,16 +13,12 @@ import torch
 from advantage_kit import advantage, by_token
 from algorithms_catalogue_kit import answers, vec
 from algorithms_kit import D, config
-from trajectory_kit import trajectory
 
 from asyncrl.algorithms import advantages as adv
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.advantages import compute_advantage
 from asyncrl.algorithms.batch import LossBatch
 from asyncrl.algorithms.settings import RlooAdvantage
-from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.messages import Trajectory
-from learner.batch import _collect_token_rewards
 
 
 def prepared(
@@ -302,14 +298,6 @@ def test_a_batch_without_a_token_in_the_loss_has_no_kl() -> None:
     assert prepared(b, kl={"reward": {"coefficient": 0.2}}).metrics["kl/answer"] == 0
 
 
-@pytest.mark.parametrize("many", [3, 5, 6, 7, 11, 13])
-def test_the_batchs_mean_is_no_baseline_of_rounding(many: int) -> None:
-    for value in INEXACT:
-        b = answers([1] * many, [value] * many)
-        b.rewards, b.behavior = b.rewards.float(), b.behavior.float()
-        assert got(b, advantage={"name": "reinforce"}) == [0.0] * many
-
-
 def test_reinforce_pp_takes_the_groups_mean_total_off() -> None:
     b = answers([2, 1], [9.0, 9.0], token_rewards=vec(1, 2, 5))
     raw = np.array([3.0 - 4, 2 - 4, 5 - 4])
@@ -327,29 +315,6 @@ def test_the_others_take_one_reward_an_answer(name: str) -> None:
     plain = got(b, advantage={"name": name})
     b.token_rewards = vec(0, 9, 7, 0)
     assert got(b, advantage={"name": name}) == plain and max(plain) > 0
-
-
-def sample(rewards: list[float] | None, n: int, reward: float) -> Trajectory:
-    given = b"" if rewards is None else np.asarray(rewards, "<f4").tobytes()
-    zeros = [0] * n
-    return trajectory((7, 1, 0), (), zeros, zeros, reward=reward, token_rewards=given)
-
-
-def test_token_rewards_of_a_mixed_batch() -> None:
-    """All tokens rewarded: steps where it is not 0, and the end.  Some said nothing of: steps where
-    something was said, 0 too.  None: the end."""
-    rewards, steps = _collect_token_rewards(
-        [
-            sample([0.5, 0, 0], 3, 9.0),
-            sample([math.nan, 0.0, math.nan], 3, 9.0),
-            sample(None, 2, 0.25),
-            sample([], 0, 1.0),
-        ]
-    )
-    assert rewards.tolist() == [0.5, 0, 0, 0, 0, 0, 0, 0.25] and rewards.dtype == torch.float32
-    assert steps.tolist() == [True, False, True, False, True, False, False, True]
-    with pytest.raises(AsyncrlError, match="ticket 7, sample 1: 2 token rewards for 3 tokens"):
-        _collect_token_rewards([sample([1, 2], 3, 1.0)])
 
 
 def test_tokens_outside_the_loss_are_not_charged() -> None:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from advantage_kit import advantage, by_token, rewarded
+from advantage_kit import advantage, by_token
 from algorithms_catalogue_kit import vec, yes
 
 from asyncrl.algorithms import advantages as adv
@@ -68,19 +68,6 @@ def test_the_last_token_is_that_of_the_mask_and_an_answer_without_one_gets_nothi
     assert got.tolist() == [0, 0, 0, 7, 0, 9]
     got = adv.place_on_last_token(vec(5, 7, 9), yes(1, 0, 0, 0, 0, 1), seq)
     assert got.tolist() == [5, 0, 0, 0, 0, 9]
-
-
-def step_ends(given: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
-    return rewarded(vec(0, 0), seq[:2] * 0, seq, mask, token_rewards=given).find_step_ends()
-
-
-def test_steps_end_where_something_is_given_and_with_the_answer() -> None:
-    seq = torch.tensor([0, 0, 0, 1, 1])
-    got = step_ends(vec(0, 2, 0, 3, 0), yes(1, 1, 1, 1, 0), seq)
-    assert got.tolist() == [False, True, True, True, False]
-    # what a token outside the mask earned is of the one before it
-    got = step_ends(vec(0, 2, 0, 0, 3), yes(1, 0, 1, 1, 0), seq)
-    assert got.tolist() == [True, False, True, True, False]
 
 
 def test_rewards_move_to_the_step_or_the_token_that_earned_them() -> None:

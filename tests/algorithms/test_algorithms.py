@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from advantage_kit import by_token
 from algorithms_kit import (
     D,
     batch,
@@ -20,7 +19,6 @@ from algorithms_kit import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from surrogate_kit import term
 
 from asyncrl.algorithms import advantages, correction, reductions
 from asyncrl.algorithms import loss as sl
@@ -36,30 +34,6 @@ def test_decoupled_ppo_with_prox_on_behaviour_is_ppo() -> None:
     a = gradient(b, config(loss={"surrogate": "decoupled_ppo"}), lp)
     p = gradient(b, config(loss={"surrogate": "ppo"}, correction={"proximal": "behavior"}), lp)
     assert torch.allclose(a[0], p[0]) and torch.allclose(a[1], p[1]) and float(p[1].abs().max()) > 0
-
-
-TEXTBOOK = {
-    "ppo": lambda r, a: torch.minimum(r * a, r.clamp(0.8, 1.2) * a),
-    "vanilla": lambda r, a: r * a,
-    "sapo": lambda r, a: (
-        4
-        / torch.where(a > 0, 1.0, 1.05)
-        * torch.sigmoid(torch.where(a > 0, 1.0, 1.05) * (r - 1))
-        * a
-    ),
-    "cispo": lambda r, a: r.clamp(0, 1.2).detach() * a * r.log(),
-    "dro": lambda r, a: r.log() * a - 0.025 * r.log().square(),
-}
-
-
-@pytest.mark.parametrize("name", TEXTBOOK)
-def test_textbook_forms_have_the_gradient_of_their_coefficient_form(name: str) -> None:
-    g = torch.Generator().manual_seed(1)
-    log_r = (0.5 * torch.randn(200, generator=g, dtype=D)).requires_grad_(True)
-    adv = torch.randn(200, generator=g, dtype=D)
-    exact = torch.autograd.grad(TEXTBOOK[name](log_r.exp(), adv).sum(), log_r)[0]
-    x = log_r.detach()
-    assert torch.allclose(term(name, x, adv).coefficient, exact)
 
 
 def test_reshape_with_gamma_one_is_vanilla_on_behaviour() -> None:
@@ -87,23 +61,6 @@ def test_box_cox_at_gamma_zero_is_weighted_log_likelihood() -> None:
     adv = advantages.compute_rloo(b.rewards, b.groups)[b.seq]
     exact = -torch.where(b.mask, adv, 0.0) / b.mask.sum()
     assert torch.allclose(gradient(b, c, lp)[1], exact)
-
-
-def test_gae_at_its_ends() -> None:
-    b = batch()
-    b.mask[:] = True
-    g = torch.Generator().manual_seed(4)
-    values = torch.randn(len(b.seq), generator=g, dtype=D)
-    r = advantages.place_on_last_token(b.rewards, b.mask, b.seq)
-
-    def gae(**keys: float) -> tuple[torch.Tensor, torch.Tensor]:
-        return by_token("gae", r, b.mask, b.seq, values=values, **keys)
-
-    adv, returns = gae(lam=1.0)
-    assert torch.allclose(adv, b.rewards[b.seq] - values)
-    assert torch.allclose(returns, b.rewards[b.seq])
-    assert torch.allclose(gae(lam=0.0)[0], gae(k_step=1)[0])
-    assert torch.allclose(gae(lam=1.0, k_step=99)[0], adv)
 
 
 def test_reductions_by_hand() -> None:

@@ -138,7 +138,8 @@ def test_gamma_base_and_the_kl_of_the_batch() -> None:
     """Log-ratios 1, -1, 3 (one more behind the mask): variance 4; k3 = e^x - 1 - x."""
     s = reshape.compute_statistics(vec(1, -1, 3, 99), torch.tensor([True, True, True, False]))
     assert float(s.sigma2) == pytest.approx(4)
-    assert float(s.base) == pytest.approx(math.sqrt(-math.log(0.3) / 4))
+    assert float(s.base) == pytest.approx(math.sqrt(-math.log(0.3) / 4), rel=1e-12)
+    assert s.base.dtype == D
     assert s.share == 1
     assert float(s.kl) == pytest.approx(sum(math.exp(x) - 1 - x for x in (1, -1, 3)) / 3)
     assert float(reshape.compute_statistics(vec(0.1, -0.1), torch.tensor([True, True])).base) == 1

@@ -73,38 +73,12 @@ def tables() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 ONE = torch.zeros(STEPS, dtype=torch.long)
 
 
-def test_k1_in_the_loss_has_no_expected_gradient_on_policy(
-    tables: tuple[torch.Tensor, ...],
-) -> None:
-    theta, ref, _ = tables
-    g = expected(theta, theta, lambda s, lp: kl.estimate("k1", lp - token_logprobs(ref, s)))
-    assert torch.allclose(g, torch.zeros_like(g), atol=1e-12)
-
-
-def test_k1_in_the_loss_off_policy_pushes_away_from_the_data(
-    tables: tuple[torch.Tensor, ...],
-) -> None:
-    """Its gradient is that of -KL(mu || theta)."""
-    theta, ref, mu = tables
-    g = expected(theta, mu, lambda s, lp: kl.estimate("k1", lp - token_logprobs(ref, s)))
-    forward = expected(theta, mu, lambda s, lp: token_logprobs(mu, s).detach() - lp)
-    assert torch.allclose(g, -forward, atol=1e-12) and float(g.abs().max()) > 0.01
-
-
 def test_k1_in_the_reward_is_the_exact_sequence_level_reverse_kl(
     tables: tuple[torch.Tensor, ...],
 ) -> None:
     theta, ref, _ = tables
     g = expected(theta, theta, lambda s, lp: lp * (lp.detach() - token_logprobs(ref, s)).sum())
     assert torch.allclose(g, reverse_kl(theta, ref), atol=1e-12)
-
-
-def test_k3_in_the_reward_is_not(tables: tuple[torch.Tensor, ...]) -> None:
-    theta, ref, _ = tables
-    g = expected(
-        theta, theta, lambda s, lp: lp * kl.estimate_k3(lp.detach() - token_logprobs(ref, s)).sum()
-    )
-    assert float((g - reverse_kl(theta, ref)).abs().max()) > 0.01
 
 
 def test_k2_in_the_loss_is_the_token_level_reverse_kl(tables: tuple[torch.Tensor, ...]) -> None:

@@ -151,25 +151,14 @@ def test_each_is_towards_its_own_reference() -> None:
     )
 
 
-def test_it_is_measured_at_the_start_or_at_the_behaviour_policy_if_asked() -> None:
+def test_it_needs_the_start() -> None:
     b = drawn(7)
-    b.start, b.proximal = b.behavior + 0.5, b.behavior
-    how: dict[str, Any] = {
-        "advantage": {"name": "reinforce", "baseline": "none"},
-        "correction": {"proximal": "behavior"},
-    }
-    free = sl.prepare(b, config(**how)).advantage
-    for at, by in (("start", b.start), ("behavior", b.behavior)):
-        p = sl.prepare(b, config(kl={"reward": {"coefficient": 0.2, "at": at}}, **how))
-        charge = torch.zeros(len(b.rewards), dtype=free.dtype).index_add_(
-            0, b.seq, torch.where(b.mask, by - b.reference, 0.0)
-        )
-        assert torch.allclose(p.advantage, torch.where(b.mask, free - 0.2 * charge[b.seq], 0.0))
-    b.start = None
+    b.start, b.proximal = None, b.behavior
+    kl = {"reward": {"coefficient": 0.2}}
     with pytest.raises(
         ConfigError, match=r"kl\.reward\.coefficient: the batch has no log-probabilities"
     ):
-        sl.prepare(b, config(kl={"reward": {"coefficient": 0.2}}, **how))
+        sl.prepare(b, config(kl=kl, correction={"proximal": "behavior"}))
 
 
 @pytest.fixture(scope="module")

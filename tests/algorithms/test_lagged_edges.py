@@ -13,8 +13,8 @@ import torch
 from advantage_kit import advantage
 from algorithms_catalogue_kit import vec
 from algorithms_kit import D, batch, config, gradient, theta
-from lagged_methods_kit import EVERY, GROUP, LP, MU, SEQ, SIGN, X, example, vcpo
-from surrogate_kit import step_batch, term
+from lagged_methods_kit import GROUP, LP, MU, SEQ, SIGN, X, example, trust, vcpo
+from surrogate_kit import term
 
 from asyncrl.algorithms import correction, kl, ratios, settings, stopping, surrogates
 from asyncrl.algorithms import loss as sl
@@ -23,16 +23,6 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.models import adapters
 
 FULL = "seq-mean-token-mean"
-
-
-def trust(name: str, adv: torch.Tensor, **keys: Any) -> surrogates.SurrogateTerm:
-    """A surrogate on the example's tokens with these advantages [N]."""
-    c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
-    whole = step_batch(MU.log(), adv, EVERY, SEQ, GROUP, LP)
-    prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
-    return surrogates.SURROGATES[name](
-        surrogates.SurrogateTokens(X, adv, LP, MU.log(), EVERY, SEQ, 2, prepass=prepass), c.loss
-    )
 
 
 def apply(

@@ -14,7 +14,7 @@ import torch
 from advantage_kit import advantage, by_token
 from algorithms_catalogue_kit import vec
 from algorithms_kit import D, batch, config, convert, gradient, parse_refusals, theta
-from lagged_methods_kit import ANSWER, EVERY, GROUP, LP, MU, SEQ, SIGN, W, X, example, vcpo
+from lagged_methods_kit import ANSWER, EVERY, GROUP, LP, MU, SEQ, SIGN, W, X, example, trust, vcpo
 from surrogate_kit import step_batch, term
 
 from asyncrl.algorithms import advantages, correction, ratios, settings, stopping, surrogates
@@ -25,16 +25,8 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import arms, grid
 
 
-def given(**more: Any) -> surrogates.SurrogateTokens:
-    """The example's tokens as a surrogate gets them."""
-    return surrogates.SurrogateTokens(LP - MU.log(), SIGN, LP, MU.log(), EVERY, SEQ, 2, **more)
-
-
 def coefficient(name: str, **loss: Any) -> list[float]:
-    c = config(loss={"surrogate": name, **loss}, correction={"proximal": "behavior"})
-    whole = step_batch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
-    prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
-    return surrogates.SURROGATES[name](given(prepass=prepass), c.loss).coefficient.tolist()
+    return trust(name, **loss).coefficient.tolist()
 
 
 BY_HAND: list[tuple[str, dict[str, Any], list[float]]] = [
@@ -125,23 +117,6 @@ def test_on_policy_the_coefficient_is_the_advantage(name: str, keys: dict[str, A
     assert torch.allclose(gradient(b, c, lp)[1], gradient(b, plain, lp)[1], rtol=1e-12)
 
 
-def test_on_policy_oapl_is_scaled_and_gepo_is_not_centred() -> None:
-    b = example()
-    lp = MU.log().requires_grad_(True)
-    keys: dict[str, Any] = {"correction": {"proximal": "behavior"}, "advantage": {"name": "oapl"}}
-    got = gradient(b, config(loss={"surrogate": "oapl", "oapl_beta": 0.2}, **keys), lp)[1]
-    adv = advantage("oapl", vec(1, 0), GROUP, beta=0.5)
-    assert torch.allclose(-6 * got, 2 * 0.2 * adv[SEQ])
-    q = ratios.average_by_sample(MU.log(), EVERY, SEQ, 2).exp()
-    expected = (q / (q.square().sum() / q.sum()))[SEQ]
-    got = gradient(b, config(loss={"surrogate": "gepo"}, **keys), lp)[1]
-    assert torch.allclose(-6 * got, expected * adv[SEQ])
-    even = LossBatch(**{**vars(b), "behavior": MU[SEQ * 0].log(), "proximal": MU[SEQ * 0].log()})
-    lp = even.behavior.clone().requires_grad_(True)
-    got = gradient(even, config(loss={"surrogate": "gepo"}, **keys), lp)[1]
-    assert torch.allclose(-6 * got, adv[SEQ])
-
-
 def test_the_limits_of_vespo() -> None:
     """(k, l) = (1, 0) is the answer's importance weight, (0, 0) none."""
     x = torch.linspace(-3, 3, 25, dtype=D)
@@ -162,23 +137,6 @@ def test_the_limits_of_vespo() -> None:
     assert vespo(vec(900, -900), vec(1, -1)).abs().max() < 1e-20
 
 
-def test_minpro_on_answers_of_one_token_is_cispo() -> None:
-    b = batch(4)
-    first = torch.ones(len(b.seq), dtype=torch.bool)
-    first[1:] = b.seq[1:] != b.seq[:-1]
-    b.mask = first
-    b.proximal = b.behavior.clone()
-    lp = theta(b)
-    keys = {"eps_low": 0.2, "eps_high": 0.28}
-    both = [
-        gradient(b, config(loss={"surrogate": n, **keys}, correction={"proximal": "behavior"}), lp)[
-            1
-        ]
-        for n in ("minpro", "cispo")
-    ]
-    assert torch.allclose(*both) and float(both[0].abs().max()) > 0
-
-
 def test_the_prefix_minimum_starts_anew_with_each_answer_and_skips_what_is_masked() -> None:
     x, seq = vec(0.3, -1, 2, 0.5, -3, 0.1), torch.tensor([7, 7, 7, 7, 2, 2])
     mask = torch.tensor([True, False, True, True, True, True])
@@ -191,20 +149,6 @@ def test_the_prefix_minimum_starts_anew_with_each_answer_and_skips_what_is_maske
     rows = torch.arange(5000) // 50
     expected = long.view(100, 50).cummin(1).values.flatten()
     assert torch.allclose(ratios.compute_running_min(long, rows), expected, atol=1e-9)
-
-
-def test_gmpo_without_a_cut_is_gspo_without_one() -> None:
-    b = batch(6)
-    lp = theta(b)
-    both = [
-        gradient(
-            b,
-            config(loss={"surrogate": n, "eps_low": 99.0, "eps_high": 99.0, "reduction": ANSWER}),
-            lp,
-        )[1]
-        for n in ("gmpo", "gspo")
-    ]
-    assert torch.allclose(*both)
 
 
 def test_bapos_bounds_move_until_positive_tokens_have_their_share() -> None:
@@ -730,18 +674,12 @@ CUTS: list[tuple[str, dict[str, Any], list[int]]] = [
 
 @pytest.mark.parametrize(("name", "keys", "expected"), CUTS)
 def test_which_bound_cut_is_told(name: str, keys: dict[str, Any], expected: list[int]) -> None:
-    c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
-    whole = step_batch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
-    prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
-    found = surrogates.SURROGATES[name](given(prepass=prepass), c.loss)
-    assert found.clipped.tolist() == expected and found.clipped.dtype == torch.int8
+    found = trust(name, **keys).clipped
+    assert found.tolist() == expected and found.dtype == torch.int8
 
 
 def objective(name: str, **keys: Any) -> torch.Tensor:
-    c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
-    whole = step_batch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
-    prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
-    return surrogates.SURROGATES[name](given(prepass=prepass), c.loss).objective
+    return trust(name, **keys).objective
 
 
 def test_the_objectives_value() -> None:

@@ -180,16 +180,20 @@ def test_a_batch_below_the_ess_floor_is_left_out_whole(
     assert low.train(batch())["optim/steps"] >= 1
 
 
-def test_a_step_without_room_in_the_budget_is_not_made(model_dir: Path) -> None:
-    """`slow`: the first step is whole, the second has no room: as one epoch, bitwise, moments
-    included."""
+@pytest.mark.parametrize("stop", [{"kl_max": 1e-9, "action": "slow"}, {"kl_max": 1e-12}])
+def test_a_step_without_room_in_the_budget_is_not_made(
+    model_dir: Path, stop: dict[str, Any]
+) -> None:
+    """The first step is whole, the second has no room: as one epoch, bitwise, moments included."""
     adam: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01}
     one = core(model_dir, learner=adam)
-    three = core(model_dir, learner={**adam, "epochs": 3}, stop={"kl_max": 1e-9, "action": "slow"})
+    three = core(model_dir, learner={**adam, "epochs": 3}, stop=stop)
     one.train(batch())
     metrics = three.train(batch())
     assert metrics["optim/early_stops"] == 1
     assert metrics["optim/steps"] == 1
+    assert "action" in stop or metrics["optim/stop_kl"] > stop["kl_max"]
+    assert all(p.grad is None for p in three.model.hf.parameters())
     assert torch.equal(weights(one), weights(three))
     for a, b in zip(one.model.hf.parameters(), three.model.hf.parameters(), strict=True):
         assert torch.equal(
@@ -271,6 +275,10 @@ def test_the_running_mean_follows_rewards_as_they_were_used(model_dir: Path) -> 
     plain = sum(s.reward for s in b.samples) / len(b.samples)
     assert c.state.baseline == pytest.approx(0.75 * mean + 0.25 * plain, abs=1e-6)
     assert second["reward/used_mean"] == pytest.approx(plain, abs=1e-6)
+    assert second["advantage/mean"] == pytest.approx(
+        sum((s.reward - mean) * s.length for s in b.samples) / sum(s.length for s in b.samples),
+        abs=1e-6,
+    )
 
 
 def test_clip_cov_is_given_the_batchs_number(

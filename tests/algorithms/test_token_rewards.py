@@ -19,7 +19,6 @@ from asyncrl.config import load
 from asyncrl.contract.messages import Batch, Prompt
 from asyncrl.experiments import serial
 from asyncrl.models.policy import build_model
-from learner.batch import pack
 from learner.step import LearnerCore
 
 
@@ -133,20 +132,6 @@ def test_where_they_cannot_be_used_it_is_said_once(
     assert torch.equal(weights(c), weights(plain))
     core(model_dir, advantage={"name": "grpo"}).train(rewarded())
     assert not capsys.readouterr().err
-
-
-def test_a_greedy_baseline_brings_its_length_and_its_end() -> None:
-    b = batch()
-    packed = pack(b, greedy=True)
-    of = {s.ticket: s for s in b.samples if s.sample == 0}
-    mine = [of[s.ticket] for s in b.samples if s.sample]
-    assert packed.greedy_truncated is not None and packed.greedy_lengths is not None
-    assert packed.greedy_truncated.tolist() == [s.finish == "length" for s in mine]
-    assert any(packed.greedy_truncated)
-    assert packed.greedy_lengths.tolist() == [s.length for s in mine]
-    assert pack(b).token_rewards is None
-    assert pack(b).steps is None
-    assert pack(b).greedy is None
 
 
 def first_of_two(prompt: Prompt, text: str, tokens: list[int]) -> dict[str, Any]:

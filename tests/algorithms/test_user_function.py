@@ -68,9 +68,6 @@ def trl(prompts, completions, unit, **kwargs):
 
 async def later(completions, answer):
     return [float(c == a) for c, a in zip(completions, answer)]
-
-def lacks(completions, ground_truth):
-    return [0.0] * len(completions)
 """
 
 
@@ -112,12 +109,6 @@ def test_what_raised_is_said_with_its_line_prompt_and_response(
     )
     log = (tmp_path / "reward.log").read_text()
     assert f"prompt:   '1+1='\nresponse: '{'x' * 200}'\nTraceback" in log
-    frames = [line.strip() for line in log.splitlines() if line.startswith("  File ")]
-    assert [f.partition(", line")[2] for f in frames] == [
-        f" {line_of('return helper')}, in fails",
-        f" {line}, in helper",
-    ], "from the function on: none of the frames that called it"
-    assert log.rstrip().endswith("KeyError: 'no such key'")
 
 
 def test_what_cannot_be_used_is_kept_too(config: Callable[..., Config], tmp_path: Path) -> None:
@@ -164,11 +155,6 @@ def test_trls_form_is_called_by_names(config: Callable[..., Config]) -> None:
     assert [(r.reward, str(r.failed)) for r in found] == [(1.0, ""), (0.0, ""), (1.5, "")]
     found = judged(config("later"), (SUM, "2"), (SUM, "3"))
     assert [(r.reward, str(r.failed)) for r in found] == [(1.0, ""), (0.0, "")]
-    (result,) = judged(config("lacks"), (SUM, "2"))
-    assert (
-        "it takes ground_truth, but the prompts have no such column: they have unit, answer "
-        "(task.columns renames)" in result.failed.why
-    )
 
 
 def test_a_default_stands_for_what_only_trls_trainer_has() -> None:
@@ -176,15 +162,6 @@ def test_a_default_stands_for_what_only_trls_trainer_has() -> None:
         return [float(trainer_state is None) for _ in completions]
 
     assert adapt_function(may_ask, "m:f", ())([SUM], ["abc"], tokens=[[1]]) == [1.0]
-
-
-def test_an_async_function_of_trls_form_stays_one() -> None:
-    async def reward(completions: list[str], **_: Any) -> list[float]:
-        return [len(text) for text in completions]
-
-    made = adapt_function(reward, "m:f", ())
-    assert inspect.iscoroutinefunction(made) and made.batched
-    assert asyncio.run(made([SUM], ["abc"], tokens=[[1]])) == [3]
 
 
 def test_a_failed_reward_is_said_once(
@@ -438,14 +415,19 @@ def test_what_trls_form_lacks_is_named() -> None:
         )
 
 
-def test_an_object_may_be_async_too() -> None:
+def test_a_function_or_an_object_of_trls_form_may_be_async() -> None:
+    async def reward(completions: list[str], **_: Any) -> list[float]:
+        return [len(text) for text in completions]
+
     class Reward:
         async def __call__(self, completions: list[str]) -> list[float]:
             return [len(text) for text in completions]
 
     assert user_function.is_async(Reward()) and not user_function.is_async(print)
-    made = adapt_function(Reward(), "m:f", ())
-    assert asyncio.run(made([SUM], ["abc"], [[1]])) == [3] and made.batched is True
+    for function in (reward, Reward()):
+        made = adapt_function(function, "m:f", ())
+        assert inspect.iscoroutinefunction(made) and made.batched is True
+        assert asyncio.run(made([SUM], ["abc"], [[1]])) == [3]
 
 
 def rows(path: Path, *found: dict[str, Any]) -> str:

@@ -118,31 +118,5 @@ def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(learner: MakeLe
     assert not (one.run_dir / "model").exists()
 
 
-def test_a_resumed_learner_tells_the_buffer_what_the_checkpoint_kept(learner: MakeLearner) -> None:
-    one = learner()
-    one.send_hello()
-    one.cursor = BatchCursor(7, {"trained": {"tokens": 5.0}}, [9], [1, 0])
-    one.save_checkpoint()
-    two = learner()
-    assert two.cursor == one.cursor
-    said: list[m.LearnerHello] = []
-    send = two.socket.send
-
-    def listen(message: m.FromPeer) -> None:
-        if isinstance(message, m.LearnerHello):
-            said.append(message)
-        send(message)
-
-    two.socket.send = listen
-    two.send_hello()
-    [hello] = said
-    assert (hello.next_ticket, hello.ledger, hello.trained_above, hello.parent) == (
-        7,
-        {"trained": {"tokens": 5.0}},
-        [9],
-        Label(1, 0),
-    )
-
-
 def test_what_an_earlier_program_did_not_keep_has_its_default() -> None:
     assert BatchCursor.read({"next_ticket": 3, "no more": 1}) == BatchCursor(next_ticket=3)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from learner_step_kit import GROUPS, SIZE, batch, core, model_dir, weights
+from learner_step_kit import batch, core, model_dir, weights
 from transformers import get_scheduler
 
 from asyncrl.config.sft import SftTraining
@@ -21,42 +21,6 @@ from learner import checkpoint, step
 from learner.batch import pack
 
 __all__ = ["model_dir"]
-
-
-def test_the_baseline_is_the_running_mean_of_the_rewards_and_is_subtracted(model_dir: Path) -> None:
-    """The first batch sets it, then decay b + (1 - decay) mean; a batch at the baseline itself
-    moves nothing."""
-    c = core(model_dir, advantage={"name": "reinforce", "baseline": "ema", "ema_decay": 0.75})
-    c.train(batch(0, reward=0.5))
-    assert c.state.baseline == pytest.approx(0.5)
-    before = weights(c)
-    c.train(batch(1, seed=1, reward=0.5))
-    assert torch.equal(weights(c), before) and c.state.baseline == pytest.approx(0.5)
-    c.train(batch(2, seed=2, reward=0.9))
-    assert c.state.baseline == pytest.approx(0.75 * 0.5 + 0.25 * 0.9)
-    assert not torch.equal(weights(c), before)
-
-
-def test_an_adaptive_coefficient_falls_by_a_bounded_step_while_the_policy_is_the_reference(
-    model_dir: Path,
-) -> None:
-    """KL 0 is below any target: beta (1 - 0.2 samples / horizon), in every batch that leaves the
-    policy where it is."""
-    kl = {
-        "coefficient": 0.1,
-        "estimator": "k2",
-        "controller": "adaptive",
-        "target": 6.0,
-        "horizon": 1000,
-    }
-    c = core(model_dir, learner={"lr": 0.0}, kl={"reward": kl})
-    for n in range(3):
-        c.train(batch(n, seed=n))
-        assert c.state.beta == pytest.approx(0.1 * (1 - 0.2 * GROUPS * SIZE / 1000) ** (n + 1))
-    still = {"coefficient": 0.1, "estimator": "k2", "controller": "fixed"}
-    fixed = core(model_dir, learner={"lr": 0.0}, kl={"reward": still})
-    fixed.train(batch())
-    assert fixed.state.beta == 0.1
 
 
 def test_the_coefficient_of_now_and_not_of_the_configuration_is_charged(

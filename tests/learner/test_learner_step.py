@@ -84,30 +84,6 @@ def test_groups_stand_together_where_a_prompt_is_encoded_once(model_dir: Path) -
     assert order() != sorted(order(), key=lambda i: packed.group_of[i])
 
 
-def test_kl_early_stop_makes_no_further_step_and_leaves_no_gradient(model_dir: Path) -> None:
-    """With a bound that any step passes, epochs = 4 ends as epochs = 1 does, bitwise, moments
-    included."""
-    one = core(model_dir, learner={"optimizer": "adamw", "lr": 0.01})
-    four = core(
-        model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 4}, stop={"kl_max": 1e-12}
-    )
-    one.train(batch())
-    metrics = four.train(batch())
-    assert metrics["optim/early_stops"] == 1
-    assert metrics["optim/steps"] == 1
-    assert metrics["optim/stop_kl"] > 1e-12
-    assert torch.equal(weights(one), weights(four))
-    for a, b in zip(one.model.hf.parameters(), four.model.hf.parameters(), strict=True):
-        assert torch.equal(
-            one.backend.optimizer.state[a]["exp_avg"], four.backend.optimizer.state[b]["exp_avg"]
-        )
-    assert all(p.grad is None for p in four.model.hf.parameters())
-    generous = core(
-        model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 4}, stop={"kl_max": 1e9}
-    )
-    assert generous.train(batch())["optim/steps"] == 4
-
-
 def test_what_a_batch_moved_is_measured_and_changes_nothing(model_dir: Path) -> None:
     """kl/moved is KL(before || after) by k3 on the batch's tokens, each weighed by before /
     behaviour, at most 2."""
@@ -370,18 +346,6 @@ def test_several_minibatches_measure_the_first_ones_answers(model_dir: Path) -> 
     m = c.train(batch())
     assert m["kl/behavior_start_k1"] == pytest.approx(float(-x.mean()), rel=1e-5)
     assert "kl/start_target_k3" not in m, "no answer is seen twice"
-
-
-def test_kl_in_the_reward_is_charged_at_the_learners_start_under_a_bypass(model_dir: Path) -> None:
-    """beta k1(start, reference) is 0 while both are the initial model, also where the loss divides
-    by mu, far away."""
-    how: dict[str, Any] = {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}}
-    charged = core(model_dir, kl={"reward": {"coefficient": 5.0, "estimator": "k1"}}, **how)
-    free = core(model_dir, **how)
-    m = charged.train(batch())
-    free.train(batch())
-    assert m["kl/reward_gradient_share"] == pytest.approx(0.0, abs=1e-5)
-    assert torch.allclose(weights(charged), weights(free), atol=1e-6)
 
 
 def lengths(b: Batch) -> list[int]:

@@ -49,8 +49,8 @@ def batch(samples: list[Trajectory], runs: list[list[tuple[int, int, int]]] | No
 
 
 SAMPLES = [
-    answer(7, 0, [1, 2], [3, 4, 5], reward=1.0, mask=[1, 0, 1], temperature=0.5),
-    answer(7, 1, [1, 2], [6], reward=-2.0, finish="length"),
+    answer(7, 0, [1, 2], [3, 4, 5], reward=1.0, mask=[1, 0, 1], temperature=0.5, finish="length"),
+    answer(7, 1, [1, 2], [6], reward=-2.0),
     answer(5, 0, [8], [9, 10], reward=0.25, temperature=2.0),
     answer(7, 2, [1, 2], [11, 12, 13, 14], reward=3.0, finish="length"),
 ]
@@ -73,7 +73,7 @@ def test_every_field_lies_at_its_tokens_place() -> None:
     assert loss.mask.tolist() == [True, False] + [True] * 8
     assert loss.rewards.tolist() == [1, -2, 0.25, 3]
     assert loss.groups.tolist() == [0, 0, 1, 0]
-    assert loss.truncated.tolist() == [False, True, False, True]
+    assert loss.truncated.tolist() == [True, False, False, True]
     assert loss.greedy is None
     assert loss.token_rewards is None
     assert loss.steps is None
@@ -91,13 +91,13 @@ def test_the_first_of_a_group_is_left_out_where_it_is_the_baseline() -> None:
     loss = p
     assert loss.token_lag.tolist() == [2, 3, 5, 5, 5]
     assert loss.rewards.tolist() == [-2, 3]
-    assert loss.truncated.tolist() == [True, True]
+    assert loss.truncated.tolist() == [False, True]
     assert loss.greedy is not None
     assert loss.greedy_lengths is not None
     assert loss.greedy_truncated is not None
     assert loss.greedy.tolist() == [1, 1]
     assert loss.greedy_lengths.tolist() == [2, 2]
-    assert loss.greedy_truncated.tolist() == [False, False]
+    assert loss.greedy_truncated.tolist() == [True, True]
 
 
 def test_rewards_per_token_of_those_that_have_them_and_of_those_that_do_not() -> None:
@@ -108,6 +108,7 @@ def test_rewards_per_token_of_those_that_have_them_and_of_those_that_do_not() ->
         answer(1, 0, [1], [2, 3, 4], token_rewards=[0, 2, 0]),
         answer(1, 1, [1], [2, 3, 4], token_rewards=[nan, 0, nan]),
         answer(1, 2, [1], [2, 3], reward=4.0),
+        answer(1, 3, [1], [], token_rewards=[]),
     ]
     loss = pack(batch(samples))
     assert loss.token_rewards is not None

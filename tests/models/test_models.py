@@ -14,9 +14,7 @@ from models_kit import FAMILIES, sample_batch
 from process_kit import run_command
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Prompt
 from asyncrl.models import policy
-from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
 
 
 @pytest.mark.parametrize("tables", [1, 3])
@@ -151,14 +149,6 @@ def test_flat_weights_come_with_a_bound_of_the_largest(tmp_path: Path, dtype: to
         with torch.no_grad():
             weights[1, 2] = last
         assert not bound() < 1e6
-
-
-def test_tokenizer_round_trip(tmp_path: Path) -> None:
-    policy.build_model(tmp_path, "0123456789=,:#")
-    tokenizer = load_tokenizer(tmp_path)
-    text = "932849=2:93849,#"
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-    assert encode_prompt(tokenizer, Prompt(0, "12=")).tolist() == [4, 5, 13]
 
 
 def test_a_directory_that_is_no_model(tmp_path: Path) -> None:

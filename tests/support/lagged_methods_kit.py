@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 from algorithms_catalogue_kit import answers
-from algorithms_kit import D
+from algorithms_kit import D, config
+from surrogate_kit import step_batch
 
+from asyncrl.algorithms import surrogates
 from asyncrl.algorithms.batch import LossBatch
 
 MU = torch.tensor([0.5, 0.8, 0.4, 0.5, 0.4, 0.4], dtype=D)
@@ -37,6 +39,15 @@ def example() -> LossBatch:
 
 
 X = LP - MU.log()
+
+
+def trust(name: str, adv: torch.Tensor = SIGN, **keys: Any) -> surrogates.SurrogateTerm:
+    """A surrogate on the example's tokens with these advantages [N]."""
+    c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
+    whole = step_batch(MU.log(), adv, EVERY, SEQ, GROUP, LP)
+    prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
+    tokens = surrogates.SurrogateTokens(X, adv, LP, MU.log(), EVERY, SEQ, 2, prepass=prepass)
+    return surrogates.SURROGATES[name](tokens, c.loss)
 
 
 def vcpo(**more: Any) -> dict[str, Any]:
