@@ -1,5 +1,3 @@
-"""Evaluation sets: pass@k by its definition, and the tickets, results and generators of a set."""
-
 from __future__ import annotations
 
 import itertools

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from schedules import PROMPTS, Broken, World
+from journal_kit import open_recorded
+from schedules import Broken, World
 from service_kit import Run, answers, ask, wait, want
 from simulate_kit import BARE, config, simulate
 from store_kit import hello, make, write
@@ -39,7 +40,6 @@ from asyncrl.experiments.simulate import times
 from asyncrl.models.policy import build_model
 from asyncrl.supervise import live
 from buffer.durable_store import RecordedStore
-from buffer.evaluation import Evaluations
 from buffer.state import StoreSnapshot
 
 SHARE = 0.02
@@ -234,14 +234,7 @@ def test_the_window_outlives_buffers_and_learners(tmp_path: Path) -> None:
     settings = make(k=8, wait=SHARE, steps=20).settings
 
     def opened(now: float) -> RecordedStore:
-        return RecordedStore.open(
-            tmp_path,
-            sync=False,
-            settings=settings,
-            prompt=PROMPTS.__getitem__,
-            evaluations=Evaluations(),
-            now=now,
-        )
+        return open_recorded(tmp_path, settings, now=now)
 
     store = opened(0.0)
     hello(store, 1, 0, k=8)

@@ -1,5 +1,3 @@
-"""What a learner may say of itself: its version, its ring, its ledger, its place in a mixture."""
-
 from __future__ import annotations
 
 import math

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from hostile_messages_kit import honest_hello
-from journal_kit import state
+from journal_kit import open_recorded, state
 from process_kit import ROOT
 from refused_samples_kit import (
     Bench,
@@ -30,7 +30,6 @@ from asyncrl.contract.versions import Label
 from asyncrl.transport import message_checks
 from buffer import checks, durable_store, groups
 from buffer.durable_store import RecordedStore
-from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
 from buffer.journal import list_segments
 from buffer.service import compute_max_message_bytes
@@ -134,14 +133,7 @@ def test_an_outbox_sends_each_image_once_a_frame_until_it_is_acknowledged() -> N
 
 
 def opened(path: Path, prompt: Callable[[int], m.Prompt] = shown) -> RecordedStore:
-    return RecordedStore.open(
-        path,
-        sync=False,
-        settings=StoreSettings(1, 2, 4, m.SamplingSettings()),
-        prompt=prompt,
-        evaluations=Evaluations(),
-        now=0.0,
-    )
+    return open_recorded(path, StoreSettings(1, 2, 4, m.SamplingSettings()), prompt=prompt)
 
 
 def test_the_journal_keeps_images_whatever_becomes_of_their_files(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ that wrote it."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from journal_kit import evaluations, recorded, state
+from journal_kit import evaluations, open_recorded, recorded, state
 from schedules import PROMPTS, World
 from store_kit import hello, judged, sample
 
@@ -317,17 +318,7 @@ def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(
     for seed in range(150):
         directory = tmp_path / str(seed)
 
-        def make(settings: StoreSettings, directory: Path = directory, now: float = 0.0) -> Store:
-            return RecordedStore.open(
-                directory,
-                sync=False,
-                settings=settings,
-                prompt=PROMPTS.__getitem__,
-                evaluations=Evaluations(),
-                now=now,
-                segment_bytes=3000,
-            )
-
+        make = functools.partial(open_recorded, directory, segment_bytes=3000)
         world = World(
             seed,
             make=make,
@@ -472,14 +463,7 @@ def test_each_change_is_one_record_that_replays_to_the_same_state(tmp_path: Path
     settings = StoreSettings(2, 1, 9, SamplingSettings(), ess_floor=0.5, wait=0.02)
 
     def opened(directory: Path) -> RecordedStore:
-        return RecordedStore.open(
-            directory,
-            sync=False,
-            settings=settings,
-            prompt=PROMPTS.__getitem__,
-            evaluations=Evaluations(),
-            now=0.0,
-        )
+        return open_recorded(directory, settings)
 
     store = opened(tmp_path / "journal")
     known = 0

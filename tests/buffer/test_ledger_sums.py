@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from journal_kit import PROMPTS, evaluations
+from journal_kit import PROMPTS, evaluations, open_recorded
 from store_kit import hello, sample, total
 
 from actors.delivery import Outbox
@@ -80,14 +80,7 @@ def test_the_lines_sum_to_what_the_generators_say(mode: str, tmp_path: Path) -> 
         def make(settings: StoreSettings = settings, directory: Path = directory) -> Store:
             if mode == "memory":
                 return Store(settings, PROMPTS.__getitem__, evaluations())
-            return RecordedStore.open(
-                directory,
-                sync=False,
-                settings=settings,
-                prompt=PROMPTS.__getitem__,
-                evaluations=evaluations(),
-                now=0.0,
-            )
+            return open_recorded(directory, settings, evaluations=evaluations())
 
         store = make()
         assert hello(store, 1, 0, k=2)

@@ -1,5 +1,3 @@
-"""A mixture of tasks in the buffer: shares, restarts, pools, tasks that run dry, ledgers."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -9,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from journal_kit import open_recorded
 from store_kit import hello, sample, write
 
 from asyncrl.config.tree import CurriculumConfig, MixedTaskConfig
@@ -137,15 +136,8 @@ def test_a_killed_buffer_draws_the_same_prompts(tmp_path: Path) -> None:
         return (1.0, 1.0) if prompt.id % 3 == 0 else (0.0, 1.0)
 
     def opened(folder: str) -> RecordedStore:
-        return RecordedStore.open(
-            tmp_path / folder,
-            sync=False,
-            settings=settings(filter_no_spread=True),
-            prompt=unused,
-            evaluations=Evaluations(),
-            mixer=mixer(parts, {"a": 10}),
-            now=0.0,
-        )
+        keys = {"prompt": unused, "mixer": mixer(parts, {"a": 10})}
+        return open_recorded(tmp_path / folder, settings(filter_no_spread=True), **keys)
 
     def prompts(folder: str, kills: tuple[int, ...]) -> list[str]:
         store, drawn = opened(folder), []

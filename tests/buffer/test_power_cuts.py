@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 from checkpoint_kit import EXTRA, core, model_dir  # noqa: F401  # a fixture
-from journal_kit import state
+from journal_kit import open_recorded, state
 from power import Disk
-from schedules import PROMPTS, World
+from schedules import World
 
 from asyncrl.config import load
 from asyncrl.models import policy
 from asyncrl.records import atomic_write, rundir
 from buffer import journal as j
 from buffer.durable_store import RecordedStore
-from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
 from buffer.store import Store
 from learner import checkpoint, loop
@@ -111,15 +110,8 @@ def test_a_store_comes_back_from_what_was_synced(disk: Disk, tmp_path: Path) -> 
         where[0].mkdir()
 
         def make(settings: StoreSettings, now: float = 0.0, where: list[Path] = where) -> Store:
-            return RecordedStore.open(
-                where[-1] / "journal",
-                sync=True,
-                settings=settings,
-                prompt=PROMPTS.__getitem__,
-                evaluations=Evaluations(),
-                now=now,
-                segment_bytes=3000,
-            )
+            keys = {"sync": True, "now": now, "segment_bytes": 3000}
+            return open_recorded(where[-1] / "journal", settings, **keys)
 
         world = World(seed, make=make)
 

@@ -227,15 +227,7 @@ def test_what_cannot_be_encoded_or_would_be_refused_is_sent_as_failed(
 ) -> None:
     """The others of its frame, and the process that sends it, are unharmed."""
     ticket = m.Ticket(
-        ticket=1,
-        attempt=1,
-        kind="train",
-        prompt=m.Prompt(1, "p"),
-        samples=[0, 1],
-        sampling=m.SamplingSettings(),
-        min_version=Label(1, 0),
-        exact_version=None,
-        seed=0,
+        1, 1, "train", m.Prompt(1, "p"), [0, 1], m.SamplingSettings(), Label(1, 0), None, 0
     )
     box = Outbox(WiresConfig(), "generator-0", 7)
     good, bad = sample(ticket, 0), sample(ticket, 1, **change)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -23,13 +25,7 @@ def test_tickets_go_out_while_the_limit_leaves_room() -> None:
         store = make(k, batch)
         assert [t.ticket for t in store.grant("g", 1, 99, 0.0)] == list(range((k + 1) * batch))
         assert not store.grant("g", 1, 99, 0.0)
-
-
-def test_no_ticket_before_a_hello_nor_beyond_the_last_batch() -> None:
-    store = Store(StoreSettings(1, 1, 2, SamplingSettings()), prompt)
-    assert not store.grant("g", 1, 9, 0.0)
-    assert hello(store, 1, 0, k=8)
-    assert len(store.grant("g", 1, 9, 0.0)) == 2  # two batches are left to train
+    assert len(make(8, steps=2).grant("g", 1, 9, 0.0)) == 2, "two batches are left to train"
 
 
 def test_a_commit_frees_room_and_a_lease_does_not() -> None:
@@ -255,28 +251,6 @@ def test_storage_is_freed_behind_the_oldest_checkpoint() -> None:
     assert store.deliver(sample(t), 0.0) == "accepted" and total(store) == before
     got = store.deliver(Trajectory(0, 0, 1, b"", b"", b"", b"", [], 0.0, {}, "stop", 1.0), 0.0)
     assert got == "trained"
-
-
-def test_a_new_memory_buffer_takes_cursor_and_totals_from_the_learner() -> None:
-    store = make(1, filter_no_spread=False)
-    for n in range(2):
-        t = store.grant("g", 1, 1, 0.0)[0]
-        write(store, t)
-        groups, _ = store.ask(1, n)
-        batch = store.make_batch(groups, 1, n)
-        store.commit(n, Label(1, n + 1), f"d{n + 1}")
-    fresh = Store(StoreSettings(1, 1, 9, SamplingSettings()), prompt)
-    assert hello(
-        fresh,
-        2,
-        2,
-        origin=1,
-        next_ticket=batch.next_ticket,
-        ledger=batch.ledger,
-        trained_above=batch.trained_above,
-    )
-    assert [t.ticket for t in fresh.grant("g", 1, 9, 0.0)] == [2, 3]
-    assert fresh.sum_ledger()["trained"]["tokens"] == 8
 
 
 def test_completion_order_carries_what_was_trained_above_the_cursor() -> None:
@@ -553,13 +527,7 @@ def test_masked_tokens_are_masked_before_they_are_skipped() -> None:
 
 
 def test_evaluations_start_with_the_run_every_n_versions_and_at_its_end() -> None:
-    store = make(
-        0,
-        steps=3,
-        evaluations=Evaluations(
-            EvaluationPlan(2, 2, 3, 1, 0.7), lambda split, i: Prompt(i, split, split=split)
-        ),
-    )
+    store = make(0, steps=3, evaluations=evaluations(2, 2, 3, 1, 0.7))
     seen: dict[int, list[str]] = {}
     for n in range(4):
         while tickets := store.grant("g", 1, 1, 0.0):
@@ -590,6 +558,12 @@ def test_evaluations_start_with_the_run_every_n_versions_and_at_its_end() -> Non
     assert store.sum_ledger()["trained"]["tokens"] == 12 == total(store)
 
 
+def evaluations(*plan: Any, **more: Any) -> Evaluations:
+    return Evaluations(
+        EvaluationPlan(*plan, **more), lambda split, i: Prompt(i, split, split=split)
+    )
+
+
 def started(evaluations: Evaluations, number: int, steps: int) -> dict[str, int]:
     """Split -> prompts of the rounds that a version begins."""
     evaluations.rounds = []
@@ -598,25 +572,14 @@ def started(evaluations: Evaluations, number: int, steps: int) -> dict[str, int]
 
 
 def test_out_of_distribution_prompts_have_versions_of_their_own() -> None:
-    few = Evaluations(
-        EvaluationPlan(4, 9, 9, 3, 1.0, ood_every=4), lambda split, i: Prompt(i, split)
-    )
+    few = evaluations(4, 9, 9, 3, 1.0, ood_every=4)
     assert started(few, 4, 7) == {"heldout": 9, "ood": 3}, "never more than there are"
-    assert started(
-        Evaluations(
-            EvaluationPlan(1, 2, 5, 0, 1.0, ood_every=1), lambda split, i: Prompt(i, split)
-        ),
-        1,
-        7,
-    ) == {"heldout": 2}
+    none = evaluations(1, 2, 5, 0, 1.0, ood_every=1)
+    assert started(none, 1, 7) == {"heldout": 2}
 
 
 def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
-    store = make(
-        0,
-        lease_s=1.0,
-        evaluations=Evaluations(EvaluationPlan(0, 1, 1, 0, 1.0), lambda split, i: Prompt(i, split)),
-    )
+    store = make(0, lease_s=1.0, evaluations=evaluations(0, 1, 1, 0, 1.0))
     (t, *_) = store.grant("g", 1, 1, 0.0)
     assert store.expire(2.0) == 1 and store.list_pinned_versions() == [Label(1, 0)]
     (again, *_) = store.grant("g", 1, 1, 2.0)
@@ -630,8 +593,7 @@ def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
 
 
 def one_evaluation(lease_s: float = 10.0) -> Store:
-    evaluations = Evaluations(EvaluationPlan(0, 2, 2, 0, 1.0), lambda split, i: Prompt(i, split))
-    return make(3, lease_s=lease_s, evaluations=evaluations)
+    return make(3, lease_s=lease_s, evaluations=evaluations(0, 2, 2, 0, 1.0))
 
 
 @pytest.mark.parametrize("sign", ["delivers", "renews"])
@@ -686,11 +648,7 @@ def test_leases_follow_the_measured_silence_of_a_generator() -> None:
 
 
 def test_evaluations_of_a_dead_branch_are_made_again() -> None:
-    store = make(
-        0,
-        steps=6,
-        evaluations=Evaluations(EvaluationPlan(1, 1, 1, 0, 1.0), lambda split, i: Prompt(i, split)),
-    )
+    store = make(0, steps=6, evaluations=evaluations(1, 1, 1, 0, 1.0))
 
     def advance(to: int) -> list[int]:
         judged_at = []

@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from journal_kit import state
+from journal_kit import open_recorded, state
 from process_kit import ROOT
-from schedules import PROMPTS
 from service_kit import answers, greet, want
 from store_kit import hello
 
@@ -30,7 +29,6 @@ from asyncrl.transport import chunks, sockets
 from asyncrl.transport.sockets import BufferSocket, PeerSocket
 from buffer import journal as j
 from buffer.durable_store import RecordedStore
-from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
 from buffer.service import BufferService
 from learner.publisher import Publisher
@@ -186,15 +184,8 @@ def test_whatever_was_said_lies_in_the_journal_that_the_next_one_reads(
 
 
 def store_of(directory: Path, term: buffer_leadership.BufferTerm) -> RecordedStore:
-    return RecordedStore.open(
-        directory / "journal",
-        sync=False,
-        settings=StoreSettings(1, 2, 9, m.SamplingSettings()),
-        prompt=PROMPTS.__getitem__,
-        evaluations=Evaluations(),
-        now=0.0,
-        term=term,
-    )
+    settings = StoreSettings(1, 2, 9, m.SamplingSettings())
+    return open_recorded(directory / "journal", settings, term=term)
 
 
 def test_what_one_that_is_over_writes_nobody_reads(tmp_path: Path) -> None:

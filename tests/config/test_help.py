@@ -1,5 +1,3 @@
-"""Every command's help explains each option and shows examples that the command accepts."""
-
 from __future__ import annotations
 
 import shlex

@@ -1,5 +1,3 @@
-"""Every example in a docstring prints what it says."""
-
 from __future__ import annotations
 
 import doctest

@@ -1,5 +1,3 @@
-"""Import rules, tried in this process: our packages, a user's modules, the command of a process."""
-
 from __future__ import annotations
 
 import gc

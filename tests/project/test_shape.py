@@ -1,5 +1,3 @@
-"""The product's code and prose stay within the limits of benchmarks/shape.py."""
-
 from __future__ import annotations
 
 import gc

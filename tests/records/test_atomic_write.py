@@ -1,5 +1,3 @@
-"""Files and directories that are there whole or not at all."""
-
 import json
 import os
 import subprocess

@@ -1,5 +1,3 @@
-"""The live view: how much is left, by the run's own pace."""
-
 from __future__ import annotations
 
 import io

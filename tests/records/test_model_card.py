@@ -1,5 +1,3 @@
-"""The model card of an export, and its upload by the hub's own client."""
-
 from __future__ import annotations
 
 import json

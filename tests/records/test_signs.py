@@ -1,5 +1,3 @@
-"""Nothing to learn is said: rules over rows of metrics, by hand."""
-
 from __future__ import annotations
 
 import json
@@ -9,9 +7,11 @@ from typing import Any
 
 import pytest
 from process_kit import SMALL, demo_command, run_command
+from signs_kl_kit import names
+from signs_kl_kit import rows as usual_rows
 
 from asyncrl.config.load import load
-from asyncrl.records.health_checks import Finding, apply_rules
+from asyncrl.records.health_checks import apply_rules
 from asyncrl.supervise import doctor
 from asyncrl.supervise import run as runner
 from asyncrl.supervise.report import advice
@@ -20,21 +20,7 @@ from asyncrl.tasks.file import FileTask
 
 def rows(n: int, **keys: Any) -> list[dict[str, Any]]:
     """n batches with these metrics; `_` in a name stands for `/` once."""
-    usual = {
-        "reward/mean": 0.5,
-        "reward/no_spread_share": 0.3,
-        "reward/min": 0.0,
-        "reward/max": 1.0,
-        "answer/truncated_share": 0.1,
-    }
-    return [
-        {"step": i, "t": float(i)} | usual | {k.replace("_", "/", 1): v for k, v in keys.items()}
-        for i in range(n)
-    ]
-
-
-def names(found: list[Finding]) -> list[str]:
-    return [s.name for s in found]
+    return [row | {k.replace("_", "/", 1): v for k, v in keys.items()} for row in usual_rows(n)]
 
 
 def test_a_healthy_run_has_no_signs() -> None:

@@ -1,5 +1,3 @@
-"""What the page of `asyncrl watch` is told of runs: state, processes, samples, settings, logs."""
-
 from __future__ import annotations
 
 import json

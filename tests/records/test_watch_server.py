@@ -1,5 +1,3 @@
-"""The server of `asyncrl watch`: its address, its token, and the process that serves a page."""
-
 from __future__ import annotations
 
 import dataclasses

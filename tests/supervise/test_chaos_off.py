@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from journal_kit import open_recorded
 from process_kit import ROOT
 from schedules import PROMPTS, TOKENS
 
@@ -28,7 +29,6 @@ from asyncrl.contract.versions import Label
 from asyncrl.records import buffer_leadership
 from buffer import batches, checks
 from buffer.durable_store import RecordedStore
-from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
 from buffer.journal import Record
 from buffer.rules import StoreRules
@@ -89,14 +89,7 @@ class Play:
     def open(self) -> Store:
         if self.memory:
             return Store(self.settings, PROMPTS.__getitem__)
-        return RecordedStore.open(
-            self.directory / "journal",
-            sync=False,
-            settings=self.settings,
-            prompt=PROMPTS.__getitem__,
-            evaluations=Evaluations(),
-            now=self.now,
-        )
+        return open_recorded(self.directory / "journal", self.settings, now=self.now)
 
     @property
     def store(self) -> Store:

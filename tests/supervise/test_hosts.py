@@ -15,7 +15,7 @@ from hosts_kit import (
     supervisor,  # noqa: F401
 )
 
-from asyncrl.contract.errors import ConfigError, ProcessLost
+from asyncrl.contract.errors import ProcessLost
 from asyncrl.contract.messages import RunStatus
 from asyncrl.contract.printable import LONGEST_LINE
 from asyncrl.contract.waits import ProcessWait
@@ -69,14 +69,6 @@ def test_generators_come_back_to_a_run_that_goes_on_after_its_end(
     supervisor.status_time = now + 60.0
     supervisor.poll()
     assert len(maker(supervisor).made) == before + 2
-
-
-def test_a_refusal_told_through_any_maker_ends_the_run(supervisor: Supervisor) -> None:
-    process = maker(supervisor).newest("learner")
-    process.refusal, process.code = ConfigError("learner.lr: not today"), 2
-    with pytest.raises(ConfigError, match=r"^learner\.lr: not today$"):
-        supervisor.poll()
-    assert maker(supervisor).newest("learner") is process
 
 
 def test_who_holds_the_run_up_is_ended_and_started_again(

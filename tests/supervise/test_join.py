@@ -1,5 +1,3 @@
-"""`asyncrl join` and `asyncrl scale`: what is fetched, from whom, what a live run makes of it."""
-
 from __future__ import annotations
 
 import hashlib

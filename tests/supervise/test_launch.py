@@ -120,12 +120,6 @@ def test_a_buffer_that_may_not_be_started_again_is_lost(make: Make) -> None:
         run(s)
 
 
-def test_a_long_refusal_does_not_hold_the_child_up(make: Make) -> None:
-    s = make(learner=REFUSE.format(kind="ConfigError", words="x" * 100_000))
-    with pytest.raises(AsyncrlError, match=r"^x{4000}"):
-        run(s)
-
-
 def test_a_child_of_a_child_cannot_speak_for_it(make: Make) -> None:
     """A process that a part starts has neither the pipe nor its number in its environment."""
     grandchild = "import os, sys; sys.exit(any('REFUSAL' in k for k in os.environ))"

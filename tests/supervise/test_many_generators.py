@@ -60,17 +60,9 @@ def test_grants_that_find_nothing_look_at_no_group() -> None:
 def store_ticket(store: Store, ticket: int) -> m.Ticket:
     group = store.alive[ticket]
     assert group.lease is not None
-    return m.Ticket(
-        ticket=ticket,
-        attempt=group.lease.attempt,
-        kind="train",
-        prompt=store.prompt(ticket),
-        samples=sorted(group.lease.todo),
-        sampling=store.settings.sampling,
-        min_version=group.lease.granted,
-        exact_version=None,
-        seed=0,
-    )
+    lease, prompt, sampling = group.lease, store.prompt(ticket), store.settings.sampling
+    todo = sorted(lease.todo)
+    return m.Ticket(ticket, lease.attempt, "train", prompt, todo, sampling, lease.granted, None, 0)
 
 
 def test_sessions_that_may_hold_a_name_are_all_counted_by_themselves() -> None:

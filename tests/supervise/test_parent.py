@@ -1,5 +1,3 @@
-"""A child does not outlive its parent, whenever it came about."""
-
 from __future__ import annotations
 
 import ctypes

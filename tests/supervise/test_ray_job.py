@@ -9,13 +9,13 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import ENV, ROOT, wait_for
 
 from asyncrl.records import metrics, process_log
 
@@ -97,13 +97,6 @@ def info(dashboard: str, name: str) -> Any:
     from ray.job_submission import JobSubmissionClient
 
     return JobSubmissionClient(dashboard).get_job_info(name)
-
-
-def wait_for(what: Callable[[], bool], logs: Callable[[], str]) -> None:
-    until = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < until, logs()
-        time.sleep(0.1)
 
 
 SETS_TEXT = (

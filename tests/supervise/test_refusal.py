@@ -1,5 +1,3 @@
-"""A child's refusal on its pipe: sent once, whole or cut, and told from a crash."""
-
 from __future__ import annotations
 
 import os

@@ -12,14 +12,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import ENV, ROOT, wait_for
 
 from asyncrl.supervise import live
 
@@ -92,13 +91,6 @@ class Cluster(NamedTuple):
 
     def logs(self) -> str:
         return "\n".join(path.read_text()[-1500:] for path in self.where.glob("*.log"))
-
-
-def wait_for(what: Callable[[], bool], logs: Callable[[], str]) -> None:
-    until = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < until, logs()
-        time.sleep(0.1)
 
 
 @pytest.fixture

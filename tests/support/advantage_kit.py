@@ -1,5 +1,3 @@
-"""Advantages of a few rewards, by name and keys."""
-
 from __future__ import annotations
 
 from typing import Any

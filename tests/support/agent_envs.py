@@ -1,5 +1,3 @@
-"""Environments for tests of sessions: each says by its prompt's number what it does."""
-
 from __future__ import annotations
 
 import os
@@ -102,7 +100,7 @@ class Fails(Talks):
         return super().reset(seed=seed, options=options)
 
 
-class Slow(Talks):
+class WaitsForGate:
     """Waits, in its second turn, until a file is there."""
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -114,16 +112,12 @@ class Slow(Talks):
         return super().step(text)
 
 
-class Held(Calculator):
-    """A calculator that waits, in its second turn, until a file is there."""
+class Slow(WaitsForGate, Talks):
+    pass
 
-    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        gate = Path(os.environ["AGENT_GATE"])
-        if self.turns == 1:
-            gate.with_suffix(".reached").touch()
-        while self.turns == 1 and not gate.exists():
-            time.sleep(0.01)
-        return super().step(text)
+
+class Held(WaitsForGate, Calculator):
+    pass
 
 
 class Stuck(Talks):

@@ -21,14 +21,5 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 def ticket(number: int, kind: str = "train", samples: int = 2) -> m.Ticket:
-    return m.Ticket(
-        ticket=number,
-        attempt=number,
-        kind=kind,
-        prompt=m.Prompt(5, "ab=", answer="secret"),
-        samples=list(range(samples)),
-        sampling=m.SamplingSettings(max_new_tokens=6),
-        min_version=AT,
-        exact_version=None,
-        seed=3,
-    )
+    prompt, sampling = m.Prompt(5, "ab=", answer="secret"), m.SamplingSettings(max_new_tokens=6)
+    return m.Ticket(number, number, kind, prompt, list(range(samples)), sampling, AT, None, 3)

@@ -121,16 +121,9 @@ def announcement(epoch: int, number: int = 0) -> m.PolicyAnnouncement:
 
 def ticket(number: int, attempt: int, epoch: int, samples: int = 2) -> m.Ticket:
     prompt = m.Prompt(number, "31=")
+    sampling, label = m.SamplingSettings(max_new_tokens=12), Label(epoch, 0)
     return m.Ticket(
-        number,
-        attempt,
-        "train",
-        prompt,
-        list(range(samples)),
-        m.SamplingSettings(max_new_tokens=12),
-        Label(epoch, 0),
-        None,
-        0,
+        number, attempt, "train", prompt, list(range(samples)), sampling, label, None, 0
     )
 
 

@@ -10,35 +10,21 @@ from buffer.service import BufferService
 
 
 def honest_hello(run: str, **more: Any) -> m.LearnerHello:
-    return m.LearnerHello(
-        protocol=m.PROTOCOL,
-        run=run,
-        epoch=1,
-        label=Label(1, 0),
-        parent=None,
-        digest="d",
-        next_ticket=0,
-        origin=0,
-        max_lag=1.0,
-        source=m.WeightsSource(1, "here", "", ""),
-        ring=[],
-        **more,
-    )
+    fields = {"epoch": 1, "label": Label(1, 0), "parent": None, "digest": "d", "next_ticket": 0}
+    fields |= {"source": m.WeightsSource(1, "here", "", ""), "ring": [], "origin": 0}
+    return m.LearnerHello(**{"protocol": m.PROTOCOL, "run": run, "max_lag": 1.0} | fields | more)
+
+
+def greet(run: str, producer: str, session: int) -> m.GeneratorHello:
+    return m.GeneratorHello(m.PROTOCOL, run, producer, session, slots=8, host="here", pid=0)
 
 
 def greeting(service: BufferService) -> m.GeneratorHello:
-    return m.GeneratorHello(
-        protocol=m.PROTOCOL,
-        run=service.run,
-        producer="generator-0",
-        session=7,
-        slots=8,
-        host="",
-        pid=0,
-    )
+    return greet(service.run, "generator-0", 7)
 
 
-F4 = {name: np.float32(x).tobytes() for name, x in {"half": -0.5, "up": 0.5, "nan": np.nan}.items()}
+NUMBERS = {"half": -0.5, "up": 0.5, "nan": np.nan, "inf": np.inf, "-inf": -np.inf, "low": -1e9}
+F4 = {name: np.float32(x).tobytes() for name, x in NUMBERS.items()}
 
 
 GOOD = {

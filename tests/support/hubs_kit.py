@@ -1,5 +1,3 @@
-"""Plays environments of hubs in processes of their own Python, by hand."""
-
 from __future__ import annotations
 
 import time

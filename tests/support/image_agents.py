@@ -1,5 +1,3 @@
-"""Agents that send pictures, by OpenAI's client."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""The wheel of the working tree, in an environment of its own."""
-
 from __future__ import annotations
 
 import shutil

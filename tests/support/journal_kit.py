@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from schedules import PROMPTS
 
-from asyncrl.contract.messages import Prompt
+from asyncrl.contract.messages import Prompt, SamplingSettings
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import EvaluationPlan, Evaluations
 from buffer.groups import StoreSettings
@@ -31,14 +32,11 @@ def state(store: Store) -> StoreSnapshot:
     return x
 
 
-def recorded(directory: Path, steps: int = 3) -> RecordedStore:
-    from schedules import SamplingSettings
+def open_recorded(directory: Path, settings: StoreSettings, **more: Any) -> RecordedStore:
+    usual = {"sync": False, "prompt": PROMPTS.__getitem__, "evaluations": Evaluations(), "now": 0.0}
+    return RecordedStore.open(directory, settings=settings, **usual | more)
 
-    return RecordedStore.open(
-        directory,
-        sync=False,
-        settings=StoreSettings(1, 1, steps, SamplingSettings()),
-        prompt=PROMPTS.__getitem__,
-        evaluations=evaluations(),
-        now=0.0,
-    )
+
+def recorded(directory: Path, steps: int = 3) -> RecordedStore:
+    settings = StoreSettings(1, 1, steps, SamplingSettings())
+    return open_recorded(directory, settings, evaluations=evaluations())

@@ -1,5 +1,3 @@
-"""The reward of one part of a mixture."""
-
 from __future__ import annotations
 
 from asyncrl.contract.messages import Prompt

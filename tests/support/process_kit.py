@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,10 @@ SMALL = (
     "evaluation.ood_prompts=2",
     "reward.function='shared_reward:reward'",
 )
+
+
+def wait_for(what: Callable[[], bool], logs: Callable[[], str]) -> None:
+    until = time.monotonic() + 600
+    while not what():
+        assert time.monotonic() < until, logs()
+        time.sleep(0.1)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hostile_messages_kit import greet, honest_hello
 from process_kit import ROOT
 from trajectory_kit import trajectory
 
@@ -86,19 +87,9 @@ class Run:
         protocol: int = m.PROTOCOL,
     ) -> m.LearnerHello:
         source = m.WeightsSource(epoch, "here", "", "")
-        return m.LearnerHello(
-            protocol,
-            run or self.id,
-            epoch,
-            Label(epoch, number),
-            None,
-            f"d{number}",
-            0,
-            origin,
-            0,
-            source,
-            [],
-        )
+        fields = {"epoch": epoch, "label": Label(epoch, number), "digest": f"d{number}"}
+        fields |= {"origin": origin, "max_lag": 0, "source": source, "protocol": protocol}
+        return honest_hello(run or self.id, **fields)
 
 
 def ask(peer: PeerSocket, message: m.FromPeer, kind: type[Any]) -> Any:
@@ -113,18 +104,6 @@ def wait(peer: PeerSocket, kind: type[Any]) -> Any:
         if isinstance(reply, m.UnknownSession):  # as a generator does
             peer.send(greet(peer.run, reply.producer, reply.session))
     raise AssertionError(f"no {kind.__name__} came")
-
-
-def greet(run: str, producer: str, session: int) -> m.GeneratorHello:
-    return m.GeneratorHello(
-        protocol=m.PROTOCOL,
-        run=run,
-        producer=producer,
-        session=session,
-        slots=8,
-        host="here",
-        pid=0,
-    )
 
 
 def want(n: int, samples: int = 4) -> m.TicketRequest:

@@ -1,5 +1,3 @@
-"""A reward of an evaluation set: in quarters, by the length of the text."""
-
 from __future__ import annotations
 
 from asyncrl.contract.messages import Prompt

@@ -1,5 +1,3 @@
-"""Surrogates of a few tokens, by name and keys."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""A completion, made of numbers."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Examine environments one after the other and print what came of each, as JSON."""
-
 from __future__ import annotations
 
 import json

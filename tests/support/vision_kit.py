@@ -1,5 +1,3 @@
-"""A tiny LLaVA of random weights, and pictures."""
-
 from __future__ import annotations
 
 from pathlib import Path

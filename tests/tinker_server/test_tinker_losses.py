@@ -1,5 +1,3 @@
-"""Losses of `asyncrl tinker` against the learner's own loss, and lags of datums."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Which trained datums of a Tinker model are logged, and what their rows say."""
-
 from __future__ import annotations
 
 import json

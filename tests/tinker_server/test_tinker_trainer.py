@@ -1,5 +1,3 @@
-"""Steps, states, forward passes and checks of the training process of `asyncrl tinker`."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""`asyncrl watch`, `doctor` and `samples` on the directory of a Tinker server."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The files of a run: what is listed, what is given, and how a cache is filled."""
-
 from __future__ import annotations
 
 import fcntl

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 import pytest
 from hostile_messages_kit import F4, GOOD, greeting, honest_hello
 from journal_kit import state
@@ -157,6 +156,9 @@ def honest(service: BufferService, r: random.Random) -> m.FromPeer | None:
 
 
 SPAN = m.VersionSpan(Label(1, 0), "", 0, 1, Label(1, 0))
+WHOLE, EMPTY = (msgspec.structs.replace(SPAN, start=at, end=2) for at in (0, 2))
+MANY = dict.fromkeys(map(str, range(300)), 0.0)
+LONG = m.RewardFailure("data", "x" * 70_000)
 NAN, INF = float("nan"), float("inf")
 LIMITS = StoreSettings(1, 2, 9, m.SamplingSettings(max_new_tokens=2), context=3)
 # what is changed, what is said of it, and the reason that it is counted under
@@ -173,37 +175,17 @@ BAD = [
     ({"behavior_logprobs": b"\0" * 4}, "4 of behavior_logprobs", "shape"),
     ({"behavior_logprobs": F4["half"] + F4["nan"]}, "above 0 or not finite", "number"),
     ({"behavior_logprobs": F4["half"] + F4["up"]}, "above 0 or not finite", "number"),
-    (
-        {"behavior_logprobs": F4["half"] + np.float32(-np.inf).tobytes()},
-        "above 0 or not finite",
-        "number",
-    ),
-    (
-        {"behavior_logprobs": F4["half"] + np.float32(-1e9).tobytes()},
-        "above 0 or not finite",
-        "number",
-    ),
+    ({"behavior_logprobs": F4["half"] + F4["-inf"]}, "above 0 or not finite", "number"),
+    ({"behavior_logprobs": F4["half"] + F4["low"]}, "above 0 or not finite", "number"),
     ({"token_rewards": F4["up"]}, "4 of token_rewards for 2 mask bytes", "shape"),
-    (
-        {"token_rewards": F4["up"] + np.float32(np.inf).tobytes()},
-        "a token reward is not finite",
-        "number",
-    ),
-    (
-        {"token_rewards": np.float32(np.inf).tobytes() + F4["up"]},
-        "a token reward is not finite",
-        "number",
-    ),
+    ({"token_rewards": F4["up"] + F4["inf"]}, "a token reward is not finite", "number"),
+    ({"token_rewards": F4["inf"] + F4["up"]}, "a token reward is not finite", "number"),
     ({"reward": NAN}, "its reward is nan", "number"),
     ({"reward": INF}, "its reward is inf", "number"),
     ({"reward": -1e300}, "its reward is -1e[+]300", "number"),
     ({"reward_parts": {"a": 0.0, "b": NAN}}, "its reward part 'b' is nan", "number"),
     ({"reward_parts": {"b": -INF}}, "its reward part 'b' is -inf", "number"),
-    (
-        {"reward_parts": dict.fromkeys(map(str, range(300)), 0.0)},
-        "its reward has 300 parts",
-        "text",
-    ),
+    ({"reward_parts": MANY}, "its reward has 300 parts", "text"),
     ({"reward_parts": {"x" * 201: 0.0}}, "the name of one has more than 200 characters", "text"),
     ({"temperature": NAN}, "its temperature is nan", "number"),
     ({"temperature": INF}, "its temperature is inf", "number"),
@@ -212,27 +194,14 @@ BAD = [
     ({"spans": []}, "its spans do not cover its 2 tokens of mask 1 in order", "shape"),
     ({"spans": [SPAN]}, "its spans do not cover its 2 tokens of mask 1 in order", "shape"),
     ({"spans": [SPAN, SPAN]}, "its spans are not in order in its 2 tokens", "shape"),
-    (
-        {
-            "spans": [
-                msgspec.structs.replace(SPAN, end=2),
-                msgspec.structs.replace(SPAN, start=2, end=2),
-            ]
-        },
-        "do not cover its 2 tokens of mask 1 in order",
-        "shape",
-    ),
+    ({"spans": [WHOLE, EMPTY]}, "do not cover its 2 tokens of mask 1 in order", "shape"),
     ({"segments": [("tool", 1, 3)]}, "its segments do not lie within its 2 tokens", "shape"),
     ({"segments": [("tool", -1, 1)]}, "its segments do not lie within its 2 tokens", "shape"),
     ({"segments": [("tool", 0, 1)] * 4}, "its segments do not lie within its 2 tokens", "shape"),
     ({"segments": [("x" * 201, 0, 1)]}, "its segments do not lie within its 2 tokens", "shape"),
     ({"tokens": b"\0\0\0\0\5\0\0\0"}, "tokens from 0 to 5, of a model with 5 tokens", "token"),
     ({"tokens": b"\0\0\0\0\xff\xff\xff\xff"}, "tokens from -1 to 0", "token"),
-    (
-        {"prompt_tokens": b"\5\0\0\0"},
-        "prompt_tokens from 5 to 5, of a model with 5 tokens",
-        "token",
-    ),
+    ({"prompt_tokens": b"\5\0\0\0"}, "prompt_tokens from 5 to 5, of a model with 5", "token"),
     (
         {
             "tokens": b"\0" * 12,
@@ -248,45 +217,23 @@ BAD = [
     ({"text": "x" * 100_000}, "texts of 100000 and 0 characters", "text"),
     ({"prompt_text": "x" * 100_000}, "texts of 0 and 100000 characters", "text"),
     ({"group_key": "x" * 201}, "its group_key or the reason of its failure is too long", "text"),
-    (
-        {"failed": m.RewardFailure("data", "x" * 70_000)},
-        "its group_key or the reason of its failure is too long",
-        "text",
-    ),
+    ({"failed": LONG}, "its group_key or the reason of its failure is too long", "text"),
 ]
+
+
+def answer(ticket: int, sample: int, **fields: Any) -> m.Trajectory:
+    scalars = {"reward": 0.0, "reward_parts": {"a": 1.0}, "temperature": 1.0, "attempt": 1}
+    given = GOOD | scalars | fields
+    return m.Trajectory(ticket=ticket, sample=sample, finish="stop", **given)
 
 
 def test_an_answer_that_could_not_be_begun_and_rewards_given_for_some_tokens_are_taken() -> None:
     """Nothing was drawn of the first; NaN among token rewards says that none was given."""
-    failed = build_failed_trajectory(
-        PromptTooLong(
-            m.Ticket(
-                ticket=3,
-                attempt=1,
-                kind="train",
-                prompt=m.Prompt(3, "long"),
-                samples=[1],
-                sampling=m.SamplingSettings(),
-                min_version=Label(1, 0),
-                exact_version=None,
-                seed=0,
-            ),
-            (3, 1, 1),
-            m.RewardFailure("data", "the prompt is too long"),
-        ),
-        Label(1, 0),
-        "d",
-    )
-    some = m.Trajectory(
-        ticket=3,
-        sample=0,
-        attempt=1,
-        reward=0.0,
-        reward_parts={},
-        finish="stop",
-        temperature=1.0,
-        **GOOD | {"token_rewards": F4["up"] + F4["nan"]},
-    )
+    at, prompt, sampling = Label(1, 0), m.Prompt(3, "long"), m.SamplingSettings()
+    ticket = m.Ticket(3, 1, "train", prompt, [1], sampling, at, None, 0)
+    why = m.RewardFailure("data", "the prompt is too long")
+    failed = build_failed_trajectory(PromptTooLong(ticket, (3, 1, 1), why), at, "d")
+    some = answer(3, 0, token_rewards=F4["up"] + F4["nan"])
     checks.check_samples([failed, some], 5, LIMITS)
     checks.check_samples([failed], 5, LIMITS)
 
@@ -296,12 +243,7 @@ def test_an_answer_that_would_end_the_learner_is_refused(
     change: dict[str, Any], said: str, reason: str
 ) -> None:
     """In a durable run every later learner would end on it too."""
-
-    def answer(**fields: Any) -> m.Trajectory:
-        scalars = {"reward": 0.0, "reward_parts": {"a": 1.0}, "temperature": 1.0}
-        return m.Trajectory(ticket=3, sample=1, attempt=1, finish="stop", **scalars | fields)
-
-    good, bad = answer(**GOOD), answer(**GOOD | change)
+    good, bad = answer(3, 1), answer(3, 1, **change)
     checks.check_samples([good, good], 5, LIMITS)
     for place in range(3):  # also in the company of good ones, which are looked at together
         many = [good] * place + [bad] + [good] * (2 - place)
@@ -324,17 +266,7 @@ def test_a_refused_answer_leaves_its_lease_and_an_honest_one_ends_it(tmp_path: P
         service.answer()
         group = next(g for g in service.store.alive.values() if g.lease)
         todo = set(group.lease.todo)
-        spans = GOOD["spans"]
-        sample = m.Trajectory(
-            group.ticket,
-            min(todo),
-            group.lease.attempt,
-            **GOOD | {"spans": spans},
-            reward=1.0,
-            reward_parts={},
-            finish="stop",
-            temperature=1.0,
-        )
+        sample = answer(group.ticket, min(todo), attempt=group.lease.attempt, reward=1.0)
         high = msgspec.structs.replace(sample, tokens=b"\0\0\0\0\7\0\0\0")
         service.handle(b"g", m.Delivery("generator-0", 7, 2, [high]))
         assert service.refused.total() == 1 and set(group.lease.todo) == todo

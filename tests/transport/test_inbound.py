@@ -73,6 +73,11 @@ def sampled(**more: Any) -> m.SamplingSettings:
     return replace(SAMPLING, **more)
 
 
+def second(**more: Any) -> m.Batch:
+    return batch(samples=[answer(0), answer(1, **more)])
+
+
+LEDGER = "batch 2: its ledger has unknown lines or infinite counts"
 STATUS = m.RunStatus("r", 1, 9, 1, {}, {}, [], {}, False)
 REFUSED: list[tuple[Any, str]] = [
     (batch(samples=[]), "batch 2: 0 samples with 2 lags, 2 in flight, 2 by token"),
@@ -94,56 +99,42 @@ REFUSED: list[tuple[Any, str]] = [
     (batch(samples=[answer(0), answer(0)]), "batch 2: groups with missing or duplicate samples"),
     (batch(samples=[answer(1), answer(2)]), "batch 2: groups with missing or duplicate samples"),
     (
-        batch(samples=[answer(0), answer(1, mask=b"\1")]),
+        second(mask=b"\1"),
         "batch 2: ticket 3, sample 1: 8 bytes of tokens, 8 of behavior_logprobs and "
         "8 of token_rewards for 1 mask bytes, 4 of its prompt",
     ),
     (
-        batch(samples=[answer(0), answer(1, tokens=b"\0" * 7)]),
+        second(tokens=b"\0" * 7),
         "batch 2: ticket 3, sample 1: 7 bytes of tokens, 8 of behavior_logprobs and "
         "8 of token_rewards for 2 mask bytes, 4 of its prompt",
     ),
     (
-        batch(samples=[answer(0), answer(1, token_rewards=b"\0" * 4)]),
+        second(token_rewards=b"\0" * 4),
         "batch 2: ticket 3, sample 1: 8 bytes of tokens, 8 of behavior_logprobs and "
         "4 of token_rewards for 2 mask bytes, 4 of its prompt",
     ),
     (
-        batch(samples=[answer(0), answer(1, prompt_tokens=b"\0" * 3)]),
+        second(prompt_tokens=b"\0" * 3),
         "batch 2: ticket 3, sample 1: 8 bytes of tokens, 8 of behavior_logprobs and "
         "8 of token_rewards for 2 mask bytes, 3 of its prompt",
     ),
     (
-        batch(samples=[answer(0), answer(1, spans=GOOD["spans"][::-1])]),
+        second(spans=GOOD["spans"][::-1]),
         "batch 2: ticket 3, sample 1: its spans are not in order in its 2 tokens",
     ),
     (
-        batch(
-            samples=[answer(0), answer(1, spans=[m.VersionSpan(AT, "", 0, 2, Label(1, -(2**63)))])]
-        ),
+        second(spans=[m.VersionSpan(AT, "", 0, 2, Label(1, -(2**63)))]),
         "Expected `int` >= 0 - at `$.samples[1][7][0][4][1]`",
     ),
-    (batch(samples=[answer(0), answer(1, reward=NAN)]), "ticket 3, sample 1: its reward is nan"),
+    (second(reward=NAN), "ticket 3, sample 1: its reward is nan"),
+    (second(temperature=0.0), "ticket 3, sample 1: its temperature is 0.0"),
     (
-        batch(samples=[answer(0), answer(1, temperature=0.0)]),
-        "ticket 3, sample 1: its temperature is 0.0",
-    ),
-    (
-        batch(samples=[answer(0), answer(1, tokens=b"\5" + b"\0" * 7)]),
+        second(tokens=b"\5" + b"\0" * 7),
         "ticket 3, sample 1: tokens from 0 to 5, of a model with 5 tokens",
     ),
-    (
-        batch(samples=[answer(0), answer(1, mask=b"\1\2")]),
-        "ticket 3, sample 1: its mask has other bytes than 0 and 1",
-    ),
-    (
-        batch(ledger={"lost": {"tokens": 1.0}}),
-        "batch 2: its ledger has unknown lines or infinite counts",
-    ),
-    (
-        batch(ledger={"trained": {"tokens": NAN}}),
-        "batch 2: its ledger has unknown lines or infinite counts",
-    ),
+    (second(mask=b"\1\2"), "ticket 3, sample 1: its mask has other bytes than 0 and 1"),
+    (batch(ledger={"lost": {"tokens": 1.0}}), LEDGER),
+    (batch(ledger={"trained": {"tokens": NAN}}), LEDGER),
     (m.Welcome(1, -1), "Expected `int` >= 0 - at `$.checkpointed`"),
     (m.CommitReply(1, 1, [Label(1, -1)]), "Expected `int` >= 0 - at `$.keep[0][1]`"),
     (m.Refusal("x" * 70_000), "Expected `str` of length <= 65536 - at `$.reason`"),
@@ -496,7 +487,7 @@ def test_a_learner_takes_no_word_by_which_it_would_lose_its_checkpoints() -> Non
     with pytest.raises(BadMessage, match="kept from 8, and this one is 7"):
         Learner.check(learner, m.Welcome(2, 8))
     with pytest.raises(BadMessage, match="with 5 tokens"):
-        Learner.check(learner, batch(samples=[answer(0), answer(1, tokens=b"\5" + b"\0" * 7)]))
+        Learner.check(learner, second(tokens=b"\5" + b"\0" * 7))
 
 
 def test_a_decoded_message_keeps_nothing_of_the_frame_it_came_in() -> None:

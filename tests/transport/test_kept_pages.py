@@ -1,5 +1,3 @@
-"""Pages beside results."""
-
 from __future__ import annotations
 
 import subprocess

@@ -1,5 +1,3 @@
-"""Peers of the buffer, waiting at sockets, and the frames of worker processes."""
-
 from __future__ import annotations
 
 import io

@@ -1,5 +1,3 @@
-"""The ways of the weights: the row chooses the module, at the learner and at the generator."""
-
 from __future__ import annotations
 
 import socket
