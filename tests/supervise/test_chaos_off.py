@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from hostile_messages_kit import honest_hello
 from journal_kit import open_recorded
 from process_kit import ROOT
 from schedules import PROMPTS, TOKENS
@@ -159,21 +160,12 @@ class Play:
         self.history.lives[epoch] = (origin, life.number)
         self.published(life)
         parent = Label(origin, life.number - 1) if life.number else None
-        hello = m.LearnerHello(
-            1,
-            "",
-            epoch,
-            Label(epoch, life.number),
-            parent,
-            "/".join(life.history),
-            life.cursor.next_ticket,
-            origin,
-            float(LIMIT),
-            m.WeightsSource(epoch, "", "", ""),
-            [],
-            ledger=life.cursor.ledger,
-            trained_above=life.cursor.trained_above,
-        )
+        cursor = life.cursor
+        fields = {"epoch": epoch, "label": Label(epoch, life.number), "parent": parent}
+        fields |= {"digest": "/".join(life.history), "max_lag": float(LIMIT), "origin": origin}
+        fields |= {"next_ticket": cursor.next_ticket, "source": m.WeightsSource(epoch, "", "", "")}
+        fields |= {"ledger": cursor.ledger, "trained_above": cursor.trained_above}
+        hello = honest_hello("", **fields)
         # without a fence the first of two learners may have retired what the second needs
         self.over = not self.store.follow_learner(hello)
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hostile_messages_kit import honest_hello
 from trajectory_kit import trajectory
 
 from asyncrl.contract.messages import (
-    LearnerHello,
     Prompt,
     RewardFailure,
     SamplingSettings,
@@ -57,22 +57,9 @@ def hello(
     parent = Label(origin, number - 1) if number and origin else None
     label = Label(epoch, number)
     source = WeightsSource(epoch, "here", "", "")
-    return store.follow_learner(
-        LearnerHello(
-            1,
-            "run",
-            epoch,
-            label,
-            parent,
-            digest or f"d{number}",
-            next_ticket,
-            origin,
-            k,
-            source,
-            list(ring),
-            **more,
-        )
-    )
+    given = {"epoch": epoch, "label": label, "parent": parent, "digest": digest or f"d{number}"}
+    given |= {"next_ticket": next_ticket, "origin": origin, "max_lag": k, "ring": list(ring)}
+    return store.follow_learner(honest_hello("run", source=source, **given, **more))
 
 
 def sample(
