@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -105,60 +106,51 @@ def test_every_option_that_is_followed() -> None:
     assert order(prompt=["a"] * 512, n=2, max_tokens=63).body.count == 2
 
 
+EMPTY = "prompt: is empty; give at least one token"
+SCORED = "max_tokens: 0 needs echo = true and logprobs, to score the prompt"
+NO_TEXT = {"role": "user", "content": 3}
+NO_CALL = {"role": "assistant", "tool_calls": [1]}
+
+
 @pytest.mark.parametrize(
-    ("body", "param", "message"),
+    ("body", "message"),
     [
-        ({"prompt": ""}, "prompt", "prompt: is empty; give at least one token"),
-        ({"prompt": ["a", ""]}, "prompt", "prompt: is empty; give at least one token"),
-        ({"prompt": None}, "prompt", "prompt: give text or a list of token ids"),
-        ({"prompt": ["a", 3]}, "prompt", "prompt: give text or a list of token ids"),
-        ({"prompt": [1, 50]}, "prompt", "prompt: give token ids in [0, 50)"),
-        (
-            {"prompt": "a", "max_tokens": 0, "echo": True},
-            "max_tokens",
-            "max_tokens: 0 needs echo = true and logprobs, to score the prompt",
-        ),
-        (
-            {"prompt": "a", "max_tokens": 0, "logprobs": 1},
-            "max_tokens",
-            "max_tokens: 0 needs echo = true and logprobs, to score the prompt",
-        ),
-        ({"prompt": "a", "max_tokens": -1}, "max_tokens", "max_tokens: Expected `int` >= 0"),
-        ({"prompt": "a", "logprobs": 21}, "logprobs", "logprobs: Expected `int` <= 20"),
+        ({"prompt": ""}, EMPTY),
+        ({"prompt": ["a", ""]}, EMPTY),
+        ({"prompt": None}, "prompt: give text or a list of token ids"),
+        ({"prompt": ["a", 3]}, "prompt: give text or a list of token ids"),
+        ({"prompt": [1, 50]}, "prompt: give token ids in [0, 50)"),
+        ({"prompt": "a", "max_tokens": 0, "echo": True}, SCORED),
+        ({"prompt": "a", "max_tokens": 0, "logprobs": 1}, SCORED),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens: Expected `int` >= 0"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs: Expected `int` <= 20"),
         (
             {"prompt": "a", "top_logprobs": 1},
-            "top_logprobs",
             "top_logprobs: belongs to /v1/chat/completions; give logprobs a number",
         ),
-        ({"prompt": "a", "stop": 3}, "stop", "stop: give a text, or a list of texts"),
-        (
-            {"prompt": ["a"] * 513, "n": 2},
-            "n",
-            "n: asks for more than 1024 completions in one request",
-        ),
+        ({"prompt": "a", "stop": 3}, "stop: give a text, or a list of texts"),
+        ({"prompt": ["a"] * 513, "n": 2}, "n: asks for more than 1024 completions in one request"),
         (
             {"messages": GO, "logprobs": 3},
-            "logprobs",
             "logprobs: give true or false, and top_logprobs a number",
         ),
         (
-            {"messages": [*GO, {"role": "user", "content": 3}]},
-            "messages",
+            {"messages": [*GO, NO_TEXT]},
             "messages[1]: content is int; give text, or a list of text parts",
         ),
         (
-            {"messages": [*GO, {"role": "assistant", "tool_calls": [1]}]},
-            "messages",
+            {"messages": [*GO, NO_CALL]},
             "messages[1].tool_calls: give a list of objects with `id` and `function`",
         ),
-        ({"messages": []}, "messages", "messages: give a list of at least one message"),
+        ({"messages": []}, "messages: give a list of at least one message"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(body: dict[str, Any], param: str, message: str) -> None:
+def test_what_cannot_be_answered_is_refused(body: dict[str, Any], message: str) -> None:
     with pytest.raises(CallRefused) as refused:
         order(**body)
-    assert str(refused.value) == message
-    assert (refused.value.status, refused.value.param) == (400, param)
+    param = re.split(r"\W", message)[0]  # what the message begins with
+    found = refused.value
+    assert (str(found), found.status, found.param) == (message, 400, param)
 
 
 @pytest.mark.parametrize(

@@ -106,12 +106,7 @@ def test_swap_in_mid_answer(tmp_path: Path, in_flight: str) -> None:
     far = 0.0
     for a in two:
         assert [(s.label, s.digest) for s in a.spans] == [((1, 0), "d0"), ((1, 1), "d1")]
-        assert (a.spans[0].start, a.spans[0].end, a.spans[1].start, a.spans[1].end) == (
-            0,
-            6,
-            6,
-            len(a.tokens),
-        )
+        assert [(s.start, s.end) for s in a.spans] == [(0, 6), (6, len(a.tokens))]
         assert a.spans[1].kv == ((1, 1) if in_flight == "recompute_kv" else (1, 0))
         r = request(*a.key[:2], [0])
         want = torch.cat([expected(old, a, r)[:6], expected(new, a, r)[6:]])
@@ -119,15 +114,6 @@ def test_swap_in_mid_answer(tmp_path: Path, in_flight: str) -> None:
         assert off[:6].max() < 2e-5
         far = max(far, float(off[6:].max()))
     assert far < 2e-5 if in_flight == "recompute_kv" else far > 1e-3
-
-
-def test_abort_and_progress(tmp_path: Path) -> None:
-    e = engine(policy.build_model(tmp_path, "abcdefgh", seed=3), slots=2)
-    e.add([request(t, 0, [3, 4], 20) for t in range(3)])
-    done = {a.key for a in e.step(3)}
-    expected_live = {(t, 0, 1) for t in range(3)} - done
-    tokens = e.abort(expected_live)
-    assert tokens.keys() == expected_live and e.active == 0 and e.count_tokens() == {}
 
 
 def test_growing_prompts_and_answers_keep_what_is_live(tmp_path: Path) -> None:
@@ -157,9 +143,8 @@ def test_uniforms_are_a_counter_stream() -> None:
     rows = draw_uniform_rows(keys, 100)
     assert all((draw_uniform_rows([key], 100) == rows[n]).all() for n, key in enumerate(keys))
     assert len({row.tobytes() for row in rows}) == 3
-    assert (
-        rows[0, :3] == np.float32([0.5003024339675903, 0.540410041809082, 0.3515719473361969])
-    ).all()  # runs of earlier versions repeat
+    first = np.float32([0.5003024339675903, 0.540410041809082, 0.3515719473361969])
+    assert (rows[0, :3] == first).all()  # runs of earlier versions repeat
 
 
 @pytest.fixture
@@ -258,16 +243,13 @@ def test_a_column_is_taken_again_when_no_live_row_has_keys_in_it(data: st.DataOb
         live = {where[at] for at in range(oldest, step)}
         assert column not in live and 0 <= column < columns.count
         where[step] = column
-        assert columns.list_columns(oldest, step + 1).tolist() == [
-            where[at] for at in range(oldest, step + 1)
-        ]
+        wanted = [where[at] for at in range(oldest, step + 1)]
+        assert columns.list_columns(oldest, step + 1).tolist() == wanted
         assert columns.high > max(live | {column})
         if data.draw(st.booleans()) and count < 12:
             count += 1
             columns.grow(count)
-            assert columns.list_columns(oldest, step + 1).tolist() == [
-                where[at] for at in range(oldest, step + 1)
-            ]
+            assert columns.list_columns(oldest, step + 1).tolist() == wanted
     columns.clear()
     assert columns.high == 0 and columns.allocate(0, lambda: 0) == 0
 

@@ -28,6 +28,9 @@ OTHER = EngineInfo(
 )
 
 
+EXACT = ("exact=true", "weights.in_flight=recompute_kv")
+
+
 def config(*sets: str) -> Config:
     return load.load(ROOT / "configs" / "demo.toml", list(sets))
 
@@ -58,12 +61,8 @@ def test_a_generator_makes_the_engine_that_its_row_names(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("change", "sets", "said"),
     [
-        (
-            {},
-            ("exact=true", "weights.in_flight=recompute_kv"),
-            "exact: needs generator.engine = embedded, not other",
-        ),
-        ({"exact": True}, ("exact=true", "weights.in_flight=recompute_kv"), ""),
+        ({}, EXACT, "exact: needs generator.engine = embedded, not other"),
+        ({"exact": True}, EXACT, ""),
         ({"least_temperature": 0.5}, ("generator.temperature=0.4",), "generator.temperature: 0.4"),
         ({"least_temperature": 0.4}, ("generator.temperature=0.4",), ""),
         ({"numbered_gpu": False}, ("model.device=cuda:1",), "model.device: cuda:1; Other uses"),

@@ -31,17 +31,31 @@ from asyncrl.contract.versions import Label
 from asyncrl.records import trace
 
 MakeGenerator = Callable[..., Generator]
+SPAN = m.VersionSpan(Label(1, 0), "d", 0, 2, Label(1, 0))
+
+
+def told(g: Generator, *heard: m.FromBuffer) -> m.LeaseRenewal:
+    """What it says of itself after one pass."""
+    g.renewed = 0.0
+    one_pass(g, *heard)
+    return next(x for x in reversed(g.socket.said) if isinstance(x, m.LeaseRenewal))
+
+
+def end_answers(g: Generator, *keys: tuple[int, int, int]) -> None:
+    """These rows of the engine end, with two tokens each."""
+    for key in keys:
+        prompt, logprobs = g.engine.rows.pop(key).prompt, np.zeros(2, np.float32)
+        tokens = np.zeros(2, np.int32)
+        g.accept_completion(Completion(key, prompt, tokens, logprobs, [SPAN], "length"))
 
 
 def test_an_outdated_attempt_takes_nothing_from_the_next_one(make: MakeGenerator) -> None:
     """The learner dies while an answer is written and comes back; the ticket's second attempt comes
     before the first one is dropped."""
     g = make()
-    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
-    one_pass(g)
+    one_pass(g, tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     assert set(g.engine.rows) == {(0, 0, 1), (0, 1, 1)}
-    g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))
-    one_pass(g)
+    one_pass(g, tickets(g, announcement(2), ticket(0, 2, epoch=2)))
     assert g.engine.aborted == [(0, 0, 1), (0, 1, 1)] and g.engine.loads == [(1, 0), (2, 0)]
     rows = g.engine.rows
     assert set(rows) == {(0, 0, 2), (0, 1, 2)} and all(len(r.prompt) == 3 for r in rows.values())
@@ -77,41 +91,21 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
     monkeypatch.setattr("actors.rewards.STUCK_S", 1e9)
     monkeypatch.setattr("asyncrl.transport.worker_pool.GRACE_S", 600.0)
     g = make("reward.function='gated:reward'")
-    inbox, said, rows = g.socket.inbox, g.socket.said, g.engine.rows
-    inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1), ticket(1, 2, epoch=1)))
-    one_pass(g)
+    said = g.socket.said
+    one_pass(g, tickets(g, announcement(1), ticket(0, 1, epoch=1), ticket(1, 2, epoch=1)))
 
-    def ends(*keys: tuple[int, int, int]) -> None:
-        for key in keys:
-            tokens = np.zeros(2, np.int32)
-            g.accept_completion(
-                Completion(
-                    key,
-                    rows.pop(key).prompt,
-                    tokens,
-                    np.zeros(2, np.float32),
-                    [m.VersionSpan(Label(1, 0), "d", 0, 2, Label(1, 0))],
-                    "length",
-                )
-            )
-
-    def told() -> m.LeaseRenewal:
-        g.renewed = 0.0
-        one_pass(g)
-        return next(x for x in reversed(said) if isinstance(x, m.LeaseRenewal))
-
-    ends((0, 0, 1), (0, 1, 1), (1, 0, 2))
-    renew = told()
+    end_answers(g, (0, 0, 1), (0, 1, 1), (1, 0, 2))
+    renew = told(g)
     assert renew.judging == [(0, 1)] and [p[:2] for p in renew.progress] == [(1, 2)], (
         "ticket 1 has a row in the engine"
     )
     assert renew.stats["reward/queue"] == 3 and renew.stats["reward/workers"] == 1
     assert not renew.waiting
-    ends((1, 1, 2))
-    renew = told()
+    end_answers(g, (1, 1, 2))
+    renew = told(g)
     assert renew.judging == [(0, 1), (1, 2)] and renew.waiting.what == m.REWARDS_WAITED_FOR
     monkeypatch.setattr(type(g.rewards), "is_working", property(lambda self: False))
-    assert told().judging == [], "nobody sees to their end"
+    assert told(g).judging == [], "nobody sees to their end"
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "open").touch()
@@ -119,64 +113,41 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
     while g.unscored:
         assert time.monotonic() < deadline
         one_pass(g)
-    assert told().judging == [] and told().stats["reward/judged"] == 4
-    assert told().stats["generator/reward_idle_s"] > 0
-    assert {"link/acked", "link/fetch_s"} < set(told().stats)
+    assert told(g).judging == [] and told(g).stats["reward/judged"] == 4
+    assert told(g).stats["generator/reward_idle_s"] > 0
+    assert {"link/acked", "link/fetch_s"} < set(told(g).stats)
     assert sum(len(x.samples) for x in said if isinstance(x, m.Delivery)) == 4
 
 
 def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(make: MakeGenerator) -> None:
     """It names all that it has, wherever that is, and the attempt up to which that is all."""
     g = make()
-    inbox, said = g.socket.inbox, g.socket.said
-    inbox.append(
-        tickets(g, announcement(1), *(ticket(n, n + 1, epoch=1, samples=1) for n in range(3)))
-    )
-    one_pass(g)
+    granted = [ticket(n, n + 1, epoch=1, samples=1) for n in range(3)]
+    one_pass(g, tickets(g, announcement(1), *granted))
 
-    def told() -> m.LeaseRenewal:
-        g.renewed = 0.0
-        one_pass(g)
-        return next(x for x in reversed(said) if isinstance(x, m.LeaseRenewal))
-
-    span = m.VersionSpan(Label(1, 0), "d", 0, 2, Label(1, 0))
-    for key in ((0, 0, 1), (1, 0, 2)):
-        row = g.engine.rows.pop(key)
-        answer = Completion(
-            key, row.prompt, np.zeros(2, np.int32), np.zeros(2, np.float32), [span], "length"
-        )
-        g.accept_completion(answer)
+    end_answers(g, (0, 0, 1), (1, 0, 2))
     g.rewards.poll = list
-    renew = told()
+    renew = told(g)
     assert (renew.taken, renew.written) == (3, [(0, 1), (1, 2)])
     assert [name[:2] for name in renew.progress] == [(2, 3)]
     written = g.unscored.pop((0, 0, 1))
-    g.outbox.add(
-        build_failed_trajectory(
-            PromptTooLong(written.ticket, (0, 0, 1), m.RewardFailure("data", "no")),
-            Label(1, 0),
-            "d",
-        )
-    )
-    assert told().written == [(0, 1), (1, 2)]  # fresh, then sent, and not acknowledged
+    refused = PromptTooLong(written.ticket, (0, 0, 1), m.RewardFailure("data", "no"))
+    g.outbox.add(build_failed_trajectory(refused, Label(1, 0), "d"))
+    assert told(g).written == [(0, 1), (1, 2)]  # fresh, then sent, and not acknowledged
     g.outbox.fresh_since = -1.0  # it has waited for company
-    assert told().written == [(0, 1), (1, 2)] and g.outbox.sent and not g.outbox.fresh
-    inbox.append(m.DeliveryAcks(g.session, [(0, 0, 1, "failed")], 1 << 20, None))
-    assert told().written == [(1, 2)]
-    inbox.append(m.HeartbeatReply(1, None, attempts=5))
-    assert told().taken == 5
-    inbox.append(tickets(g, None, ticket(4, 5, epoch=1), ticket(5, 6, epoch=1)))
-    renew = told()
+    assert told(g).written == [(0, 1), (1, 2)] and g.outbox.sent and not g.outbox.fresh
+    acks = m.DeliveryAcks(g.session, [(0, 0, 1, "failed")], 1 << 20, None)
+    assert told(g, acks).written == [(1, 2)]
+    assert told(g, m.HeartbeatReply(1, None, attempts=5)).taken == 5
+    renew = told(g, tickets(g, None, ticket(4, 5, epoch=1), ticket(5, 6, epoch=1)))
     assert set(g.schedule.held) == {(2, 3), (5, 6)} and renew.taken == 6
-    inbox.append(m.HeartbeatReply(1, None, attempts=2))  # a late one
-    assert told().taken == 6
+    assert told(g, m.HeartbeatReply(1, None, attempts=2)).taken == 6  # a late one
 
 
 def test_the_timeline_has_loads_and_prefills(make: MakeGenerator) -> None:
     g = make()
     given = tickets(g, announcement(1), ticket(0, 1, epoch=1, samples=2))
-    g.socket.inbox.append(given)
-    one_pass(g)
+    one_pass(g, given)
     asked = [x for x in g.socket.said if isinstance(x, m.TicketRequest)]
     assert asked[-1].holding == Label(1, 0), "the live view shows the weights of each generator"
     assert (asked[-1].producer, asked[-1].session) == (g.producer, g.session)
@@ -232,8 +203,7 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(
     time."""
     for sets, expected in (((), [8, 4, 2, 1, 1, 2, 3]), (("staleness.max_lag=0",), [8] * 7)):
         g = make(*sets)
-        g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
-        one_pass(g)
+        one_pass(g, tickets(g, announcement(1), ticket(0, 1, epoch=1)))
         clock, made, slow = [0.0], [], [4.0, 4.0, 4.0, 4.0, 0.1, 0.1, 0.1]
         g.steps = 8
         g.idle_since = g.usage.busy_s = 0.0
@@ -263,8 +233,7 @@ def test_the_tokens_of_completions_are_summed(
     make: MakeGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     g = make()
-    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
-    one_pass(g)
+    one_pass(g, tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     before, accepted = g.usage.tokens, []
     ended = [SimpleNamespace(tokens=np.zeros(n, np.int32)) for n in (3, 4)]
     monkeypatch.setattr(g.engine, "step", lambda _: ended)
@@ -276,8 +245,7 @@ def test_the_tokens_of_completions_are_summed(
 
 def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(make: MakeGenerator) -> None:
     g = make()
-    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
-    one_pass(g)
+    one_pass(g, tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     said = g.socket.said
     del said[:]
     g.ending = True
@@ -294,8 +262,7 @@ def test_told_that_the_run_is_over_it_ends_without_a_word(make: MakeGenerator) -
     """Nobody waits for it any more, and a buffer that has gone would make it wait for its own last
     words."""
     g = make()
-    g.socket.inbox.append(tickets(g, announcement(1)))
-    one_pass(g)
+    one_pass(g, tickets(g, announcement(1)))
     del g.socket.said[:]
     g.socket.inbox.append(tickets(g, announcement(1), finished=True))
     g.loop()
@@ -330,8 +297,7 @@ def test_one_that_took_part_and_was_not_told_ends_by_the_files_of_the_end(
 ) -> None:
     """The buffer has told the end for its five seconds, and gone, while this one decoded."""
     g = make("learner.steps=9")
-    g.socket.inbox.append(tickets(g, announcement(1)))
-    one_pass(g)
+    one_pass(g, tickets(g, announcement(1)))
     end_run(g.run_dir, 8)  # of a shorter run, which goes on
     g.silent_since = time.monotonic() - 3
     one_pass(g)
@@ -357,8 +323,7 @@ def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_a
     # longer than wires.connect_s, shorter than a start may take
     g.missing_since = time.monotonic() - CONNECT_S - 1
     one_pass(g)
-    g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))
-    one_pass(g)
+    one_pass(g, tickets(g, announcement(2), ticket(0, 2, epoch=2)))
     assert g.missing is None and g.engine.loads == [(2, 0)] and g.engine.active == 2
 
 
@@ -374,8 +339,7 @@ def test_the_version_that_is_announced_is_pulled_by_the_digest_that_was_announce
         return None if digest == "d1.0" else ({}, digest or "of the ring", b"")
 
     g.weights.pull = pull
-    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
-    one_pass(g)
+    one_pass(g, tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     assert asked == [(Label(1, 0), "d1.0")] and g.loaded is None and g.lacks_weights
     assert not g.engine.loads and "weights 1.0" in g.waiting_for
     said = announcement(1, 3)
@@ -399,8 +363,7 @@ def test_hands_full_of_a_dead_learners_tickets_are_emptied_when_the_next_one_is_
     assert g.schedule.count_waiting() == g.engine.slots and not g.engine.active
     said = g.socket.said
     del said[:]
-    g.socket.inbox.append(m.HeartbeatReply(2, announcement(2)))
-    one_pass(g)
+    one_pass(g, m.HeartbeatReply(2, announcement(2)))
     assert not g.schedule.held and g.engine.loads == [(2, 0)]
     assert any(isinstance(x, m.TicketRequest) for x in said)
 
@@ -410,8 +373,7 @@ def test_weights_that_stay_gone_end_a_generator_of_its_own_and_never_a_supervise
 ) -> None:
     def gone(g: Generator) -> None:
         g.weights.missing = {1}
-        g.socket.inbox.append(tickets(g, announcement(1)))
-        one_pass(g)
+        one_pass(g, tickets(g, announcement(1)))
         assert g.missing is not None
         g.missing_since = time.monotonic() - STARTUP_S - 1
         one_pass(g)
@@ -432,8 +394,7 @@ def test_a_buffer_that_falls_silent_is_given_up_and_one_that_answers_is_not(
     one_pass(g)
     assert g.silent_since  # its renewals are answered, so silence has a beginning
     g.silent_since = silent = g.silent_since - CONNECT_S - 1
-    g.socket.inbox.append(m.HeartbeatReply(0))
-    one_pass(g)
+    one_pass(g, m.HeartbeatReply(0))
     assert not g.silent_since or g.silent_since > silent
     assert g.waiting_for == "the learner: no weights have been announced yet"
     g.request(m.LeaseRenewal(g.producer, g.session, [], {}, None))

@@ -177,8 +177,6 @@ def test_chats_go_through_the_template(client: openai.OpenAI) -> None:
     assert content is not None and content.content is not None
     assert all(row.logprob == row.top_logprobs[0].logprob for row in content.content)
     assert chat.usage is not None and chat.usage.prompt_tokens == 4
-    assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").to_dict()["max_model_len"] == 64
 
 
 def test_the_key_is_needed_and_other_routes_are_named(url: str) -> None:
@@ -411,11 +409,8 @@ def test_answers_have_every_field_of_the_api(url: str, directory: Path) -> None:
     (choice,) = ended["choices"]
     special = load_tokenizer(directory).decode([1])
     assert choice["logprobs"]["tokens"][1] == special and choice["text"].endswith(special)
-    refused = httpx2.post(
-        f"{url}/chat/completions",
-        json={"messages": [{"role": "tool", "content": "a"}]},
-        headers=headers,
-    )
+    tool = {"messages": [{"role": "tool", "content": "a"}]}
+    refused = httpx2.post(f"{url}/chat/completions", json=tool, headers=headers)
     error = refused.json()["error"]
     assert refused.status_code == 400 and "no tools" in error.pop("message")
     assert error == {"type": "invalid_request_error", "param": "messages", "code": "invalid_value"}
@@ -424,6 +419,7 @@ def test_answers_have_every_field_of_the_api(url: str, directory: Path) -> None:
     (choice,) = chat["choices"]
     text = choice["message"]["content"]
     (row,) = choice["logprobs"]["content"]
+    wanted = {"token": text, "logprob": row["logprob"], "bytes": list(text.encode())}
     assert chat == {
         "object": "chat.completion",
         "model": "tiny",
@@ -431,17 +427,7 @@ def test_answers_have_every_field_of_the_api(url: str, directory: Path) -> None:
             {
                 "index": 0,
                 "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": {
-                    "content": [
-                        {
-                            "token": text,
-                            "logprob": row["logprob"],
-                            "bytes": list(text.encode()),
-                            "top_logprobs": [],
-                        }
-                    ],
-                    "refusal": None,
-                },
+                "logprobs": {"content": [wanted | {"top_logprobs": []}], "refusal": None},
                 "finish_reason": "length",
             }
         ],

@@ -33,14 +33,8 @@ OUTCOME |= {"token_rewards", "temperature", "generated_at"}
 
 def store(context: int = LONG + 1, session_tokens: int = 0) -> Store:
     """Group 0 is trained and kept, group 1 is being written, at version 1."""
-    settings = StoreSettings(
-        1,
-        2,
-        9,
-        m.SamplingSettings(max_new_tokens=LONG),
-        context=context,
-        session_tokens=session_tokens,
-    )
+    sampling = m.SamplingSettings(max_new_tokens=LONG)
+    settings = StoreSettings(1, 2, 9, sampling, context=context, session_tokens=session_tokens)
     made = Store(settings, lambda index: m.Prompt(index, "p"))
     assert made.follow_learner(honest_hello("run", vocabulary=VOCABULARY))
     made.grant("g", 1, 2, 0.0)

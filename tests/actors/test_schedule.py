@@ -47,13 +47,8 @@ def test_a_ticket_is_taken_once_and_lost_ones_are_refused() -> None:
 def test_samples_start_with_weights_of_their_epoch_that_are_new_enough() -> None:
     at_two = msgspec.structs.replace(ticket(1, 1, 1), min_version=V2)
     leased = LeasedTicket(at_two, [0])
-    assert [leased.is_ready(x) for x in (None, V1, V2, V3, Label(2, 9))] == [
-        False,
-        False,
-        True,
-        True,
-        False,
-    ]
+    found = [leased.is_ready(x) for x in (None, V1, V2, V3, Label(2, 9))]
+    assert found == [False, False, True, True, False]
     leased = LeasedTicket(exact(1, 1, V2), [0])
     assert [leased.is_ready(x) for x in (None, V1, V2, V3)] == [False, False, True, False]
 
@@ -136,10 +131,8 @@ def test_progress_counts_the_tokens_of_finished_and_of_live_samples() -> None:
     made.admit(V1, 9)
     made.finish_sample((1, 0, 4), 5)
     made.finish_sample((1, 1, 4), 7)
-    assert sorted(list_ticket_progress(made, {(1, 2, 4): 3, (2, 0, 5): 2, (8, 0, 9): 1})) == [
-        (1, 4, 15),
-        (2, 5, 2),
-    ]
+    progress = list_ticket_progress(made, {(1, 2, 4): 3, (2, 0, 5): 2, (8, 0, 9): 1})
+    assert sorted(progress) == [(1, 4, 15), (2, 5, 2)]
     made.finish_sample((1, 2, 4), 3)
     assert list_ticket_progress(made, {}) == [(2, 5, 0)], "a finished ticket is forgotten"
 

@@ -179,7 +179,7 @@ def test_aborted_requests_leave_the_book(model: Any) -> None:
     keys = [(t, s, 1) for t in range(2) for s in range(2)]
     tokens = e.abort(keys)
     assert {k: tokens[k] for k in progress} == progress
-    assert len(tokens) + len(answers) == 4 and e.active == 0
+    assert len(tokens) + len(answers) == 4 and e.active == 0 and e.count_tokens() == {}
     assert not (e.draft_book.outstanding or e.draft_book.groups or e.draft_book.finished)
 
 

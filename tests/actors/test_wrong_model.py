@@ -66,81 +66,59 @@ def no_end(path: Path) -> None:
     (path / "generation_config.json").unlink()
 
 
-WRONG: list[tuple[str, Callable[[Path], Any], list[str], str]] = [
-    (
-        "lacks a layer",
+NOT_FINITE = "model.norm.weight in {path}/model.safetensors has NaN or infinities"
+
+
+def unreadable(file: str) -> Callable[[Path], Any]:
+    return lambda path: (path / file).write_text("{")
+
+
+# what is done to the directory, or a setting; and what is said of it
+WRONG: dict[str, tuple[Callable[[Path], Any] | str, str]] = {
+    "lacks a layer": (
         without_layer,
-        [],
         "lack 11 of the parameters in its config.json, which would be random: model.layers.1.",
     ),
-    (
-        "NaN",
-        spoiled(float("nan"), torch.float32),
-        [],
-        "model.norm.weight in {path}/model.safetensors has NaN or infinities",
-    ),
-    (
-        "infinite in bfloat16",
-        spoiled(float("-inf"), torch.bfloat16),
-        [],
-        "model.norm.weight in {path}/model.safetensors has NaN or infinities",
-    ),
-    (
-        "masked LM",
+    "NaN": (spoiled(float("nan"), torch.float32), NOT_FINITE),
+    "infinite in bfloat16": (spoiled(float("-inf"), torch.bfloat16), NOT_FINITE),
+    "masked LM": (
         lambda p: edit(p, "config.json", architectures=["BertForMaskedLM"]),
-        [],
         "is a BertForMaskedLM (config.json), not a causal LM",
     ),
-    (
-        "two stacks",
+    "two stacks": (
         lambda p: edit(p, "config.json", is_encoder_decoder=True),
-        [],
         "is an encoder-decoder model (config.json), not a causal LM",
     ),
-    (
-        "tokenizer too large",
+    "tokenizer too large": (
         more_tokens,
-        [],
         "tokens up to number 18, the model's vocabulary ends at 16 (vocab_size)",
     ),
-    (
-        "context too long",
-        lambda p: None,
-        ["generator.context=300"],
+    "context too long": (
+        "generator.context=300",
         "generator.context: 300 tokens; the model in {path} has 256 positions",
     ),
-    (
-        "no end",
+    "no end": (
         no_end,
-        [],
         "no token ends a completion: neither the tokenizer nor generation_config.json",
     ),
-    (
-        "stop of many tokens",
-        lambda p: None,
-        ['generator.stop=["#1"]'],
-        "generator.stop: '#1' is 2 tokens",
-    ),
-    ("no JSON", lambda p: (p / "config.json").write_text("{"), [], "config.json cannot be read"),
-    (
-        "no sampling settings",
-        lambda p: (p / "generation_config.json").write_text("{"),
-        [],
+    "stop of many tokens": ('generator.stop=["#1"]', "generator.stop: '#1' is 2 tokens"),
+    "no JSON": (unreadable("config.json"), "config.json cannot be read"),
+    "no sampling settings": (
+        unreadable("generation_config.json"),
         "model.path: {path}/generation_config.json cannot be read",
     ),
-]
+}
 
 
-@pytest.mark.parametrize(
-    ("spoil", "sets", "said"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG]
-)
-def test_refused_before_the_start(
-    spoil: Callable[[Path], Any], sets: list[str], said: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", WRONG)
+def test_refused_before_the_start(name: str, tmp_path: Path) -> None:
     path = tmp_path / "m"
     policy.build_model(path, SYMBOLS, hidden=32)
     preflight(config(path))
-    spoil(path)
+    wrong, said = WRONG[name]
+    sets = [wrong] if isinstance(wrong, str) else []
+    if not isinstance(wrong, str):
+        wrong(path)
     with pytest.raises(ConfigError) as e:
         preflight(config(path, *sets))
     assert said.format(path=path) in str(e.value) and "\n" not in str(e.value)
@@ -250,16 +228,12 @@ def test_the_generator_stops_there_and_shows_the_text_without(
     make: Callable[..., Generator],
 ) -> None:
     g = make('generator.stop=["#"]')
-    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1, samples=1)))
-    one_pass(g)
+    one_pass(g, tickets(g, announcement(1), ticket(0, 1, epoch=1, samples=1)))
     ((key, r),) = g.engine.rows.items()
     assert r.stop == (1, 16)
     span = m.VersionSpan(Label(1, 0), "d", 0, 3, Label(1, 0))
-    g.accept_completion(
-        Completion(
-            key, r.prompt, np.array([4, 5, 16], np.int32), np.zeros(3, np.float32), [span], "stop"
-        )
-    )
+    tokens, logprobs = np.array([4, 5, 16], np.int32), np.zeros(3, np.float32)
+    g.accept_completion(Completion(key, r.prompt, tokens, logprobs, [span], "stop"))
     assert g.unscored[key][2] == "12"
 
 

@@ -112,19 +112,14 @@ class Weights:
 
 
 def announcement(epoch: int, number: int = 0) -> m.PolicyAnnouncement:
-    return m.PolicyAnnouncement(
-        Label(epoch, number),
-        f"d{epoch}.{number}",
-        m.WeightsSource(epoch, "here", f"ring_{epoch}", ""),
-    )
+    source = m.WeightsSource(epoch, "here", f"ring_{epoch}", "")
+    return m.PolicyAnnouncement(Label(epoch, number), f"d{epoch}.{number}", source)
 
 
 def ticket(number: int, attempt: int, epoch: int, samples: int = 2) -> m.Ticket:
     prompt = m.Prompt(number, "31=")
-    sampling, label = m.SamplingSettings(max_new_tokens=12), Label(epoch, 0)
-    return m.Ticket(
-        number, attempt, "train", prompt, list(range(samples)), sampling, label, None, 0
-    )
+    which, sampling = list(range(samples)), m.SamplingSettings(max_new_tokens=12)
+    return m.Ticket(number, attempt, "train", prompt, which, sampling, Label(epoch, 0), None, 0)
 
 
 @pytest.fixture
@@ -149,19 +144,12 @@ def make(tmp_path: Path, small_model: Path) -> Iterator[Callable[..., Generator]
     rundir.clean(tmp_path / "run")
 
 
-def one_pass(g: Generator) -> None:
+def one_pass(g: Generator, *heard: m.FromBuffer) -> None:
     """What the loop does between two looks at whether it is to end."""
-    for part in (
-        g.read,
-        g.swap,
-        g.admit,
-        g.decode,
-        g.collect,
-        g.deliver,
-        g.request_samples,
-        g.renew,
-    ):
-        part()
+    g.socket.inbox.extend(heard)
+    steps = (g.read, g.swap, g.admit, g.decode, g.collect, g.deliver, g.request_samples, g.renew)
+    for step in steps:
+        step()
 
 
 def tickets(

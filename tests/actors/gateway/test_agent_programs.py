@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -123,14 +124,8 @@ def playing(tmp_path: Path) -> Iterator[Any]:
 
 
 def seat(number: int, text: str = "1") -> SessionAccess:
-    prompt = Prompt(
-        number,
-        text,
-        answer="secret",
-        meta={"level": "3"},
-        messages=[{"role": "user"}],
-        split="eval",
-    )
+    own: Any = {"meta": {"level": "3"}, "messages": [{"role": "user"}], "split": "eval"}
+    prompt = Prompt(number, text, answer="secret", **own)
     url = f"http://127.0.0.1/s/{number}"
     return SessionAccess(number, f"s{number}", url, "key", "m", prompt, 5, 2, False, 60.0)
 
@@ -181,7 +176,7 @@ def test_the_variables_of_a_program(
         **dict.fromkeys(MODEL_VARIABLES, "m"),
     }
     assert {name: env.get(name) for name in expected} == expected
-    assert len(MODEL_VARIABLES) == 7 and "PATH" in select_inherited([])
+    assert "PATH" in select_inherited([])
     assert not select_inherited([]).get("LC")
 
 
@@ -198,15 +193,11 @@ def test_the_variables_that_every_program_inherits(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(agent_programs.os, "environ", given)
     assert select_inherited([]) == dict.fromkeys(names, "x")
     assert select_inherited(["AWS_*", "pa?h"]).keys() == names | {"AWS_KEY", "path"}
-    assert agent_programs.MODEL_VARIABLES == (
-        "ASYNCRL_MODEL",
-        "OPENAI_MODEL",
-        "ANTHROPIC_MODEL",
-        "ANTHROPIC_SMALL_FAST_MODEL",
-        "ANTHROPIC_DEFAULT_OPUS_MODEL",
-        "ANTHROPIC_DEFAULT_SONNET_MODEL",
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL",
-    )
+    kinds = ("OPUS", "SONNET", "HAIKU")
+    assert (
+        *("ASYNCRL_MODEL", "OPENAI_MODEL", "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL"),
+        *(f"ANTHROPIC_DEFAULT_{kind}_MODEL" for kind in kinds),
+    ) == agent_programs.MODEL_VARIABLES
 
 
 def test_a_program_leads_its_own_session_and_is_interrupted_as_usual(
@@ -223,28 +214,21 @@ def test_a_program_leads_its_own_session_and_is_interrupted_as_usual(
     assert ignored and not int(ignored[1], 16) >> (signal.SIGINT - 1) & 1
 
 
+PARTS = SessionResult(7, "scored", 1.0, {"reward": 1.0, "a": 2.0})
+NO_REWARD = (
+    "ended and gave no reward: print it as the last line, or write it to the file $ASYNCRL_REWARD"
+)
+
+
 @pytest.mark.parametrize(
     ("code", "out", "err", "written", "expected"),
     [
         (0, "a\n0.5\n\n", "", None, SessionResult(7, "scored", 0.5)),
         (0, "x", "", "3", SessionResult(7, "scored", 3.0)),
-        (
-            0,
-            '{"reward": 1, "a": 2}',
-            "",
-            None,
-            SessionResult(7, "scored", 1.0, {"reward": 1.0, "a": 2.0}),
-        ),
+        (0, '{"reward": 1, "a": 2}', "", None, PARTS),
         (0, "1", "", " \n", SessionResult(7, "scored", 1.0)),
         (0, "null", "", None, SessionResult(7, "judge")),
-        (
-            0,
-            "\n",
-            "oh",
-            None,
-            "ended and gave no reward: print it as the last line, or write it to the file "
-            "$ASYNCRL_REWARD",
-        ),
+        (0, "\n", "oh", None, NO_REWARD),
         (0, "well done", "", None, "gave an invalid reward, not a number or JSON: 'well done'"),
         (0, "NaN", "", None, "gave an invalid reward: reward is nan, not a finite number"),
         (0, '"2"', "", None, "gave an invalid reward: reward is a str, not a number"),
@@ -418,22 +402,24 @@ def test_orders_come_in_pieces(playing: Any) -> None:
     assert found.results() == [SessionResult(1, "scored", 1.0)]
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What the process asks the kernel for by prctl."""
+    found: list[tuple[int, int]] = []
+    library = SimpleNamespace(prctl=lambda *option: found.append(option))
+    monkeypatch.setattr(agent_programs, "_libc", library)
+    return found
+
+
 def test_the_process_is_ready_plays_and_ends_with_its_socket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, int]] = []
-
-    class Library:
-        def prctl(self, option: int, value: int) -> None:
-            asked.append((option, value))
-
     ours, theirs = socket.socketpair()
     setup = AgentSetup(["sleep", "3600"], "", str(tmp_path / "agent.log"))
     frames = [msgspec.msgpack.encode(setup), msgspec.msgpack.encode(SessionOrders([seat(1)]))]
     ours.sendall(b"".join(map(frame, frames)))  # orders that come with the setup
     ours.shutdown(socket.SHUT_WR)
     monkeypatch.setattr(agent_programs, "_prepare_child", lambda: None)
-    monkeypatch.setattr(agent_programs, "_libc", Library())
     agent_programs.serve(theirs)
     assert asked == [(agent_programs.PR_SET_PDEATHSIG, 0), (PR_SET_CHILD_SUBREAPER, 1)]
     stream = ours.makefile("rb")
@@ -453,14 +439,7 @@ def test_a_socket_that_closes_before_the_setup_ends_the_process() -> None:
     theirs.close()
 
 
-def test_a_new_process_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-
-    class Library:
-        def prctl(self, option: int, value: int) -> None:
-            asked.append((option, value))
-
-    monkeypatch.setattr(agent_programs, "_libc", Library())
+def test_a_new_process_is_prepared(asked: list[tuple[int, int]]) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     agent_programs._prepare_child()
     assert signal.signal(signal.SIGINT, before) is signal.SIG_DFL

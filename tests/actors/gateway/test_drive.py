@@ -48,7 +48,6 @@ def drive(
 
 
 def poll(drive: EnvironmentPool, count: int) -> list[EnvironmentEvent]:
-    """So many events."""
     out: list[EnvironmentEvent] = []
     until = time.monotonic() + PATIENCE_S
     while len(out) < count:
@@ -66,15 +65,9 @@ def test_a_process_is_told_what_it_plays(monkeypatch: pytest.MonkeyPatch) -> Non
         return "process"
 
     monkeypatch.setattr(environment_pool, "_EnvironmentProcess", process)
-    agent = AgentConfig(
-        env="m:E",
-        args={"a": 1},
-        opponent="self",
-        eval_opponent="m:other",
-        workers=2,
-        python="/opt/python",
-        step_s=7.0,
-    )
+    players = {"opponent": "self", "eval_opponent": "m:other"}
+    more = {"workers": 2, "python": "/opt/python", "step_s": 7.0}
+    agent = AgentConfig(env="m:E", args={"a": 1}, **players, **more)
     pool = EnvironmentPool(agent, judged=True)
     opponents = sorted({agent.choose_opponent("train"), agent.choose_opponent("eval")})
     assert len(opponents) == 2
@@ -94,13 +87,9 @@ def test_a_session_begins_in_the_process_with_the_fewest() -> None:
 
     def process(*sessions: int) -> Any:
         sent: list[Any] = []
-        return SimpleNamespace(
-            sessions={*sessions},
-            asked=deque([(9, "step")]),
-            ready=True,
-            sent=sent,
-            send=sent.append,
-        )
+        made = SimpleNamespace(sessions={*sessions}, asked=deque([(9, "step")]), ready=True)
+        made.sent, made.send = sent, sent.append
+        return made
 
     pool.workers = [process(1, 2), process(3), process(4, 5)]
     for session, place in ((6, 1), (7, 0), (8, 1)):

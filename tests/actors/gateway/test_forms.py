@@ -76,6 +76,14 @@ def accepts(form: str, text: str) -> bool:
 
 
 SPACED = '{"a":\n  7}'
+REQUIRED = {"tools": TOOLS, "tool_choice": "required"}
+FLAT_REQUIRED = {"tools": FLAT_TOOLS, "tool_choice": "required"}
+
+
+def choose(tools: list[dict[str, Any]], **choice: Any) -> dict[str, Any]:
+    return {"tools": tools, "tool_choice": choice}
+
+
 FORMS: list[tuple[Kind, dict[str, Any], list[str], list[str]]] = [
     ("chat", {"response_format": OBJECT}, ['{"b": [1, "x"]}', "{}"], ["[]", "3", " {}"]),
     ("chat", {"response_format": BY_SCHEMA}, ['{"a":3}', SPACED], ['{"a":12}', "{}", ADD]),
@@ -100,46 +108,23 @@ FORMS: list[tuple[Kind, dict[str, Any], list[str], list[str]]] = [
     # a call that is required
     (
         "chat",
-        {"tools": TOOLS, "tool_choice": "required"},
+        REQUIRED,
         [ADD, STOP, f"{ADD}\n{STOP}"],
         ["go", "{}", ADD + STOP, STOP.replace("stop", "add"), ADD.replace("1", "10")],
     ),
-    (
-        "chat",
-        {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
-        [ADD],
-        [f"{ADD}\n{STOP}"],
-    ),
-    (
-        "chat",
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}},
-        [ADD],
-        [STOP],
-    ),
-    ("responses", {"tools": FLAT_TOOLS, "tool_choice": "required"}, [ADD], ["go"]),
-    (
-        "responses",
-        {"tools": FLAT_TOOLS, "tool_choice": {"type": "function", "name": "stop"}},
-        [STOP],
-        [ADD],
-    ),
-    ("messages", {"tools": CLAUDE_TOOLS, "tool_choice": {"type": "any"}}, [ADD, STOP], ["go"]),
+    ("chat", {**REQUIRED, "parallel_tool_calls": False}, [ADD], [f"{ADD}\n{STOP}"]),
+    ("chat", choose(TOOLS, type="function", function={"name": "add"}), [ADD], [STOP]),
+    ("responses", FLAT_REQUIRED, [ADD], ["go"]),
+    ("responses", choose(FLAT_TOOLS, type="function", name="stop"), [STOP], [ADD]),
+    ("messages", choose(CLAUDE_TOOLS, type="any"), [ADD, STOP], ["go"]),
     (
         "messages",
-        {
-            "tools": CLAUDE_TOOLS,
-            "tool_choice": {"type": "tool", "name": "add", "disable_parallel_tool_use": True},
-        },
+        choose(CLAUDE_TOOLS, type="tool", name="add", disable_parallel_tool_use=True),
         [ADD],
         [STOP, f"{ADD}\n{ADD}"],
     ),
     # a required call decides over a format
-    (
-        "chat",
-        {"tools": TOOLS, "tool_choice": "required", "response_format": BY_SCHEMA},
-        [ADD],
-        ['{"a": 3}'],
-    ),
+    ("chat", {**REQUIRED, "response_format": BY_SCHEMA}, [ADD], ['{"a": 3}']),
 ]
 
 

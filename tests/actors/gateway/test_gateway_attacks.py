@@ -60,12 +60,8 @@ def finish(served: Served, opened: OpenedSession) -> None:
         ({"reward": 1e19}, "reward", "1e+15"),
         ({"reward": -2e15}, "reward", "1e+15"),
         (b'{"reward": 1e999}', "reward", "not a finite"),
-        (
-            {"reward": 1, "parts": {f"p{i}": 0 for i in range(300)}},
-            "parts",
-            "at most 256 are allowed",
-        ),
-        ({"reward": 1, "parts": {"x" * 300: 0}}, "parts", "at most 200 are allowed"),
+        ({"reward": 1, "parts": {f"p{i}": 0 for i in range(300)}}, "parts", "at most 256 are"),
+        ({"reward": 1, "parts": {"x" * 300: 0}}, "parts", "at most 200 are"),
         ({"reward": 1, "parts": {"a": 1e16}}, "parts", "1e+15"),
         ({"reward": 1, "calls": {"0": 1e19}}, "calls", "1e+15"),
         ({"reward": 1e15, "calls": {"0": -1e15}}, "calls", "1e+15"),
@@ -128,11 +124,8 @@ def test_half_of_a_character_is_refused_at_the_door(
 def test_half_of_a_character_within_a_tools_arguments_is_refused(served: Served) -> None:
     """It is JSON within JSON: the body itself is sound."""
     opened = served.do(served.service.open)
-    call = {
-        "id": "a",
-        "type": "function",
-        "function": {"name": "f", "arguments": r'{"a":"\ud800"}'},
-    }
+    function = {"name": "f", "arguments": r'{"a":"\ud800"}'}
+    call = {"id": "a", "type": "function", "function": function}
     told = [*GO, {"role": "assistant", "tool_calls": [call]}]
     said = post(served, opened, "/v1/chat/completions", {"messages": told})
     assert said.status_code == 400 and said.json()["error"]["code"] == "invalid_text"
@@ -301,11 +294,10 @@ def test_a_retry_joins_a_call_whose_prompt_is_being_composed(served: Served) -> 
     opened = served.do(served.service.open)
     slow = SlowComposer(opened)
     body = {"model": "policy", "messages": [{"role": "user", "content": "a" * 50_000}]}
-    head = {"authorization": f"Bearer {opened.key}", "x-stainless-retry-count": "1"}
-    url = f"{served.url}/s/{opened.session.name}/v1/chat/completions"
+    head = {"x-stainless-retry-count": "1"}
 
     def ask() -> httpx.Response:
-        return httpx.post(url, json=body, headers=head, timeout=WAIT_S)
+        return post(served, opened, "/v1/chat/completions", body, **head)
 
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(ask), pool.submit(ask)]
@@ -409,12 +401,8 @@ def test_an_idempotency_key_is_of_its_own_session(served: Served) -> None:
     opened, other = served.do(served.service.open), served.do(served.service.open)
     ids = []
     for each in (opened, other, opened):
-        said = httpx.post(
-            f"{served.url}/s/{each.session.name}/v1/chat/completions",
-            json={"model": "policy", "messages": GO},
-            headers={"authorization": f"Bearer {each.key}", "idempotency-key": "one"},
-            timeout=WAIT_S,
-        )
+        body = {"model": "policy", "messages": GO}
+        said = post(served, each, "/v1/chat/completions", body, **{"idempotency-key": "one"})
         ids.append(said.json()["id"])
     assert ids[0] == ids[2] != ids[1]
 

@@ -131,18 +131,10 @@ class Play:
         self.kind = kind
         self.tokenizer = tokenizer(kind.template)
         stop = self.tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>", "<|eot_id|>"])
+        self.end = stop[1]
         self.chat = ChatFormat(self.tokenizer, stop, **more).with_date(WHEN)
-        ticket = Ticket(
-            0,
-            1,
-            "train",
-            Prompt(0, ""),
-            [0],
-            SamplingSettings(max_new_tokens=99),
-            Label(1, 0),
-            None,
-            0,
-        )
+        sampling = SamplingSettings(max_new_tokens=99)
+        ticket = Ticket(0, 1, "train", Prompt(0, ""), [0], sampling, Label(1, 0), None, 0)
         free = SessionLimits(max_calls=0, rows=0, deadline_s=0.0)
         self.session = Session(ticket, 0, 1, free, self.chat)
 
@@ -186,16 +178,10 @@ class Play:
 
 def sent(answer: dict[str, Any]) -> dict[str, Any]:
     """An answer as a client has it and sends it back: nothing of ours but what the API names."""
-    calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"]),
-            },
-        }
-        for call in answer.get("tool_calls", [])
-    ]
+    calls = []
+    for call in answer.get("tool_calls", []):
+        arguments = json.dumps(call["function"]["arguments"])
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     made = {"role": "assistant", "content": answer["content"] or None}
     return {**made, "tool_calls": calls} if calls else made
 
@@ -239,8 +225,7 @@ def test_both_sides_of_a_game_may_be_told_and_say_the_same(templated: bool) -> N
     """Each goes on behind its own draw, not behind the newest that is equal; the other side's draws
     are set aside, and another game begins anew."""
     play = Play(ZOO["chatml"])
-    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    ids = [*play.characters("low"), end]
+    ids = [*play.characters("low"), play.end]
     sides = SessionPlayers(templated)
 
     def turn(game: int, told: Any, chosen: list[int] = ids) -> Any:
@@ -274,8 +259,7 @@ def test_both_sides_of_a_game_may_be_told_and_say_the_same(templated: bool) -> N
 def test_a_template_that_strips_thinking_forks_or_keeps() -> None:
     for history, forks in (("template", {"template": 1}), ("keep", {})):
         play = Play(Kind(STRIPS, "", chatml_head, "<|im_end|>", "\n"), history=history)
-        end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        ids = [*play.characters("<think>low</think>slow"), end]
+        ids = [*play.characters("<think>low</think>slow"), play.end]
         messages = [{"role": "user", "content": "go"}]
         answer = play.draw(play.ask(messages), ids, "stop")
         messages += [answer, {"role": "user", "content": "lower"}]
@@ -287,7 +271,7 @@ def test_a_template_that_strips_thinking_forks_or_keeps() -> None:
         assert call.prompt_ids.tolist() == play.reference(said)
         assert play.session.tree.forks == forks
         # a turn that is no user's strips nothing: it goes on
-        answer = play.draw(call, [*play.characters("<think>er</think>low"), end], "stop")
+        answer = play.draw(call, [*play.characters("<think>er</think>low"), play.end], "stop")
         play.ask([*messages, answer, {"role": "tool", "content": "3"}])
         assert play.session.tree.forks == forks
 
@@ -301,8 +285,7 @@ THINKS = CHATML.replace(
 
 def test_thinking_that_the_parser_took_out_is_put_back() -> None:
     play = Play(Kind(THINKS, "", chatml_head, "<|im_end|>", "\n"), parser=parse_hermes)
-    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    ids = [*play.characters("<think>low</think>slow"), end]
+    ids = [*play.characters("<think>low</think>slow"), play.end]
     messages = [{"role": "user", "content": "go"}]
     answer = play.draw(play.ask(messages), ids, "stop")
     assert answer == {"role": "assistant", "content": "slow"}
@@ -315,12 +298,11 @@ def test_a_history_that_was_changed_keeps_the_thinking_of_the_answers_behind_the
     """Clients send no thinking back.  What the agent wrote itself gets none, even if the policy
     answered the same later."""
     play = Play(Kind(THINKS, "", chatml_head, "<|im_end|>", "\n"), parser=parse_hermes)
-    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
     example = [{"role": "user", "content": "ex"}, {"role": "assistant", "content": "slow"}]
     messages = [*example, {"role": "user", "content": "go"}]
     thoughts = ["low", "er", "o"]
     for thought, text in zip(thoughts, ("slow", "lower", "slower"), strict=True):
-        ids = [*play.characters(f"<think>{thought}</think>{text}"), end]
+        ids = [*play.characters(f"<think>{thought}</think>{text}"), play.end]
         answer = play.draw(play.ask(messages), ids, "stop")
         messages += [answer, {"role": "user", "content": "more"}]
     assert not play.session.tree.forks
@@ -334,9 +316,8 @@ def test_a_history_that_was_changed_keeps_the_thinking_of_the_answers_behind_the
 
 def test_a_tool_call_that_the_template_writes_otherwise_stays_as_drawn() -> None:
     play = Play(Kind(CHATML, "", chatml_head, "<|im_end|>", "\n"), parser=parse_hermes)
-    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
     drawn = 'ok <tool_call>{"arguments":{"b":2,  "a":1},"name":"add"}</tool_call>'
-    for tail, finish in (([end], "stop"), ([], "length")):
+    for tail, finish in (([play.end], "stop"), ([], "length")):
         ids = play.characters(drawn) + tail
         messages = [{"role": "user", "content": finish}]
         answer = play.draw(play.ask(messages), ids, finish)
@@ -353,10 +334,9 @@ def test_a_tool_call_that_the_template_writes_otherwise_stays_as_drawn() -> None
 
 def test_a_history_that_was_changed_forks_and_says_where() -> None:
     play = Play(ZOO["chatml"])
-    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
     one = [{"role": "system", "content": "s"}, {"role": "user", "content": "go"}]
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    answer = play.draw(play.ask(one), [*play.characters("low"), end], "stop")
+    answer = play.draw(play.ask(one), [*play.characters("low"), play.end], "stop")
     more = {"role": "user", "content": "er"}
     for messages in (
         [one[0], {"role": "user", "content": "gone"}, answer, more],  # message 1
@@ -371,7 +351,7 @@ def test_a_history_that_was_changed_forks_and_says_where() -> None:
     assert play.session.tree.forks == {"message 1": 1, "message 2": 1, "again": 1}
     # a template that writes the tools: others than before are another prompt
     told = Play(Kind("{{ tools | tojson }}" + CHATML, "", chatml_head, "<|im_end|>", "\n"))
-    answer = told.draw(told.ask(one, tools=tools), [*play.characters("low"), end], "stop")
+    answer = told.draw(told.ask(one, tools=tools), [*play.characters("low"), play.end], "stop")
     assert told.ask([*one, answer, more], tools=tools).node.parent is not None
     assert told.chat.write(one, tools).startswith(json.dumps(tools) + "<|im_start|>system\ns")
     assert told.chat.write(one, []).startswith("null<|im_start|>"), (
@@ -383,12 +363,11 @@ def test_a_history_that_was_changed_forks_and_says_where() -> None:
 
 def test_of_two_equal_answers_the_newest_goes_on_and_calls_have_ids_of_their_own() -> None:
     play = Play(Kind(CHATML, "", chatml_head, "<|im_end|>", "\n"), parser=parse_hermes)
-    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
     one = [{"role": "user", "content": "go"}]
     calls = [play.ask(one) for _ in range(4)]
-    plain, said = [*play.characters("low"), end], '<tool_call>{"name": "f"}</tool_call>'
+    plain, said = [*play.characters("low"), play.end], '<tool_call>{"name": "f"}</tool_call>'
     first, _ = [play.draw(call, plain, "stop") for call in calls[:2]]
-    named = [play.draw(call, [*play.characters(said), end], "stop") for call in calls[2:]]
+    named = [play.draw(call, [*play.characters(said), play.end], "stop") for call in calls[2:]]
     more = {"role": "user", "content": "er"}
     assert play.ask([*one, first, more]).node.parent is calls[1].node
     assert [play.ask([*one, each, more]).node.parent for each in named] == [
@@ -414,12 +393,8 @@ def test_text_without_a_template_goes_on_from_its_answer() -> None:
     play.draw(first, [*play.characters("low"), end], "stop")
     second = play.session.accept(play.session.draft_text("1+1=lower")(), now=0.0)
     assert second.node.parent is first.node
-    assert second.prompt_ids.tolist() == [
-        *play.encode("1+1="),
-        *play.characters("low"),
-        end,
-        *play.encode("er"),
-    ]
+    answered = [*play.characters("low"), end]
+    assert second.prompt_ids.tolist() == [*play.encode("1+1="), *answered, *play.encode("er")]
     play.draw(second, play.characters("x"), "length")
     third = play.session.accept(play.session.draft_text("1+1=lowerx!")(), now=0.0)
     assert third.node.parent is second.node
@@ -467,22 +442,16 @@ def test_what_lies_behind_a_stop_string_is_set_aside() -> None:
 def test_an_answer_s_turn_closes_behind_its_last_end_token() -> None:
     play = Play(ZOO["chatml"])
     messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": " low "}]
-    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
     nodes = []
-    for ids in ([*play.characters("low"), end], play.characters("low")):
+    for ids in ([*play.characters("low"), play.end], play.characters("low")):
         call = play.ask(messages[:1])
         play.draw(call, ids, "stop")
         nodes.append(call.node)
     prompt = play.chat.write(messages[:1], [])
     turn = f"{prompt}a<|im_end|>b<|im_end|>c"
     assert [play.chat._find_closing(node, messages, turn) for node in nodes] == ["c", "<|im_end|>c"]
-    for text, closing in (
-        ("x low y", "y"),
-        ("x low", ""),
-        ("xlow.", "."),
-        ("low low.", "."),
-        ("x", ""),
-    ):
+    closings = {"x low y": "y", "x low": "", "xlow.": ".", "low low.": ".", "x": ""}
+    for text, closing in closings.items():
         found = play.chat._find_closing(nodes[1], messages, prompt + text)
         assert found == closing, (text, found)
     # where the template writes the prompt otherwise: what both have in common is skipped
@@ -508,14 +477,12 @@ def refusal(found: CallRefused) -> tuple[int, str, str | None, str]:
 
 def test_messages_as_templates_take_them() -> None:
     function = {"name": "f", "arguments": '{"a": 1}'}
+    called = {"role": "assistant", "content": None}
+    called |= {"tool_calls": [{"id": "1", "function": function}]}
     made = normalize_messages(
         [
             {"role": "developer", "content": [{"type": "text", "text": "a"}, {"text": "b"}]},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "1", "function": function}],
-            },
+            called,
             {"role": "assistant", "content": "x", "tool_calls": None},
         ]
     )
@@ -539,7 +506,6 @@ def test_messages_as_templates_take_them() -> None:
 
 
 def mine(text: str) -> dict[str, Any]:
-    """A parser of one's own."""
     if text == "broken":
         raise RuntimeError
     return {"content": "", "tool_calls": [{"function": {"name": text, "arguments": {}}}]}
@@ -617,9 +583,8 @@ def test_what_a_parser_returns_is_an_assistants_message() -> None:
 
 def test_an_answer_is_seen_up_to_its_end_or_a_stop() -> None:
     play = Play(ZOO["chatml"])
-    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
     start = play.tokenizer.convert_tokens_to_ids("<|im_start|>")
-    ids = np.array([start, *play.characters("ab abc."), end], np.int32)
+    ids = np.array([start, *play.characters("ab abc."), play.end], np.int32)
     seen = [play.chat.decode_visible(ids, stop) for stop in ((), ("",), ("c", "b "), ("z", "abc"))]
     seen = [text.removeprefix("<|im_start|>") for text in seen if text.startswith("<|im_start|>")]
     assert seen == ["ab abc.", "ab abc.", "a", "ab "], "special tokens are a part of an answer"

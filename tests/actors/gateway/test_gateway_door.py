@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import socket
+from collections.abc import Iterator
 from multiprocessing.connection import wait  # select.select knows no descriptor above 1023
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,16 @@ from asyncrl.contract.versions import Label
 from asyncrl.models import tokenizer
 
 
+@pytest.fixture
+def gateway(config: Config, tmp_path: Path) -> Iterator[service.Gateway]:
+    (tmp_path / "run_id").write_text("run")
+    made = service.Gateway(config, tmp_path, source=SessionApi)
+    made.socket.close()
+    made.socket = Wire()
+    yield made
+    made.close()
+
+
 def sessions_of(gateway: service.Gateway) -> SessionApi:
     assert isinstance(gateway.sources[""], SessionApi)
     return gateway.sources[""]
@@ -54,34 +65,25 @@ def test_the_config_says_what_clients_may_ask_for(config: Config, tmp_path: Path
     assert policy.vocabulary == gateway.vocabulary > 0  # ids of the token route lie below it
 
 
-def test_what_sessions_over_http_wait_for(config: Config, tmp_path: Path) -> None:
-    (tmp_path / "run_id").write_text("run")
-    gateway = service.Gateway(config, tmp_path, source=SessionApi)
+def test_what_sessions_over_http_wait_for(gateway: service.Gateway) -> None:
     door = sessions_of(gateway)
-    try:
-        harness = "a harness to lease it (RUN/agent.url, RUN/agent.key)"
-        assert door.explain_queue("") == WaitCause("agent", harness)
-        agents = {
-            "its harness: the next call, or its reward": AgentConfig(serve=True),
-            "its program (agent.command): the next call, or its end": AgentConfig(command=["x"]),
-            "its function (agent.function): the next call, or its end": AgentConfig(function="a:b"),
-            "its environment (agent.env): the next call, or its end": AgentConfig(env="a:b"),
-        }
-        for what, agent in agents.items():
-            gateway.get_agent = lambda session, agent=agent: agent
-            episode: Any = SimpleNamespace(session=None)
-            assert door.explain_wait(episode, "limit", 2.0, 1.0) == WaitCause(
-                "agent", what, "limit", 2.0
-            )
-    finally:
-        gateway.close()
+    harness = "a harness to lease it (RUN/agent.url, RUN/agent.key)"
+    assert door.explain_queue("") == WaitCause("agent", harness)
+    agents = {
+        "its harness: the next call, or its reward": AgentConfig(serve=True),
+        "its program (agent.command): the next call, or its end": AgentConfig(command=["x"]),
+        "its function (agent.function): the next call, or its end": AgentConfig(function="a:b"),
+        "its environment (agent.env): the next call, or its end": AgentConfig(env="a:b"),
+    }
+    for what, agent in agents.items():
+        gateway.get_agent = lambda session, agent=agent: agent
+        episode: Any = SimpleNamespace(session=None)
+        wait = door.explain_wait(episode, "limit", 2.0, 1.0)
+        assert wait == WaitCause("agent", what, "limit", 2.0)
 
 
-def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Path) -> None:
-    (tmp_path / "run_id").write_text("run")
-    gateway = service.Gateway(config, tmp_path, source=SessionApi)
-    gateway.socket.close()
-    wire = gateway.socket = Wire()
+def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) -> None:
+    wire = gateway.socket
 
     async def play() -> None:
         door = sessions_of(gateway)
@@ -102,9 +104,8 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
                 await asyncio.wait(others)
                 assert door.count_wanted() == 1
             gateway.request_samples()
-            assert [x.samples for x in wire.sent if isinstance(x, m.TicketRequest)] == [
-                1
-            ]  # as many as asked
+            wanted = [x.samples for x in wire.sent if isinstance(x, m.TicketRequest)]
+            assert wanted == [1]  # as many as asked
             gateway.accept_tickets([ticket(1), ticket(2, "eval", 1)])
             door.wake_leases()
             first = await waiting
@@ -149,9 +150,8 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         again = msgspec.structs.replace(ticket(3), ticket=1, samples=[sample])
         gateway.accept_tickets([msgspec.structs.replace(again, min_version=Label(2, 0))])
         assert gateway.router.open[number].min_version == Label(2, 0)
-        gateway.on_result(
-            m.CallResult(number, one, logprob, [m.VersionSpan(Label(2, 0), "d", 0, 1, AT)], "stop")
-        )
+        spans = [m.VersionSpan(Label(2, 0), "d", 0, 1, AT)]
+        gateway.on_result(m.CallResult(number, one, logprob, spans, "stop"))
         assert await drawing is third.session.tree.nodes[0]
         assert third.session.adopted == [(granted, 0)] and door.find(third.session.name) is third
         # one that nothing adopts ends by its deadline, and whoever waits for it hears of that
@@ -172,10 +172,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         again_leased = await door.lease("d", 0.0)
         assert again_leased is not None and not again_leased.first
 
-    try:
-        asyncio.run(play())
-    finally:
-        gateway.close()
+    asyncio.run(play())
 
 
 class Heard:
@@ -275,13 +272,7 @@ def test_templates_are_imported_before_anybody_waits(
         gateway.close()
 
 
-def test_a_call_that_a_generator_refuses_is_answered_by_a_failure(
-    config: Config, tmp_path: Path
-) -> None:
-    (tmp_path / "run_id").write_text("run")
-    gateway = service.Gateway(config, tmp_path, source=SessionApi)
-    gateway.socket.close()
-    gateway.socket = Wire()
+def test_a_call_that_a_generator_refuses_is_answered_by_a_failure(gateway: service.Gateway) -> None:
 
     async def play() -> None:
         door = sessions_of(gateway)
@@ -301,7 +292,4 @@ def test_a_call_that_a_generator_refuses_is_answered_by_a_failure(
         # the session goes on
         assert opened.session.state == "open" and not opened.session.open_calls
 
-    try:
-        asyncio.run(play())
-    finally:
-        gateway.calls_socket.close()
+    asyncio.run(play())

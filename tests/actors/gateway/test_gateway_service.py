@@ -52,31 +52,20 @@ class World:
     def ticket(self, samples: int = 1, *, kind: str = "talks", at: Label = AT) -> m.Ticket:
         prompt = m.Prompt(5, "ab=", meta={"kind": kind})
         self.tickets += 1
-        return m.Ticket(
-            ticket=10 + self.tickets,
-            attempt=self.tickets,
-            kind="train",
-            prompt=prompt,
-            samples=list(range(samples)),
-            sampling=m.SamplingSettings(
-                max_new_tokens=self.gateway.config.generator.max_new_tokens
-            ),
-            min_version=at,
-            exact_version=None,
-            seed=3,
-        )
+        most = self.gateway.config.generator.max_new_tokens
+        which, sampling = list(range(samples)), m.SamplingSettings(max_new_tokens=most)
+        number = self.tickets
+        return m.Ticket(10 + number, number, "train", prompt, which, sampling, at, None, 3)
 
     def take(self, *tickets: m.Ticket) -> None:
         self.gateway.accept_tickets(list(tickets))
         self.gateway.open_sessions()
 
     def calls(self, count: int) -> list[m.GenerationCall]:
-        """The next so many calls."""
         out: list[m.GenerationCall] = []
 
         def look() -> bool:
-            self.gateway.sources[""].poll()
-            self.gateway.tick(time.monotonic())
+            self.turn()
             for _, message in self.gateway.router.take_messages(self.gateway.schedule.announced):
                 out.extend(message.calls)
                 self.cut.extend(message.cut)
@@ -84,6 +73,10 @@ class World:
 
         self.until(look)
         return out
+
+    def turn(self) -> None:
+        self.gateway.sources[""].poll()
+        self.gateway.tick(time.monotonic())
 
     def until(self, what: Callable[[], bool]) -> None:
         end = time.monotonic() + PATIENCE_S
@@ -102,11 +95,9 @@ class World:
             self.gateway.on_result(called)
 
     def ended(self, count: int = 1) -> list[m.Trajectory]:
-        """The next so many trajectories."""
 
         def look() -> bool:
-            self.gateway.sources[""].poll()
-            self.gateway.tick(time.monotonic())
+            self.turn()
             return len(self.gateway.outbox.fresh) >= count
 
         self.until(look)
@@ -206,9 +197,8 @@ def test_against_itself_one_side_is_trained_and_the_other_set_aside(
     streams = []
     for turn, text in enumerate(texts):
         (call,) = w.calls(1)
-        assert (call.ticket, call.sample, call.min_version, call.seed) == (
-            *(ticket.ticket, 0, AT, 3),
-        )
+        told = (call.ticket, call.sample, call.min_version, call.seed)
+        assert told == (ticket.ticket, 0, AT, 3)
         heard[turn % 2].append(np.frombuffer(call.prompt, "<i4").tolist())
         streams.append(call.stream)
         w.answer(call, text)
@@ -553,11 +543,8 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: MakeWorld) -> None:
     w.answer(hanging, "ab")
     name = f"11.{hanging.sample}.1"
     (first, _) = told(7.0)
-    assert (first.name, first.kind, first.what) == (
-        name,
-        "environment",
-        "the step of its environment",
-    )
+    waits = (name, "environment", "the step of its environment")
+    assert (first.name, first.kind, first.what) == waits
     # its process is taken for it until the deadline of a step, or the session's is nearer
     assert first.limit == "agent.deadline_s" and first.is_bounded
     w.answer(behind, "ab")
@@ -662,9 +649,8 @@ def test_all_samples_of_a_group_meet_the_same_environment(world: MakeWorld) -> N
     assert service.compute_env_seed(config, one) != service.compute_env_seed(config, other)
     again = msgspec.structs.replace(one, ticket=m.EVAL_BASE, kind="eval")
     later = msgspec.structs.replace(other, ticket=m.EVAL_BASE + 512, kind="eval")
-    assert service.compute_env_seed(config, again) == service.compute_env_seed(
-        config, later
-    )  # of prompt 5
+    seeds = [service.compute_env_seed(config, each) for each in (again, later)]
+    assert seeds[0] == seeds[1]  # of prompt 5
 
 
 def test_tools_need_a_chat_template(world: MakeWorld) -> None:
@@ -706,17 +692,14 @@ def test_tools_are_called_through_the_template_and_the_reward_judges_the_last_an
         w.answer(first[1], "5")
 
         def judged() -> bool:
-            w.gateway.sources[""].poll()
             w.gateway.read_rewards()
-            w.gateway.tick(time.monotonic())
+            w.turn()
             return len(w.gateway.outbox.fresh) == 2
 
         w.until(judged)
         found = {s.sample: s for s in w.gateway.outbox.fresh}
-        assert {k: (s.reward, s.calls, len(s.rows)) for k, s in found.items()} == {
-            0: (1.0, 2, 0),
-            1: (0.0, 1, 0),
-        }
+        ends = {k: (s.reward, s.calls, len(s.rows)) for k, s in found.items()}
+        assert ends == {0: (1.0, 2, 0), 1: (0.0, 1, 0)}
         assert sum(found[0].mask) == found[0].length == len(call) + 1 + 2
     finally:
         w.gateway.close()

@@ -34,17 +34,8 @@ from asyncrl.contract.messages import (
 from asyncrl.contract.versions import Label
 
 FREE = SessionLimits(max_calls=0, rows=0, parallel=0, deadline_s=0.0)
-TICKET = Ticket(
-    7,
-    3,
-    "train",
-    Prompt(0, "2+2="),
-    [0, 1],
-    SamplingSettings(max_new_tokens=9),
-    Label(1, 0),
-    None,
-    5,
-)
+SAMPLING = SamplingSettings(max_new_tokens=9)
+TICKET = Ticket(7, 3, "train", Prompt(0, "2+2="), [0, 1], SAMPLING, Label(1, 0), None, 5)
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -515,11 +506,8 @@ def test_a_draw_that_does_not_fit_its_call_is_refused() -> None:
 def test_messages_are_the_same_in_any_spelling() -> None:
     def call(arguments: object) -> dict:
         function = {"name": "add", "arguments": arguments}
-        return {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
-        }
+        made = {"id": "c1", "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [made]}
 
     same = [
         [{"role": "user", "content": "ab"}, call('{"a": 1, "b": 2}')],

@@ -26,9 +26,7 @@ from actors.gateway.session_source import WaitCause
 from asyncrl.config import load
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config, TaskConfig
-from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.versions import Label
 
 
 class Session:
@@ -261,12 +259,8 @@ def test_rewards_and_parts_of_an_environment_are_summed() -> None:
         source.on_event(episode, event)
     assert (state.tools, state.pays, state.reward) == (tools, True, 0.75)
     assert state.parts == {"x": 3.0, "y": 1.0} and state.shares == {4: 0.75}
-    assert turns[:4] == [
-        ("turn", 0),
-        ("place_call", episode, "a"),
-        ("turn", 2),
-        ("place_call", episode, "b"),
-    ]
+    placed = [("place_call", episode, text) for text in "ab"]
+    assert turns[:4] == [("turn", 0), placed[0], ("turn", 2), placed[1]]
     episode.last = None
     source.on_event(episode, EnvironmentEvent(1, "ok", "d", reward=9.0))
     assert state.reward == 0.75, "of no call"
@@ -306,11 +300,8 @@ def test_sessions_begin_where_agents_have_room() -> None:
     pool._build_access = lambda opened: opened.name
     pool.workers = [worker(1, 2), worker(3), worker(ready=False)]
     pool._start_sessions()
-    assert (
-        leases
-        == [(f"played here ask {n}", {"ask"}) for n in (8, 9, 10)]
-        + [("played here ask 11", {"ask"})][: len(leases) - 3]
-    )
+    assert leases[:3] == [(f"played here ask {n}", {"ask"}) for n in (8, 9, 10)]
+    assert leases[3:] in ([], [("played here ask 11", {"ask"})])
     first, second, starting = pool.workers
     assert [orders.seats for orders in second.sent] == [["opened 0"], ["opened 2"]]
     assert [orders.seats for orders in first.sent] == [["opened 1"]] and starting.sent == []
@@ -320,17 +311,3 @@ def test_sessions_begin_where_agents_have_room() -> None:
         each.ready = False
     pool._start_sessions()
     assert sessions.starting == {"ask"} and sessions.asks == 0 and len(leases) == 3
-
-
-def test_a_sample_is_described_without_its_answer() -> None:
-    turns = [{"role": "user", "content": "2+2?"}]
-    prompt = m.Prompt(3, "2+2=", "4", messages=turns, meta={"level": "1"}, split="eval")
-    ticket = m.Ticket(9, 1, "eval", prompt, [0], m.SamplingSettings(), Label(1, 0), None, 0)
-    assert ticket.prompt.describe_task() == {
-        "id": 3,
-        "text": "2+2=",
-        "messages": turns,
-        "meta": {"level": "1"},
-        "split": "eval",
-        "images": [],
-    }

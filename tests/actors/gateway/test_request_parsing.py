@@ -37,7 +37,6 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 def refusal(kind: Any, body: dict[str, Any], policy: dict[str, Any]) -> dict[str, Any]:
-    """What a request is refused with."""
     given = {**policy, "stops": frozenset(policy.get("stops", ()))}
     with pytest.raises(CallRefused) as refused:
         parse_request(kind, body, RequestPolicy(**given), RUN)
@@ -141,11 +140,14 @@ def test_forms_without_an_effect_are_served_in_silence() -> None:
             }
         other = {"type": "json"}
         assert parsed("chat", {"messages": GO, name: other})["ignored"] == (name,)
+        found = refusal("chat", {"messages": GO, name: other}, {"forced": "refuse"})
+        assert (found["code"], found["param"]) == ("unsupported_parameter", name)
+        assert "agent.forced = refuse" in found["message"]
     assert parsed("responses", {"input": "go", "text": {"format": text}}) == {"messages": GO}
     assert parsed("messages", {"messages": GO, "output_config": {"format": {}}}) == {"messages": GO}
 
 
-@pytest.mark.parametrize("body", [b"[", b"[]", b"\xff", b'"x"', b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"[", b"[]", b"\xff", b'"x"', b"[" * 100_000])
 def test_bytes_that_are_no_object_are_refused(body: bytes) -> None:
     with pytest.raises(CallRefused) as refused:
         decode_body(body)
@@ -298,11 +300,13 @@ def test_what_is_ignored_is_named_in_its_order() -> None:
     assert parsed("text", {"prompt": "a", "logprobs": False}) == {"text": "a"}
     free = {"parallel_tool_calls": False, "tools": [TOOL], "messages": GO}
     assert parsed("chat", free)["ignored"] == ("parallel_tool_calls",)
+    assert parsed("chat", {**free, "tool_choice": "required"})["tools"] == [TOOL]
     assert "ignored" not in parsed("chat", {**free, "tool_choice": "required"}, forced="constrain")
 
 
 def test_a_conversation_of_responses_becomes_a_chat() -> None:
     function = {"name": "add", "arguments": "{}"}
+    described = {"name": "add", "description": "d", "parameters": {"a": 1}}
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"text": "b"}]},
         {"type": "reasoning", "id": "r", "summary": []},
@@ -317,7 +321,7 @@ def test_a_conversation_of_responses_becomes_a_chat() -> None:
         "instructions": "be brief",
         "max_output_tokens": 7,
         "tools": [
-            {"type": "function", "name": "add", "description": "d", "parameters": {"a": 1}},
+            {"type": "function", **described},
             {"type": "web_search"},
             {"type": "function", "name": "sub"},
         ],
@@ -342,10 +346,7 @@ def test_a_conversation_of_responses_becomes_a_chat() -> None:
         ],
         "max_new_tokens": 7,
         "tools": [
-            {
-                "type": "function",
-                "function": {"name": "add", "description": "d", "parameters": {"a": 1}},
-            },
+            {"type": "function", "function": described},
             {"type": "function", "function": {"name": "sub"}},
         ],
         "ignored": ("temperature", "tools.web_search"),
@@ -394,6 +395,7 @@ def test_a_conversation_of_messages_becomes_a_chat() -> None:
         return {"id": f"t{number}", "type": "function", "function": made}
 
     calls = [call(1, "add", {"a": 1}), call(2, "sub", {})]
+    described = {"name": "add", "description": "d", "parameters": {"a": 1}}
     assert parsed("messages", body) == {
         "messages": [
             {"role": "system", "content": "be brief"},
@@ -410,10 +412,7 @@ def test_a_conversation_of_messages_becomes_a_chat() -> None:
         "stop": ("x",),
         "aside": True,
         "tools": [
-            {
-                "type": "function",
-                "function": {"name": "add", "parameters": {"a": 1}, "description": "d"},
-            },
+            {"type": "function", "function": described},
             {"type": "function", "function": {"name": "sub", "parameters": {}}},
         ],
         "ignored": ("thinking", "tools.web_search_1"),
@@ -528,7 +527,6 @@ def test_a_refusal_says_whether_to_ask_again(
 
 
 def write() -> None:
-    """Write the data files anew."""
     refused = [line | refusal(*request_of(line)) for line in lines(REFUSED)]
     for path, found in ((REFUSED, refused), (REPLIES, every_reply())):
         path.write_text("".join(json.dumps(x, ensure_ascii=False) + "\n" for x in found))

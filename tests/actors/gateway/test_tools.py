@@ -237,21 +237,17 @@ def of(**methods: Callable[..., Any]) -> type:
 def reset(self: Any) -> None: ...
 
 
+HIDDEN = of(reset=reset, _a=add, close=add, get_reward=add)
+PAYS = of(reset=reset, a=add, get_reward=add)
+
+
 @pytest.mark.parametrize(
     ("classes", "judged", "why"),
     [
         ([of(reset=reset, a=add)] * 2, False, "m:0 and m:1 are classes: one keeps the state"),
         ([of(a=add)], False, "m:0 has no method reset, which begins a session"),
-        (
-            [of(reset=reset, _a=add, close=add, get_reward=add)],
-            False,
-            "m:0 has no public method that the model could call",
-        ),
-        (
-            [of(reset=reset, a=add, get_reward=add)],
-            True,
-            "m:0 pays by get_reward, and so does [reward]: remove one of them",
-        ),
+        ([HIDDEN], False, "m:0 has no public method that the model could call"),
+        ([PAYS], True, "m:0 pays by get_reward, and so does [reward]: remove one of them"),
     ],
 )
 def test_what_is_no_class_of_tools_is_refused(classes: list[type], judged: bool, why: str) -> None:
