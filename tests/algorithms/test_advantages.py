@@ -298,15 +298,14 @@ def test_a_batch_without_a_token_in_the_loss_has_no_kl() -> None:
     assert prepared(b, kl={"reward": {"coefficient": 0.2}}).metrics["kl/answer"] == 0
 
 
-def test_reinforce_pp_takes_the_groups_mean_total_off() -> None:
-    b = answers([2, 1], [9.0, 9.0], token_rewards=vec(1, 2, 5))
-    raw = np.array([3.0 - 4, 2 - 4, 5 - 4])
-    wanted = (raw - raw.mean()) / raw.std(ddof=1)
-    values = got(b, advantage={"name": "reinforce_pp", "group_baseline": True})
-    assert values == (pytest.approx(wanted.tolist()))
-    plain = np.array([3.0, 2, 5])
-    values = got(b, advantage={"name": "reinforce_pp"})
-    assert values == (pytest.approx(((plain - plain.mean()) / plain.std(ddof=1)).tolist()))
+@pytest.mark.parametrize(
+    ("group_baseline", "raw"), [(False, [3, 2, 5, 7, 3]), (True, [-1, -2, 1, 2, -2])]
+)
+def test_reinforce_pp_takes_the_groups_mean_total_off(group_baseline: bool, raw: Any) -> None:
+    """Totals 3, 5 | 7, 3."""
+    b = answers([2, 1, 1, 1], [9.0] * 4, groups=[0, 0, 1, 1], token_rewards=vec(1, 2, 5, 7, 3))
+    found = got(b, advantage={"name": "reinforce_pp", "group_baseline": group_baseline})
+    assert found == pytest.approx(((np.array(raw) - np.mean(raw)) / np.std(raw, ddof=1)).tolist())
 
 
 @pytest.mark.parametrize("name", ["rloo", "dr_grpo", "reinforce", "opo", "gpg"])

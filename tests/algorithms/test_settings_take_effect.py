@@ -151,17 +151,6 @@ def two_groups(name: str, **keys: Any) -> torch.Tensor:
     )[0]
 
 
-def test_a_group_baseline_leaves_only_what_a_group_did_not_share() -> None:
-    """Rewards less their group's mean: 1, -1 | 1, -1, on 1, 2 | 1, 2 tokens; whitened over the six
-    tokens."""
-    raw = vec(1, -1, -1, 1, -1, -1)
-    assert torch.allclose(
-        two_groups("reinforce_pp", group_baseline=True), (raw - raw.mean()) / raw.std()
-    )
-    raw = vec(3, 1, 1, 7, 5, 5)
-    assert torch.allclose(two_groups("reinforce_pp"), (raw - raw.mean()) / raw.std())
-
-
 def test_gae_can_be_whitened_and_cut_after_k_residuals() -> None:
     """gamma = lam = 1, V = 0.5 everywhere: residuals r - 0.5 for one token, 0 and r - 0.5 for
     two."""

@@ -23,11 +23,13 @@ from asyncrl.contract.messages import Batch, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import (
     PolicyModel,
+    build_manifest,
     build_model,
     count_flat_bytes,
     list_named_weights,
     load_policy,
     load_weights,
+    read_flat,
     write_flat,
 )
 from learner.batch import pack
@@ -64,8 +66,6 @@ class Ring:
             self.held[Label(1, number)] = self.flat()
 
     def flat(self) -> bytes:
-        from asyncrl.models.policy import build_manifest
-
         data = bytearray(count_flat_bytes(build_manifest(self.model)))
         write_flat(self.model, memoryview(data))
         return bytes(data)
@@ -73,8 +73,6 @@ class Ring:
     def logprobs(
         self, number: int, prompts: list[np.ndarray], answers: list[np.ndarray]
     ) -> torch.Tensor:
-        from asyncrl.models.policy import build_manifest, read_flat
-
         load_weights(
             self.model,
             read_flat(
@@ -132,8 +130,6 @@ def core(model_dir: Path, ring: Ring, **sections: Any) -> LearnerCore:
         **sections,
     }
     c = LearnerCore(load.build(raw), model_dir)
-    from asyncrl.models.policy import build_manifest, read_flat
-
     load_weights(
         c.model, read_flat(memoryview(bytearray(ring.held[Label(1, 2)])), build_manifest(c.model))
     )

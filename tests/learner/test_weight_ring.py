@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from shutil import rmtree
 
 import psutil
 import pytest
 import torch
 from process_kit import ENV, ROOT
 
+from actors.weights_receiver import WeightsReceiver
+from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, DamagedDataError
+from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
+from asyncrl.models import policy
 from asyncrl.transport import ring as weight_ring
 from asyncrl.transport.chunks import ChunkClient, ChunkServer
 from asyncrl.transport.ring import RingReader, WeightRing
@@ -52,12 +58,6 @@ def test_a_version_comes_out_as_it_went_in(tmp_path: Path) -> None:
 
 def test_a_reader_denied_shared_memory_gets_every_byte_over_the_socket(tmp_path: Path) -> None:
     """As on another host: the directory is not there for it."""
-
-    from actors.weights_receiver import WeightsReceiver
-    from asyncrl.config import load
-    from asyncrl.contract.messages import WeightsSource
-    from asyncrl.models import policy
-
     model = policy.build_model(tmp_path / "m", "abcdefgh", hidden=256, layers=3)
     layout = policy.build_manifest(model)
     r = WeightRing(tmp_path / "ring", policy.count_flat_bytes(layout), 2, layout, 1)
@@ -186,13 +186,6 @@ def test_a_ring_whose_directory_was_removed_is_made_anew_with_all_that_it_held(
 ) -> None:
     """Who mapped the old files finds that nothing new comes there, and opens the new ones; who
     begins finds the newest version."""
-    import socket
-    from shutil import rmtree
-
-    from actors.weights_receiver import WeightsReceiver
-    from asyncrl.config import load
-    from asyncrl.contract.messages import WeightsSource
-
     config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}})
     layout = [("w", "float32", [SIZE // 4], 0, SIZE)]
     r = WeightRing(tmp_path / "ring", SIZE, 3, layout, 1)
@@ -217,8 +210,6 @@ def test_a_ring_whose_directory_was_removed_is_made_anew_with_all_that_it_held(
 
 
 def test_a_ring_that_cannot_be_made_anew_says_so(tmp_path: Path) -> None:
-    from shutil import rmtree
-
     (tmp_path / "shm").mkdir()
     r = ring(tmp_path / "shm")
     rmtree(tmp_path / "shm")
