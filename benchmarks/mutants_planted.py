@@ -19,8 +19,10 @@ class Planted(NamedTuple):
 ALGORITHMS = "asyncrl/algorithms/"
 LEARNER = "learner/"
 BUFFER = "buffer/"
+ADVANTAGES = "tests/algorithms/test_advantages.py::test_"
 SETTINGS = "tests/algorithms/test_settings_take_effect.py::test_"
 STATE = "tests/learner/test_learner_state.py::test_"
+STOPS = "tests/algorithms/test_stops.py::test_"
 LOCAL = "tests/tinker_server/test_tinker_local.py::test_"
 PLANTED = [
     Planted(
@@ -84,8 +86,7 @@ PLANTED = [
         ALGORITHMS + "loss.py",
         "return total - stopping.sum_kl(to_start, torch.ones_like(start), valid)[0], weight",
         "return total, weight",
-        "tests/algorithms/test_stops.py::test_at_learning_rate_zero_nothing_ever_stops"
-        "[{'epochs': 3}-behavior-behavior]",
+        STOPS + "at_learning_rate_zero_nothing_ever_stops[{'epochs': 3}-behavior-behavior]",
     ),
     Planted(
         "ess_min is off",
@@ -106,7 +107,7 @@ PLANTED = [
         ALGORITHMS + "advantages.py",
         "center_by_group(t.rewards, t.groups) if c.group_baseline else t.rewards",
         "t.rewards",
-        SETTINGS + "a_group_baseline_leaves_only_what_a_group_did_not_share",
+        ADVANTAGES + "reinforce_pp_takes_the_groups_mean_total_off",
     ),
     Planted(
         "gae is never whitened",
@@ -127,7 +128,7 @@ PLANTED = [
         ALGORITHMS + "advantages.py",
         "return _sum_masked_suffix(normalized, t.mask, t.seq, 1.0), None",
         "return normalized * 0.0, None",
-        SETTINGS + "process_supervision_sums_the_normalised_steps_from_a_token_on",
+        ADVANTAGES + "process_supervision_by_hand",
     ),
     Planted(
         "cispo_absolute is off",
@@ -141,14 +142,14 @@ PLANTED = [
         LEARNER + "step.py",
         "self.state.beta = controller.update(",
         "_ = controller.update(",
-        STATE + "an_adaptive_coefficient_falls_by_a_bounded_step_while_the_policy_is_the_reference",
+        STOPS + "the_adaptive_coefficient_is_the_controllers",
     ),
     Planted(
         "the running baseline is frozen",
         LEARNER + "step.py",
         "self.state.baseline = (\n            mean",
         "_ = (\n            mean",
-        STATE + "the_baseline_is_the_running_mean_of_the_rewards_and_is_subtracted",
+        STOPS + "the_running_mean_follows_rewards_as_they_were_used",
     ),
     Planted(
         "interpolate takes the behaviour policy alone",
