@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 from gateway_calls_kit import AT, call
 
-from actors.engine import CompletionRequest, draw_uniform_rows
+from actors.engine import CompletionRequest, build_engine, draw_uniform_rows
 from actors.gateway import call_router
 from actors.gateway.call_router import REMEMBERED, CallRouter
+from actors.gateway.generator_calls import REPORT_S, CallPeer, CallTurn
+from asyncrl.config import load
 from asyncrl.contract import messages as m
+from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
+from asyncrl.models.policy import build_model, list_named_weights
 
 
 def said(
@@ -96,16 +100,6 @@ def test_a_sessions_calls_stay_with_the_generator_that_drew_the_last() -> None:
     assert len(b.last_generator) == REMEMBERED
 
 
-def test_a_call_is_answered_once() -> None:
-    one = board("a")
-    one.submit(call(1))
-    assert sent(one) == {b"a": [1]}
-    answer = m.CallResult(1, b"", b"", [], "stop")
-    assert one.on_result(answer) == call(1)
-    assert one.on_result(answer) is None
-    assert one.on_result(m.CallResult(2, b"", b"", [], "stop")) is None
-
-
 def test_a_generator_started_anew_is_sent_its_calls_again() -> None:
     one = board("a")
     one.submit(call(1, stream=9))
@@ -128,6 +122,7 @@ def test_a_silent_generators_calls_go_to_another_and_its_late_answer_counts_if_f
     assert sent(one) == {b"b": [1]}
     assert one.on_result(m.CallResult(1, b"x", b"", [], "stop")) == call(1)  # a's
     assert one.on_result(m.CallResult(1, b"y", b"", [], "stop")) is None  # b's
+    assert one.on_result(m.CallResult(2, b"", b"", [], "stop")) is None  # nobody's
 
 
 def test_a_lost_message_is_made_up_for() -> None:
@@ -199,11 +194,6 @@ def test_a_calls_stream_is_the_plain_answers_or_one_beside_it() -> None:
 
 @pytest.fixture()
 def turn(tmp_path_factory: pytest.TempPathFactory):
-    from actors.engine import build_engine
-    from actors.gateway.generator_calls import CallTurn
-    from asyncrl.config import load
-    from asyncrl.models.policy import build_model, list_named_weights
-
     path = tmp_path_factory.mktemp("calls") / "m"
     model = build_model(path, "abcdefgh", hidden=32, layers=1)
     raw = {
@@ -326,8 +316,6 @@ class PlayedSocket:
 
 
 def peer(turn, *received: m.FromGateway):
-    from actors.gateway.generator_calls import CallPeer
-
     made = CallPeer.__new__(CallPeer)
     made.turn, made.socket = turn, PlayedSocket(*received)
     made.run, made.producer, made.session = "run", "generator-0", 7
@@ -342,8 +330,6 @@ def assigned(session: int, sequence: int, *numbers: int, cut: tuple[int, ...] = 
 
 
 def test_a_refusal_of_the_gateway_ends_the_generator(turn) -> None:
-    from asyncrl.contract.errors import AsyncrlError
-
     refused = peer(turn, assigned(7, 1, 1), m.Refusal("another run", 5), assigned(7, 2, 2))
     with pytest.raises(AsyncrlError) as error:
         refused.read()
@@ -354,8 +340,6 @@ def test_a_refusal_of_the_gateway_ends_the_generator(turn) -> None:
 
 
 def test_assignments_of_this_session_are_taken_and_reported(turn) -> None:
-    from actors.gateway.generator_calls import REPORT_S
-
     served = peer(turn, assigned(7, 3, 1, 2), assigned(6, 9, 5), assigned(7, 2, 3, cut=(1,)))
     served.read()
     assert sorted(turn.calls) == [2, 3] and served.received_sequence == 3

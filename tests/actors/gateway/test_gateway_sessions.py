@@ -286,15 +286,6 @@ def test_calls_at_once_are_bounded_and_that_ends_nothing() -> None:
     made.place_ids(ids(1), now=0.0)
 
 
-def test_calls_whose_prompts_are_composed_count_as_calls_at_once() -> None:
-    made = session(replace(FREE, parallel=2))
-    made.composing = 1
-    made.check_may_call(0.0)
-    made.composing = 2
-    with pytest.raises(CallRefused, match=r"has 2 calls at once, agent\.parallel = 2"):
-        made.check_may_call(0.0)
-
-
 def test_calls_at_once_never_draw_more_than_the_session_may() -> None:
     made = session(replace(FREE, max_tokens=12))
     first = made.place_ids(ids(1), now=0.0)
