@@ -212,7 +212,7 @@ def test_sessions_are_sampled_on_other_hosts(cluster: Any, tmp_path: Path) -> No
 
 
 DRIVER = """
-import sys, time
+import ray, sys, time
 from pathlib import Path
 import msgspec
 from asyncrl.config import load
@@ -227,7 +227,18 @@ with on_ray.place_on_cluster(config, where, "ray", print) as (config, maker):
     bad = maker.start(ProcessSpec("learner", words, 1, where / "l"))
     while bad.poll() is None:
         time.sleep(0.05)
-    (where / "part").write_text(f"{bad.poll()} {bad.pid > 0} {bad.tail(1)}")
+    actor = maker.ensure_host(1).actor  # its calls keep their order; killed, it stays dead
+    asked = []
+    for number in range(20):
+        actor.start.remote(number, ProcessSpec("a", ["sleep", "7200"], 1, where / "a"), None)
+        asked.append(actor.poll_processes.remote())
+    seen = [len(states) for states in ray.get(asked)]
+    ray.kill(actor, no_restart=False)
+    try:
+        again = ray.get(actor.poll_processes.remote())
+    except ray.exceptions.RayActorError:
+        again = seen == list(range(1, 21))
+    (where / "part").write_text(f"{bad.poll()} {bad.pid > 0} {bad.tail(1)} {again}")
     (where / "part").rename(where / "done")
     time.sleep(7200)
 """
@@ -241,7 +252,7 @@ def test_what_it_started_ends_with_the_driver(cluster: Any, tmp_path: Path) -> N
         said = tmp_path / "buffer.log"
         wait_for(lambda: said.exists() and said.read_text().endswith("\n"), driver, log)
         child = psutil.Process(int((tmp_path / "buffer.log").read_text()))
-        assert (tmp_path / "done").read_text() == "1 True ['KeyError: 3']"
+        assert (tmp_path / "done").read_text() == "1 True ['KeyError: 3'] True"
     finally:
         driver.kill()
         driver.wait()
