@@ -158,7 +158,7 @@ CPU_SETTINGS = {
 
 
 class SeedExtension:
-    """What vLLM's worker on a CPU lacks for requests with seeds (`worker_extension_cls`)."""
+    """Requests with seeds in vLLM's worker on a CPU (`worker_extension_cls`)."""
 
     def asyncrl_seed_rows(self) -> None:
         """On a CPU, replace vLLM's sampling by `SeededSampler`, once, and use its rewind."""

@@ -59,10 +59,10 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 465_100,
-    "lines": 75_790,
+    "code tokens": 457_450,
+    "lines": 74_540,
     "modules with one importer": 68,
-    "one-call helpers": 197,
+    "one-call helpers": 185,
     "lines of tests, % of the product": 107,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
