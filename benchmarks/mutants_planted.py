@@ -107,7 +107,7 @@ PLANTED = [
         ALGORITHMS + "advantages.py",
         "center_by_group(t.rewards, t.groups) if c.group_baseline else t.rewards",
         "t.rewards",
-        ADVANTAGES + "reinforce_pp_takes_the_groups_mean_total_off",
+        ADVANTAGES + "reinforce_pp_takes_the_groups_mean_total_off[True-raw1]",
     ),
     Planted(
         "gae is never whitened",
