@@ -234,8 +234,10 @@ with on_ray.place_on_cluster(config, where, "ray", print) as (config, maker):
         asked.append(actor.poll_processes.remote())
     seen = [len(states) for states in ray.get(asked)]
     ray.kill(actor, no_restart=False)
+    again = seen
     try:
-        again = ray.get(actor.poll_processes.remote())
+        while again:
+            again = ray.get(actor.poll_processes.remote())
     except ray.exceptions.RayActorError:
         again = seen == list(range(1, 21))
     (where / "part").write_text(f"{bad.poll()} {bad.pid > 0} {bad.tail(1)} {again}")
