@@ -234,13 +234,15 @@ with on_ray.place_on_cluster(config, where, "ray", print) as (config, maker):
         asked.append(actor.poll_processes.remote())
     seen = [len(states) for states in ray.get(asked)]
     ray.kill(actor, no_restart=False)
-    again = seen
-    try:
-        while again:
-            again = ray.get(actor.poll_processes.remote())
-    except ray.exceptions.RayActorError:
-        again = seen == list(range(1, 21))
-    (where / "part").write_text(f"{bad.poll()} {bad.pid > 0} {bad.tail(1)} {again}")
+    dead, there = False, seen
+    while there:
+        try:
+            there = ray.get(actor.poll_processes.remote())
+        except ray.exceptions.ActorUnavailableError:
+            pass  # dies, or is started again
+        except ray.exceptions.ActorDiedError:
+            dead, there = seen == list(range(1, 21)), []
+    (where / "part").write_text(f"{bad.poll()} {bad.pid > 0} {bad.tail(1)} {dead}")
     (where / "part").rename(where / "done")
     time.sleep(7200)
 """
