@@ -197,16 +197,22 @@ class ServeEngine(ProbedEngine):
         self.readied = asyncio.Event()  # a server has become ready
         self.requests: dict[Key, LiveRequest] = {}
         self.finished: queue.SimpleQueue[LiveRequest | Exception] = queue.SimpleQueue()
-        self.client = httpx2.AsyncClient(
+        self.tls = httpx2.create_ssl_context()
+        self.client = self._make_client()
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="vllm-servers", daemon=True).start()
+        self._for_each(self._connect)
+
+    def _make_client(self) -> httpx2.AsyncClient:
+        """Each answer has a client of its own: a pool looks at all connections for each."""
+        return httpx2.AsyncClient(
             headers={"content-type": "application/json"},
             timeout=httpx2.Timeout(SILENT_S, connect=30.0, pool=None),
             # uvloop closes an idle connection before it looks whether a request has arrived on it:
             # a server that is short of a processor would break off requests
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
+            verify=self.tls,
         )
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="vllm-servers", daemon=True).start()
-        self._for_each(self._connect)
 
     def _for_each(self, act: Callable[[Server], Awaitable[None]]) -> None:
         """Do something with all servers that are not lost, at once."""
@@ -334,7 +340,11 @@ class ServeEngine(ProbedEngine):
             },
         }
         url = f"{server.url}/inference/v1/generate"
-        async with self.client.stream("POST", url, content=msgspec.json.encode(body)) as response:
+        content = msgspec.json.encode(body)
+        async with (
+            self._make_client() as client,
+            client.stream("POST", url, content=content) as response,
+        ):
             if response.status_code != 200:
                 await response.aread()
                 raise_for_answer(server, response)

@@ -59,7 +59,7 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 457_450,
+    "code tokens": 457_460,
     "lines": 74_540,
     "modules with one importer": 68,
     "one-call helpers": 185,
