@@ -465,6 +465,8 @@ class ServeEngine(ProbedEngine):
                     await self._call(server, "/update_weights", {"update_info": {"path": path}})
                     server.given.add(version)
                     await self._call(server, "/finish_weight_update", {"weight_version": version})
+                    # begun while it is paused: every answer of this version waits for it
+                    server.probe = self.loop.create_task(self._probe(server, expected))
                     await self._call(server, "/resume", {})
                 except LOST as error:
                     if not server.given and not isinstance(error, httpx2.TransportError):
@@ -474,7 +476,6 @@ class ServeEngine(ProbedEngine):
                         ) from error
                     raise
                 server.version, server.label, server.loads = version, label, loads
-                server.probe = self.loop.create_task(self._probe(server, expected))
                 self.readied.set()
             if server.is_lost or len(server.given) == 1:
                 await server.probe
