@@ -631,7 +631,11 @@ def tried(
     answers = [(m, answer) for m, answer in every if answer["status"] != NOT_HERE]
     waiting = [m for m, answer in every if answer["status"] == NOT_HERE]
     anew = (trial_of(base, m, texts[m.path], most_s) for m in waiting if time.monotonic() <= end)
-    by_anew = {trial.mutant: answer for trial, answer in all_of(anew, work, args.workers)}
+    by_anew: dict[Mutant, dict[str, Any]] = {}
+    for trial, answer in all_of(anew, work, args.workers):
+        by_anew[trial.mutant] = answer
+        if len(by_anew) % 10 == 0:
+            print(f"anew: {len(by_anew)} of {len(waiting)}", file=sys.stderr, flush=True)
     answers += [(m, by_anew[m]) for m in waiting if m in by_anew]
     for m, answer in answers:
         if answer["status"] in (SURVIVED, UNTESTED) and not known.reason(m):
