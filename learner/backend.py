@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asyncrl.config.tree import Config
 from asyncrl.models.policy import (
@@ -48,7 +49,7 @@ class TorchBackend(Trainer):
         self.model = model
         self.layout = build_manifest(model)
         # walking through the modules would take half the time of a small model's publication
-        self.weights: list[tuple[str, torch.Tensor]] = (
+        self.weights: list[tuple[str, Tensor]] = (
             list(model.hf.named_parameters(remove_duplicate=True))
             if model.adapter is None
             else list_named_weights(model)
@@ -94,11 +95,11 @@ class TorchBackend(Trainer):
         """Assign `samples` to ranks; lengths are those of all samples, in tokens."""
         return [list(samples)]
 
-    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over the ranks."""
         return value
 
-    def find_max_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+    def find_max_over_ranks(self, value: Tensor) -> Tensor:
         """Return the elementwise maximum of `value` over the ranks."""
         return value
 
@@ -108,7 +109,7 @@ class TorchBackend(Trainer):
 
     # ---- one optimizer step ----------------------------------------------------------------------
 
-    def apply(self, rate: float, loss: torch.Tensor | None = None) -> float:
+    def apply(self, rate: float, loss: Tensor | None = None) -> float:
         """Measure the gradient's cosine, then `Trainer.apply`."""
         cosine = None
         if self.alignment is not None:
@@ -119,11 +120,11 @@ class TorchBackend(Trainer):
             self.cosine = float(cosine)
         return norm
 
-    def collect_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    def collect_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[Tensor]:
         """Return this rank's part of the accumulated gradients."""
         return [p.grad for p in parameters if p.grad is not None]
 
-    def compute_squared_gradient(self, value: torch.Tensor) -> torch.Tensor:
+    def compute_squared_gradient(self, value: Tensor) -> Tensor:
         """Return the square of the gradient's norm of `value`, a scalar: float64 scalar.
 
         Every rank passes the same value. It leaves no gradient behind.
@@ -141,11 +142,11 @@ class TorchBackend(Trainer):
         """Hold every parameter in full in rank 0's model inside the context."""
         yield
 
-    def list_parts(self) -> list[torch.Tensor]:
+    def list_parts(self) -> list[Tensor]:
         """Return this rank's parts of the trained parameters, sharing their memory."""
         return [p.detach() for p in self.parameters]
 
-    def write_flat(self, buffer: memoryview | None) -> torch.Tensor | None:
+    def write_flat(self, buffer: memoryview | None) -> Tensor | None:
         """Write the weights into `buffer` on rank 0; the other ranks contribute their parts.
 
         Returns a bound like `asyncrl.models.policy.copy_flat`, or None where nothing was checked.

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms.loss import LossBatch
 from asyncrl.algorithms.ratios import sum_by_sample
@@ -55,7 +56,7 @@ class PackedBatch(LossBatch):
     shared: list[int]
     row_offsets: np.ndarray  # int64 [B + 1]: the rows of each sample
     group_of: list[int]  # `groups` as a list
-    temperature: torch.Tensor
+    temperature: Tensor
     offsets: np.ndarray
     # of each row: the tokens that top-p and top-k kept at each position; None: all
     supports: list[SampledSupport | None]
@@ -80,13 +81,13 @@ class PackedBatch(LossBatch):
         tokens: list[int] = np.add.reduceat(self.row_lengths, self.row_offsets[:-1]).tolist()
         return tokens
 
-    def find_token_positions(self, samples: Sequence[int]) -> torch.Tensor:
+    def find_token_positions(self, samples: Sequence[int]) -> Tensor:
         """Return the positions among N of the tokens of `samples`, in their order."""
         return torch.from_numpy(
             np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in samples])
         ).to(self.seq.device)
 
-    def find_whole_samples(self, mask: torch.Tensor) -> list[int]:
+    def find_whole_samples(self, mask: Tensor) -> list[int]:
         """Return the samples whose tokens are all in the mask, bool [N], and which have any."""
         counts = sum_by_sample(mask.long(), self.seq, self.count).tolist()
         lengths = np.diff(self.offsets)
@@ -105,11 +106,11 @@ class PackedBatch(LossBatch):
         lengths = [len(self.responses[row]) for row in rows]
         return SupportTable.build([self.supports[row] for row in rows], lengths, device)
 
-    def get_token_temperature(self, samples: Sequence[int]) -> torch.Tensor:
+    def get_token_temperature(self, samples: Sequence[int]) -> Tensor:
         """Return the sampling temperature of each token of `samples`."""
         return self.temperature.to(self.seq.device)[self.seq[self.find_token_positions(samples)]]
 
-    def get_row_temperature(self, samples: Sequence[int]) -> torch.Tensor:
+    def get_row_temperature(self, samples: Sequence[int]) -> Tensor:
         """Return the sampling temperature of each row of `samples`."""
         count = torch.from_numpy(np.diff(self.row_offsets)[list(samples)])
         return self.temperature[list(samples)].repeat_interleave(count)
@@ -117,7 +118,7 @@ class PackedBatch(LossBatch):
     def to_device(self, device: torch.device) -> PackedBatch:
         """Move the loss's tensors to `device`; returns self."""
         for field in fields(LossBatch):
-            if isinstance(value := getattr(self, field.name), torch.Tensor):
+            if isinstance(value := getattr(self, field.name), Tensor):
                 setattr(self, field.name, value.to(device))
         return self
 
@@ -207,7 +208,7 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
     return packed
 
 
-def _collect_token_rewards(samples: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
+def _collect_token_rewards(samples: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
     """Return (rewards fp32 [N], bool [N]: ends of process-supervision steps).
 
     A token without a number (NaN on the wire) ends no step and has reward 0. Where a function gives

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, DamagedDataError
@@ -84,8 +85,8 @@ class Critic:
     # ---- values ----------------------------------------------------------------------------------
 
     def compute_values(
-        self, packed: PackedBatch, samples: Sequence[int], hidden: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, packed: PackedBatch, samples: Sequence[int], hidden: Tensor | None
+    ) -> Tensor:
         """Return V [n] before each response token of `samples`, with gradient.
 
         hidden [n, H] holds the policy's states, for a shared trunk.
@@ -100,7 +101,7 @@ class Critic:
     @torch.no_grad()
     def compute_start_values(
         self, packed: PackedBatch, passes: Sequence[tuple[list[int], bool]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Return (V [N], bootstrap [B]) at the start of the batch.
 
         bootstrap is V after the last token of a truncated sample, elsewhere 0. Every sample must
@@ -128,7 +129,7 @@ class Critic:
                 start += len(answer)
         return values, bootstrap
 
-    def _apply_head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _apply_head(self, hidden: Tensor) -> Tensor:
         return self.head(hidden.float())[:, 0]  # type: ignore[no-any-return]
 
     def _compute_states(
@@ -137,7 +138,7 @@ class Critic:
         packed: PackedBatch,
         samples: Sequence[int],
         answers: list[np.ndarray],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the state [n, H] that predicts each token of `answers`."""
         output = model.logprobs(
             packed.get_row_arrays(samples)[0],

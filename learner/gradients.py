@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from asyncrl.models import packed_forward
 from asyncrl.models.policy import PolicyModel
@@ -22,15 +23,15 @@ class GradientAlignment:
     def __init__(
         self,
         max_cosine: float | None,
-        sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.max_cosine = max_cosine  # largest cosine; None: the cosine is only measured
         # adds up a value of all ranks, each of which measures its part of the gradients
         self.sum_over_ranks = sum_over_ranks or (lambda value: value)
-        self.previous: list[torch.Tensor] = []
+        self.previous: list[Tensor] = []
 
     @torch.no_grad()
-    def measure(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    def measure(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the cosine with the previous gradient, nan without one.
 
         With `max_cosine`, the gradients are changed in place so that the cosine is at most that.
@@ -70,7 +71,7 @@ class GradientAlignment:
 Run = Callable[[Sequence[int], bool], packed_forward.ForwardOutput]
 
 
-def sum_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_squares(gradients: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares over all tensors, float64."""
     return torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
 
@@ -78,7 +79,7 @@ def sum_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 @torch.no_grad()
 def compute_energies(
     packed: PackedBatch, model: PolicyModel, run: Run, passes: Sequence[tuple[list[int], bool]]
-) -> torch.Tensor:
+) -> Tensor:
     """Return 1 - 2 p + sum_v p_v^2 of each token [N].
 
     It is |grad log pi_theta|^2 with respect to the logits alone (the proxy of arXiv 2602.07078),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms import kl, ratios, split
 from asyncrl.algorithms.loss import PreparedBatch
@@ -24,7 +25,7 @@ from asyncrl.models.policy import Manifest, PolicyModel, list_named_weights, loa
 from asyncrl.models.weight_rounding import load_learner_policy
 from learner.batch import PackedBatch
 
-Forward = Callable[[PolicyModel, PackedBatch, list[int]], torch.Tensor]  # [N], 0 elsewhere
+Forward = Callable[[PolicyModel, PackedBatch, list[int]], Tensor]  # [N], 0 elsewhere
 # flat weights of a version by its label and digest, empty where they are no longer held
 WeightReader = Callable[[Label, str], bytes | bytearray]
 
@@ -65,7 +66,7 @@ class SplitMeter:
         packed: PackedBatch,
         prep: PreparedBatch,
         answers: tuple[list[int], list[int]],
-        updated: torch.Tensor | None,
+        updated: Tensor | None,
     ) -> dict[str, float]:
         """Return the metrics of this batch on its `answers`, from `choose_samples`.
 
@@ -112,7 +113,7 @@ class SplitMeter:
         batch: Batch,
         packed: PackedBatch,
         prep: PreparedBatch,
-        updated: torch.Tensor,
+        updated: Tensor,
         answers: list[int],
     ) -> dict[str, float]:
         """Return the split over valid tokens of `answers` whose version's weights are held."""
@@ -138,7 +139,7 @@ class SplitMeter:
 
     def compute_version_logprobs(
         self, batch: Batch, packed: PackedBatch, answers: Sequence[int]
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return log pi_v [N] of `answers`, under the version v that sampled each token.
 
         nan: of lag 0, or of a version whose weights are no longer held.
@@ -165,7 +166,7 @@ class SplitMeter:
 
     def compute_logprobs_under(
         self, version: tuple[Label, str], packed: PackedBatch, answers: list[int]
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """Return log-probabilities [N] of `answers` under `version`, (label, digest).
 
         Returns None when its weights are no longer held.
@@ -217,10 +218,10 @@ class SplitMeter:
 
 
 def measure_move(
-    old_logprobs: torch.Tensor,
-    new_logprobs: torch.Tensor,
-    behavior: torch.Tensor,
-    valid: torch.Tensor,
+    old_logprobs: Tensor,
+    new_logprobs: Tensor,
+    behavior: Tensor,
+    valid: Tensor,
 ) -> float:
     """Return KL(before || after) of one batch's updates, nats per token, by k3.
 
@@ -243,5 +244,5 @@ def measure_move(
     )
 
 
-def average(values: torch.Tensor) -> float:
+def average(values: Tensor) -> float:
     return float(values.mean()) if len(values) else 0.0

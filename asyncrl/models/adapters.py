@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 
 from asyncrl.config.tree import LoraConfig
 from asyncrl.contract.errors import ConfigError, DamagedDataError
@@ -110,7 +111,7 @@ def build_base_policy(model: PolicyModel) -> BasePolicyModel:
 
 
 @contextmanager
-def replace_values(tensors: list[torch.Tensor], replacement: list[torch.Tensor]) -> Iterator[None]:
+def replace_values(tensors: list[Tensor], replacement: list[Tensor]) -> Iterator[None]:
     """Put other values into tensors inside the block; their own come back to the bit."""
     copies = [tensor.clone() for tensor in tensors]
     with torch.no_grad():
@@ -124,20 +125,20 @@ def replace_values(tensors: list[torch.Tensor], replacement: list[torch.Tensor])
 # ---- base and adapter together -------------------------------------------------------------------
 
 
-class MergedWeights(Mapping[str, torch.Tensor]):
+class MergedWeights(Mapping[str, Tensor]):
     """The weights of a base with an adapter merged, by the base's names.
 
     Each is computed when it is read: W + alpha / rank * B A, in float32, rounded to W's dtype.
     """
 
     def __init__(
-        self, base: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], scale: float
+        self, base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float
     ) -> None:
         self.base = base
         self.adapter = adapter
         self.scale = scale
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         weight = self.base[name]
         module = name.removesuffix(".weight")
         lora_a = self.adapter.get(f"{module}.lora_A.weight")
@@ -168,7 +169,7 @@ class AdapterBase:
         copied = model.fast is None
         self.weights = {n: t.clone() if copied else t for n, t in list_named_weights(model)}
 
-    def merge(self, adapter: Mapping[str, torch.Tensor], probe: bytes) -> MergedWeights:
+    def merge(self, adapter: Mapping[str, Tensor], probe: bytes) -> MergedWeights:
         """Merge `adapter` into the base.
 
         probe: digest of the learner's base, as it was published; may be empty. Raises ConfigError
@@ -197,7 +198,7 @@ def restore(model: PolicyModel, path: Path) -> None:
             tensor.copy_(tensors[name])
 
 
-def read_fitting(model: PolicyModel, path: Path) -> dict[str, torch.Tensor]:
+def read_fitting(model: PolicyModel, path: Path) -> dict[str, Tensor]:
     """Return the adapter in `path` by the names of `list_adapter_weights`.
 
     Raises DamagedDataError if it belongs to another base or has other shapes than the model's.
@@ -242,9 +243,7 @@ def merge_directory(base: PolicyModel, path: Path) -> PolicyModel:
     return _write_merged(base, stored.tensors, stored.settings["lora_alpha"] / stored.settings["r"])
 
 
-def _write_merged(
-    base: PolicyModel, adapter: Mapping[str, torch.Tensor], scale: float
-) -> PolicyModel:
+def _write_merged(base: PolicyModel, adapter: Mapping[str, Tensor], scale: float) -> PolicyModel:
     own_weights = dict(list_named_weights(base))
     merged = MergedWeights(own_weights, adapter, scale)
     with torch.no_grad():

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from asyncrl.models import expert_layers
 
@@ -40,13 +41,13 @@ def round_up(n: int, multiple: int) -> int:
     return max(multiple, -(-n // multiple) * multiple)
 
 
-def pad_rows(x: torch.Tensor) -> torch.Tensor:
+def pad_rows(x: Tensor) -> Tensor:
     """Append rows of zeros to x [n, ...], up to a multiple of ROWS."""
     padding = round_up(len(x), ROWS) - len(x)
     return x if not padding else torch.cat([x, x.new_zeros(padding, *x.shape[1:])])
 
 
-def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def multiply(x: Tensor, w: Tensor) -> Tensor:
     """x [n, in] @ w [in, out], with w padded to at least COLUMNS columns.
 
     For a narrower matrix (the head of a tiny vocabulary) a library may choose another kernel, with
@@ -61,54 +62,54 @@ def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _make_scalar(x: float) -> torch.Tensor:
+def _make_scalar(x: float) -> Tensor:
     return torch.tensor(x)
 
 
 class _ExactNormalization(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         r = torch.addcmul(_make_scalar(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        n: torch.Tensor = x * r
+        n: Tensor = x * r
         ctx.save_for_backward(n, r)
         return n
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         n, r = ctx.saved_tensors
         g = grads[0]
         return (g - n * (g * n).mean(-1, keepdim=True)) * r, None
 
 
-def normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
+def normalize(x: Tensor, eps: float) -> Tensor:
     """x divided by its root mean square over the last axis."""
     return _ExactNormalization.apply(x, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ExactRotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, turns: Tensor) -> Tensor:
         ctx.save_for_backward(turns)
         return apply_rotation(x, turns)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return apply_rotation(grads[0].contiguous(), ctx.saved_tensors[0].conj()), None
 
 
-def apply_rotation(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+def apply_rotation(x: Tensor, turns: Tensor) -> Tensor:
     """Turn x [n, heads, d], whose columns are in pairs (see `interleave_halves`)."""
     pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
 
 
-def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Apply `apply_rotation` with a gradient."""
     return _ExactRotation.apply(x, turns)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def interleave_halves(lay: Any, fused: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def interleave_halves(lay: Any, fused: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Reorder the columns of `fuse_layer` for rotation by one complex product.
 
     In each head of queries and keys, columns that rotary embedding combines become neighbors.
@@ -129,7 +130,7 @@ def interleave_halves(lay: Any, fused: Mapping[str, torch.Tensor]) -> dict[str, 
     return reordered
 
 
-def fuse_layer(lay: Any, i: int, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def fuse_layer(lay: Any, i: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the matrices [in, out] of layer i, with norm weights folded into the next matrix.
 
     A sparse layer has a router, and `up` and `down` of all its experts [E, in, out].
@@ -161,7 +162,7 @@ def fuse_layer(lay: Any, i: int, weights: Mapping[str, torch.Tensor]) -> dict[st
     return fused
 
 
-def fuse_top(weights: Mapping[str, torch.Tensor], tied: bool) -> dict[str, torch.Tensor]:
+def fuse_top(weights: Mapping[str, Tensor], tied: bool) -> dict[str, Tensor]:
     """Return embed [V, H] and head [H, V], with the last norm folded into the head."""
     embed = weights["model.embed_tokens.weight"]
     head = embed if tied else weights["lm_head.weight"]
@@ -170,12 +171,12 @@ def fuse_top(weights: Mapping[str, torch.Tensor], tied: bool) -> dict[str, torch
 
 def project(
     lay: Any,
-    w: Mapping[str, torch.Tensor],
-    x: torch.Tensor,
+    w: Mapping[str, Tensor],
+    x: Tensor,
     turns: Any,
-    normalize: Callable[..., torch.Tensor] = normalize,
-    rotate: Callable[..., torch.Tensor] = rotate,
-) -> tuple[torch.Tensor, ...]:
+    normalize: Callable[..., Tensor] = normalize,
+    rotate: Callable[..., Tensor] = rotate,
+) -> tuple[Tensor, ...]:
     """Return q (scaled), k and v [n, heads, d] of one layer.
 
     w: the layer's `interleave_halves`
@@ -199,12 +200,12 @@ def project(
 
 def finish(
     lay: Any,
-    w: Mapping[str, torch.Tensor],
-    x: torch.Tensor,
-    attended: torch.Tensor,
-    replayed: torch.Tensor | None = None,
-    recorded: list[torch.Tensor] | None = None,
-) -> torch.Tensor:
+    w: Mapping[str, Tensor],
+    x: Tensor,
+    attended: Tensor,
+    replayed: Tensor | None = None,
+    recorded: list[Tensor] | None = None,
+) -> Tensor:
     """Apply the rest of a layer: output projection and MLP or experts.
 
     x, attended: [n, H]; n is a multiple of ROWS
@@ -224,7 +225,7 @@ def finish(
     return torch.addmm(x, inner, w["down"])
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """Attention of q over k and v.
 
     q: [B, h_kv, rows, d], scaled; rows is a multiple of QUERIES
@@ -238,7 +239,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
     return sum_weighted_values(torch.softmax(scores, -1), v).view(b, groups, rows, d)
 
 
-def sum_weighted_values(shares: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def sum_weighted_values(shares: Tensor, v: Tensor) -> Tensor:
     """Sum v weighted by shares, BLOCK columns at a time.
 
     shares: [N, rows, W]
@@ -266,16 +267,14 @@ def count_heads_per_product(lay: Any) -> int:
     return max(g for g in range(1, max(1, largest) + 1) if lay.kv_heads % g == 0)
 
 
-def allocate_query_space(lay: Any, n: int, like: torch.Tensor) -> torch.Tensor:
+def allocate_query_space(lay: Any, n: int, like: Tensor) -> Tensor:
     """Return zeros [n, groups of heads, rows, columns of a group] for `attend_cached`."""
     g = count_heads_per_product(lay)
     rows = round_up(g * (lay.heads // lay.kv_heads), QUERIES)
     return like.new_zeros(n, lay.kv_heads // g, rows, g * lay.head_dim)
 
 
-def attend_cached(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, space: torch.Tensor
-) -> torch.Tensor:
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, space: Tensor) -> Tensor:
     """`attend` for the m queries of each of n rows, which share the row's keys in the cache.
 
     q: [n * m, heads, d], scaled
@@ -303,7 +302,7 @@ def attend_cached(
     return selected.permute(0, 1, 4, 2, 3).reshape(count, heads * d)
 
 
-def _select_own_columns(x: torch.Tensor, g: int, share: int) -> torch.Tensor:
+def _select_own_columns(x: Tensor, g: int, share: int) -> Tensor:
     """View each head's rows of x [n, groups, rows, g * d] in its own columns.
 
     Returns [n, groups, share, d, g].

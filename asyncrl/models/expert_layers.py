@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from asyncrl.contract.messages import RoutingShape
 from asyncrl.contract.routed_experts import RoutedExperts
@@ -39,9 +40,9 @@ class ExpertWeights(NamedTuple):
     down: [E, I, H]
     """
 
-    router: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
+    router: Tensor
+    up: Tensor
+    down: Tensor
 
 
 def read_settings(config: Any) -> ExpertSettings | None:
@@ -67,8 +68,8 @@ def is_sparse(layer: Any) -> bool:
 
 
 def route(
-    logits: torch.Tensor, settings: ExpertSettings, replayed: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, settings: ExpertSettings, replayed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token; return their shares fp32 [n, k] and ids [n, k].
 
     logits: [n, E] of the router
@@ -85,9 +86,7 @@ def route(
     return shares, ids
 
 
-def _sort_by_expert(
-    ids: torch.Tensor, count: int, rows: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _sort_by_expert(ids: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the choices [n, k] by expert.
 
     Returns the token of each sorted row, padding included, the row of each choice [n * k], and
@@ -110,14 +109,14 @@ def _sort_by_expert(
 
 
 def apply(
-    states: torch.Tensor,
+    states: Tensor,
     weights: ExpertWeights,
     settings: ExpertSettings,
-    replayed: torch.Tensor | None = None,
-    recorded: list[torch.Tensor] | None = None,
-    logits: torch.Tensor | None = None,
+    replayed: Tensor | None = None,
+    recorded: list[Tensor] | None = None,
+    logits: Tensor | None = None,
     rows: int = 1,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute a sparse layer's output for normed states [n, H].
 
     replayed: see `route`
@@ -152,7 +151,7 @@ def build_replay_table(
     count: int,
     shape: RoutingShape,
     device: torch.device,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return the recorded ids of packed tokens, int64 [layers, n, k]; None where there are none.
 
     routed: of each sample; None: not recorded

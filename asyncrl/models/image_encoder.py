@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asyncrl.contract.blobs.images import ImageShape
 from asyncrl.contract.errors import ConfigError
@@ -30,7 +31,7 @@ class ImageEncoder:
         self.hf = hf
         self.path = path
         self.shape = shape
-        self.pixels: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self.pixels: OrderedDict[str, Tensor] = OrderedDict()
 
     @classmethod
     def from_model(cls, hf: Any, path: str) -> ImageEncoder | None:
@@ -55,7 +56,7 @@ class ImageEncoder:
                 f"({' or '.join(PROCESSOR_FILES)}): {str(error).splitlines()[0]}"
             ) from error
 
-    def load_pixels(self, name: str, blob: bytes) -> torch.Tensor:
+    def load_pixels(self, name: str, blob: bytes) -> Tensor:
         """Return the pixels of the image with digest `name` as the model reads them, [3, H, W]."""
         if name not in self.pixels:
             processed = self.processor(pictures.as_pil(blob), return_tensors="pt")
@@ -65,9 +66,7 @@ class ImageEncoder:
         self.pixels.move_to_end(name)
         return self.pixels[name]
 
-    def compute_features(
-        self, blobs: Mapping[str, bytes], *, single: bool
-    ) -> dict[str, torch.Tensor]:
+    def compute_features(self, blobs: Mapping[str, bytes], *, single: bool) -> dict[str, Tensor]:
         """Return digest -> features [length, hidden] of images, differentiable.
 
         single: encode each image by itself, so that its features do not depend on the others.
@@ -86,15 +85,15 @@ class ImageEncoder:
                 )
         return dict(zip(blobs, encoded, strict=True))
 
-    def _encode(self, pixels: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+    def _encode(self, pixels: list[Tensor]) -> Iterable[Tensor]:
         stacked = torch.stack(pixels).to(self.hf.device, self.hf.dtype)
-        encoded: Iterable[torch.Tensor] = self.hf.get_image_features(
+        encoded: Iterable[Tensor] = self.hf.get_image_features(
             pixel_values=stacked, return_dict=True
         ).pooler_output
         return encoded
 
     @staticmethod
-    def build_inputs(names: Iterable[str], features: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def build_inputs(names: Iterable[str], features: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the arguments of a forward pass whose image tokens are `names`, in row order."""
         encoded = [features[name] for name in names]
         return (
@@ -103,7 +102,7 @@ class ImageEncoder:
             else {}
         )
 
-    def exclude_image_token(self, logits: torch.Tensor) -> torch.Tensor:
+    def exclude_image_token(self, logits: Tensor) -> Tensor:
         """Exclude the image token from sampling: only a prompt may hold one.
 
         logits: fp32 [..., V].

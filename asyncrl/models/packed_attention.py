@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asyncrl.models import exact_operators
 
@@ -34,10 +35,10 @@ class QueryBlock:
 class AttentionTable:
     """B rows of Q queries over K keys."""
 
-    rows: torch.Tensor  # [B, Q], index of each query among the packed tokens; padding: 0
-    keys: torch.Tensor  # [B, K], index of each key among the packed tokens; padding: 0
-    bias: torch.Tensor  # [B, Q, K], added to the scores
-    flat: torch.Tensor  # [n], positions in [B * Q] of the rows' tokens, which are packed in order
+    rows: Tensor  # [B, Q], index of each query among the packed tokens; padding: 0
+    keys: Tensor  # [B, K], index of each key among the packed tokens; padding: 0
+    bias: Tensor  # [B, Q, K], added to the scores
+    flat: Tensor  # [n], positions in [B * Q] of the rows' tokens, which are packed in order
     query_offset: int  # query q of a row sees no key after column query_offset + q
 
 
@@ -49,17 +50,17 @@ class PackingPlan:
     order of `answers`. N is the number of response tokens.
     """
 
-    ids: torch.Tensor  # [n]
-    positions: torch.Tensor  # [n]
+    ids: Tensor  # [n]
+    positions: Tensor  # [n]
     prompts: AttentionTable  # each prompt over itself
     answers: list[AttentionTable]  # responses of similar length, over their prompt and themselves
-    owners: list[torch.Tensor]  # of each table, the prompt [B] of each row
+    owners: list[Tensor]  # of each table, the prompt [B] of each row
     # of each table, the column [B] of a row's first own key, after its prompt; prompts are padded
     # to the longest one, except in exact mode
-    starts: list[torch.Tensor]
-    picks: torch.Tensor  # [N], packed token whose state predicts each response token
-    targets: torch.Tensor  # [N], response tokens
-    sample: torch.Tensor  # [N], sample of each response token
+    starts: list[Tensor]
+    picks: Tensor  # [N], packed token whose state predicts each response token
+    targets: Tensor  # [N], response tokens
+    sample: Tensor  # [N], sample of each response token
     first: list[int]  # a sample of each unique prompt
     order: list[int]  # the samples in the order of their responses
 
@@ -69,10 +70,10 @@ class AttentionSide:
     """An `AttentionTable` with flat indices for h query heads and h_kv key heads."""
 
     shape: tuple[int, int, int]  # B, Q, K
-    queries: torch.Tensor  # [B * h * Q], among the packed tokens' heads; padding: any
-    keys: torch.Tensor  # [B * h_kv * K], among the packed tokens' heads; padding: any
-    back: torch.Tensor  # [n * h], each packed query's index in [B, h, Q]
-    bias: torch.Tensor  # [B, 1, Q, K]
+    queries: Tensor  # [B * h * Q], among the packed tokens' heads; padding: any
+    keys: Tensor  # [B * h_kv * K], among the packed tokens' heads; padding: any
+    back: Tensor  # [n * h], each packed query's index in [B, h, Q]
+    bias: Tensor  # [B, 1, Q, K]
     cuts: list[QueryBlock]  # the last one sees all keys
 
     @classmethod
@@ -95,9 +96,9 @@ class AttentionRows:
 
     prompts: AttentionSide
     answers: list[AttentionSide]
-    owners: list[torch.Tensor]  # of each of `answers`, the prompt [B] of each row
-    prompt_keys: torch.Tensor  # index of each packed prompt token's heads in [G, h_kv, Pmax]
-    answer_keys: list[torch.Tensor]  # of each of `answers`, its tokens' indices in [B, h_kv, K]
+    owners: list[Tensor]  # of each of `answers`, the prompt [B] of each row
+    prompt_keys: Tensor  # index of each packed prompt token's heads in [G, h_kv, Pmax]
+    answer_keys: list[Tensor]  # of each of `answers`, its tokens' indices in [B, h_kv, K]
     exact: bool  # use the operators of exact mode, where queries are already scaled
 
     @classmethod
@@ -151,13 +152,13 @@ def cut_queries(
     return blocks
 
 
-def _index_by_head(table: torch.Tensor, heads: int) -> torch.Tensor:
+def _index_by_head(table: Tensor, heads: int) -> Tensor:
     """Index [B * heads * width] of the heads of packed tokens `table` [B, width], head by head."""
     head = torch.arange(heads, device=table.device)[None, :, None]
     return (table[:, None] * heads + head).flatten()
 
 
-def _index_by_position(flat: torch.Tensor, width: int, heads: int) -> torch.Tensor:
+def _index_by_position(flat: Tensor, width: int, heads: int) -> Tensor:
     """Index [n * heads] in [B, heads, width] of the entries `flat` [n] of [B, width].
 
     The heads of a packed token are consecutive.
@@ -168,30 +169,28 @@ def _index_by_position(flat: torch.Tensor, width: int, heads: int) -> torch.Tens
 
 
 def attend_packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     rows: AttentionRows,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention of packed tokens, prompts first, differentiable.
 
     q: [n, h, d]
     k, v: [n, h_kv, d]
     Returns [n, h * d].
     """
-    attended: torch.Tensor = _Attention.apply(q, k, v, rows)  # type: ignore[no-untyped-call]
+    attended: Tensor = _Attention.apply(q, k, v, rows)  # type: ignore[no-untyped-call]
     return attended
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: AttentionRows
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: AttentionRows) -> Tensor:
         dim = q.shape[2]
         by_head = q.reshape(-1, dim), k.reshape(-1, dim), v.reshape(-1, dim)
         ctx.rows, ctx.scale = rows, 1.0 if rows.exact else dim**-0.5
-        saved: list[torch.Tensor] = []  # of each side: queries, keys, values, shares of each block
+        saved: list[Tensor] = []  # of each side: queries, keys, values, shares of each block
         parts = []
         for side in (rows.prompts, *rows.answers):
             attended, side_saved = _attend_side(
@@ -203,9 +202,7 @@ class _Attention(torch.autograd.Function):
         return _pad_rows(torch.cat(parts), len(q), q.shape[1])
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         rows: AttentionRows = ctx.rows
         saved = ctx.saved_tensors
         dim = saved[0].shape[2]
@@ -232,7 +229,7 @@ class _Attention(torch.autograd.Function):
         )
 
 
-def _pad_rows(x: torch.Tensor, n: int, heads: int) -> torch.Tensor:
+def _pad_rows(x: Tensor, n: int, heads: int) -> Tensor:
     """Reshape x [m * heads, d] to [n, heads * d], n >= m, with zeros in the rows after m.
 
     Exact mode pads the packed tokens.
@@ -244,11 +241,11 @@ def _pad_rows(x: torch.Tensor, n: int, heads: int) -> torch.Tensor:
 
 def _attend_side(
     side: AttentionSide,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     scale: float | None,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+) -> tuple[Tensor, list[Tensor]]:
     """Return the attended [n * h, d] of the packed queries, and tensors for the backward pass.
 
     Query heads that share a key head are handled as further queries of it.
@@ -277,7 +274,7 @@ def _attend_side(
     return _join_blocks(parts, side).index_select(0, side.back), saved
 
 
-def _select_block_queries(x: torch.Tensor, side: AttentionSide, cut: QueryBlock) -> torch.Tensor:
+def _select_block_queries(x: Tensor, side: AttentionSide, cut: QueryBlock) -> Tensor:
     """Select a block's queries from x [B * h_kv, queries, d].
 
     The queries of heads that share a key head are stored head after head.
@@ -289,7 +286,7 @@ def _select_block_queries(x: torch.Tensor, side: AttentionSide, cut: QueryBlock)
     return by_head[:, :, cut.first : cut.end].reshape(groups, -1, dim)
 
 
-def _join_blocks(parts: list[torch.Tensor], side: AttentionSide) -> torch.Tensor:
+def _join_blocks(parts: list[Tensor], side: AttentionSide) -> Tensor:
     """Join blocks [B * h_kv, queries, d] into [B * h * Q, d]; inverts `_select_block_queries`."""
     groups, _, dim = parts[0].shape
     if len(parts) > 1:
@@ -302,8 +299,8 @@ def _join_blocks(parts: list[torch.Tensor], side: AttentionSide) -> torch.Tensor
 
 
 def _backpropagate_side(
-    side: AttentionSide, grad: torch.Tensor, saved: tuple[torch.Tensor, ...], scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    side: AttentionSide, grad: Tensor, saved: tuple[Tensor, ...], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of the packed queries [n * h, d], and of keys and values [B * h_kv, K, d].
 
     The latter are in the rows' layout. Padded queries have no gradient, and add none to keys.
@@ -313,7 +310,7 @@ def _backpropagate_side(
     dim = queries.shape[2]
     padded = torch.zeros_like(queries)
     padded.view(-1, dim).index_copy_(0, side.back, grad)
-    of_queries: list[torch.Tensor] = []
+    of_queries: list[Tensor] = []
     of_keys = of_values = torch.empty(0)
     for cut, shares in zip(reversed(side.cuts), reversed(blocks), strict=True):
         block_grad = _select_block_queries(padded, side, cut)
@@ -332,7 +329,7 @@ def _backpropagate_side(
     return packed, of_keys, of_values
 
 
-def _sum_key_gradients(rows: AttentionRows, sides: list[torch.Tensor]) -> torch.Tensor:
+def _sum_key_gradients(rows: AttentionRows, sides: list[Tensor]) -> Tensor:
     """Gradient [n * h_kv, d] of the packed keys (or values) from those of each side's rows.
 
     A prompt's gradient includes the sum over its responses.

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.contract.messages import RoutingShape
@@ -51,12 +52,12 @@ class ForwardInput:
 
     prompts: Sequence[np.ndarray]
     responses: Sequence[np.ndarray]
-    temperature: torch.Tensor
+    temperature: Tensor
     groups: Sequence[int] | None = None
     want_entropy: bool = False
     want_hidden: bool = False
     supports: Sequence[SampledSupport | None] | None = None
-    targets: torch.Tensor | None = None
+    targets: Tensor | None = None
     routed: Sequence[RoutedExperts | None] | None = None
     images: Sequence[Sequence[bytes]] | None = None
 
@@ -83,9 +84,9 @@ class ForwardInput:
 class ForwardOutput:
     """The result of a forward pass, packed over response tokens in sample order."""
 
-    logprobs: torch.Tensor  # [N]
-    entropy: torch.Tensor | None = None  # [N], nats
-    hidden: torch.Tensor | None = None  # [N, H]
+    logprobs: Tensor  # [N]
+    entropy: Tensor | None = None  # [N], nats
+    hidden: Tensor | None = None  # [N, H]
 
 
 @dataclass
@@ -133,7 +134,7 @@ class ModelLayout:
         layers = sum(map(expert_layers.is_sparse, self.hf.model.layers))
         return RoutingShape(layers, self.experts.number, self.experts.chosen)
 
-    def compute_rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin [n, 1, head_dim] at integer positions [n]."""
         with torch.no_grad():
             cos, sin = self.hf.model.rotary_emb(
@@ -146,7 +147,7 @@ class _RMSNorm(torch.autograd.Function):
     """x / rms(x) * w; its backward makes three passes fewer than autograd's."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, eps: float) -> Tensor:
         xf = x.float()
         r = torch.rsqrt(
             torch.linalg.vector_norm(xf, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps)
@@ -156,7 +157,7 @@ class _RMSNorm(torch.autograd.Function):
         return (n.to(x.dtype) * w).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         n, r, w = ctx.saved_tensors
         g = grads[0].float()
         gn = g * n
@@ -166,12 +167,12 @@ class _RMSNorm(torch.autograd.Function):
         return gx.to(grads[0].dtype), gw.to(w.dtype), None
 
 
-def apply_rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+def apply_rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last axis, computed in fp32."""
     return _RMSNorm.apply(x, w, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [n, heads, d] in the half-split layout."""
     half = x.shape[-1] // 2
     rotated = torch.cat((-x[..., half:], x[..., :half]), -1)
@@ -182,7 +183,7 @@ class _Rotate(torch.autograd.Function):
     """`rotate` without copies of the halves; its backward applies the inverse rotation."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         half = x.shape[-1] // 2
         ctx.save_for_backward(cos, sin)
         product = x * cos
@@ -192,7 +193,7 @@ class _Rotate(torch.autograd.Function):
         return product
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         g = grads[0]
         half = grads[0].shape[-1] // 2
@@ -203,7 +204,7 @@ class _Rotate(torch.autograd.Function):
         return gx, None, None
 
 
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`rotate`, differentiable in x.
 
     cos, sin: [n, 1, d], whose second half repeats the first, as in rotary embeddings.
@@ -214,7 +215,7 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 # ---- truncated sampling, shared by engine and learner, which then agree bitwise ------------------
 
 
-def find_kept_tokens(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+def find_kept_tokens(logs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """Return bool [n, V]: tokens left by top-k, then by top-p.
 
     Top-p keeps the smallest set of tokens of at least that mass.
@@ -235,7 +236,7 @@ def find_kept_tokens(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tenso
     return torch.zeros_like(excluded).scatter_(1, index, ~excluded)
 
 
-def renormalize(logs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def renormalize(logs: Tensor, mask: Tensor) -> Tensor:
     """Return log-probabilities over the kept tokens, [n, V]; -inf elsewhere.
 
     A row that keeps all its tokens stays bitwise as it is.
@@ -286,7 +287,7 @@ class SupportTable:
             return None
         return cls(supports, lengths, device)
 
-    def build_kept_mask(self, part: slice, vocabulary: int) -> torch.Tensor:
+    def build_kept_mask(self, part: slice, vocabulary: int) -> Tensor:
         """Return bool [n, V]: the kept tokens of the positions `part`.
 
         Positions beyond the last one, with which exact mode pads, keep all.
@@ -301,7 +302,7 @@ class SupportTable:
         mask[self.position[at] - start, self.ids[at]] = True
         return mask
 
-    def renormalize(self, logs: torch.Tensor, start: int) -> torch.Tensor:
+    def renormalize(self, logs: Tensor, start: int) -> Tensor:
         """`renormalize` of logs [n, V], the positions from `start` on."""
         part = slice(start, start + len(logs))
         return renormalize(logs, self.build_kept_mask(part, logs.shape[1]))
@@ -321,13 +322,13 @@ class _PickedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        scale: torch.Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: Tensor,
         want_entropy: bool,
         support: SupportTable | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         n = hidden.shape[0]
         step = exact_operators.round_up(LOGIT_CHUNK // weight.shape[0], exact_operators.ROWS)
         lp = hidden.new_empty(n, dtype=torch.float32)
@@ -352,9 +353,7 @@ class _PickedLogprobs(torch.autograd.Function):
         return lp, ent
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         hidden, weight, targets, scale, ent, *saved_logs = ctx.saved_tensors
         gh = torch.empty_like(hidden)
         gw = torch.zeros_like(weight)
@@ -394,7 +393,7 @@ class _StepKL(torch.autograd.Function):
         ref_weight: Any,
         scale: Any,
         support: SupportTable | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return probabilities [n, V], log-ratios [n, V] and KL [n] of a chunk."""
         a = torch.log_softmax((hidden[s] @ weight.T).float() * scale[s, None], -1)
         b = torch.log_softmax((ref_hidden[s] @ ref_weight.T).float() * scale[s, None], -1)
@@ -409,13 +408,13 @@ class _StepKL(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        ref_hidden: torch.Tensor,
-        ref_weight: torch.Tensor,
-        scale: torch.Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        ref_hidden: Tensor,
+        ref_weight: Tensor,
+        scale: Tensor,
         support: SupportTable | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.step = max(1, LOGIT_CHUNK // weight.shape[0])
         ctx.support = support
         ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, scale)
@@ -436,9 +435,7 @@ class _StepKL(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         hidden, weight, ref_hidden, ref_weight, scale = ctx.saved_tensors
         gh = torch.empty_like(hidden)
         gw = torch.zeros_like(weight)
@@ -455,12 +452,12 @@ class _StepKL(torch.autograd.Function):
 
 def compute_step_kl(
     lay: ModelLayout,
-    hidden: torch.Tensor,
+    hidden: Tensor,
     ref: ModelLayout,
-    ref_hidden: torch.Tensor,
-    temperature: torch.Tensor,
+    ref_hidden: Tensor,
+    temperature: Tensor,
     support: SupportTable | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """KL(theta || ref) of the next token at each state [N], in nats, with gradient.
 
     hidden: [N, H], states of the trained model
@@ -478,10 +475,10 @@ def compute_step_kl(
 @torch.no_grad()
 def compute_squared_probabilities(
     lay: ModelLayout,
-    hidden: torch.Tensor,
-    temperature: torch.Tensor,
+    hidden: Tensor,
+    temperature: Tensor,
     support: SupportTable | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """sum_v p_v^2 of the next token at each state [N].
 
     hidden: [N, H]
@@ -573,7 +570,7 @@ def _build_causal_mask(valid: np.ndarray) -> np.ndarray:
     return visible
 
 
-def _to_device(x: np.ndarray, device: torch.device) -> torch.Tensor:
+def _to_device(x: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(device)
 
 
@@ -681,12 +678,12 @@ def plan_packing(
 def apply_block(
     lay: ModelLayout,
     layer: Any,
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
     rows: AttentionRows,
-    replayed: torch.Tensor | None = None,
-) -> torch.Tensor:
+    replayed: Tensor | None = None,
+) -> Tensor:
     """Apply one transformer layer to packed tokens x [n, H].
 
     replayed: int64 [n, k], see `expert_layers.route`
@@ -713,7 +710,7 @@ def apply_block(
             mlp.experts.down_proj.transpose(1, 2),
         )
         return x + expert_layers.apply(h, weights, lay.experts, replayed)
-    mlp_output: torch.Tensor = mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
+    mlp_output: Tensor = mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
     return x + mlp_output
 
 
@@ -747,8 +744,8 @@ def call_as_forward(module: Any, function: Callable[..., Any], *args: Any, **kwa
 
 
 def _compute_packed_logprobs(
-    lay: ModelLayout, rows: ForwardInput, run_layer: Callable[..., torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    lay: ModelLayout, rows: ForwardInput, run_layer: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities, entropies and states of `compute_logprobs`."""
     model = lay.hf.model
     weight = lay.hf.get_output_embeddings().weight
@@ -769,9 +766,7 @@ def _compute_packed_logprobs(
     return lp, ent, hidden
 
 
-def _list_replayed(
-    lay: ModelLayout, pl: PackingPlan, rows: ForwardInput
-) -> list[torch.Tensor | None]:
+def _list_replayed(lay: ModelLayout, pl: PackingPlan, rows: ForwardInput) -> list[Tensor | None]:
     """Return the recorded ids [n, k] of each layer; None: the layer's own routing."""
     layers = lay.hf.model.layers
     shape = lay.routing
@@ -796,7 +791,7 @@ def _list_replayed(
 
 
 def _compute_fixed_logprobs(
-    lay: ModelLayout, rows: ForwardInput, run_layer: Callable[..., torch.Tensor]
+    lay: ModelLayout, rows: ForwardInput, run_layer: Callable[..., Tensor]
 ) -> ForwardOutput:
     """`compute_logprobs` with the operators that the engine uses in exact mode."""
     device = lay.hf.get_output_embeddings().weight.device
@@ -838,12 +833,12 @@ def _compute_fixed_logprobs(
 def _apply_fixed_block(
     lay: ModelLayout,
     i: int,
-    weights: Mapping[str, torch.Tensor],
-    x: torch.Tensor,
-    turns: torch.Tensor,
+    weights: Mapping[str, Tensor],
+    x: Tensor,
+    turns: Tensor,
     rows: AttentionRows,
-    replayed: torch.Tensor | None = None,
-) -> torch.Tensor:
+    replayed: Tensor | None = None,
+) -> Tensor:
     """Apply layer i to packed tokens x [n, H] with the operators of exact mode."""
     fused = exact_operators.interleave_halves(lay, exact_operators.fuse_layer(lay, i, weights))
     w = {name: t.contiguous() for name, t in fused.items()}

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.contract.blobs import images as image_blobs
@@ -96,7 +97,7 @@ class PolicyModel:
         return shape
 
     def logprobs(
-        self, prompts: Arrays, responses: Arrays, temperature: torch.Tensor, **more: Any
+        self, prompts: Arrays, responses: Arrays, temperature: Tensor, **more: Any
     ) -> ForwardOutput:
         """Log-probabilities of response tokens under this model, differentiable.
 
@@ -467,7 +468,7 @@ def build_character_tokenizer(symbols: Sequence[str]) -> Any:
 # ---- flat weights --------------------------------------------------------------------------------
 
 
-def list_named_weights(model: PolicyModel) -> list[tuple[str, torch.Tensor]]:
+def list_named_weights(model: PolicyModel) -> list[tuple[str, Tensor]]:
     """Return (name, tensor) of every parameter in a fixed order, tied ones once.
 
     Of a model with adapters, only those of the adapters.
@@ -500,8 +501,8 @@ def write_flat(model: PolicyModel, buffer: memoryview) -> None:
 
 
 def copy_flat(
-    weights: Iterable[tuple[str, torch.Tensor]], buffer: memoryview, layout: Manifest
-) -> torch.Tensor:
+    weights: Iterable[tuple[str, Tensor]], buffer: memoryview, layout: Manifest
+) -> Tensor:
     """Copy named weights into `buffer` according to `layout`.
 
     Returns a scalar, at least the square of the largest weight; NaN or inf if one is not finite.
@@ -518,16 +519,16 @@ def copy_flat(
                 squares.append(torch.dot(flat, flat))
             else:
                 squares.append(torch.linalg.vector_norm(tensor, torch.inf).float().square())
-    largest: torch.Tensor = torch.stack(squares).amax()
+    largest: Tensor = torch.stack(squares).amax()
     return largest
 
 
-def read_flat(buffer: memoryview, layout: Manifest) -> dict[str, torch.Tensor]:
+def read_flat(buffer: memoryview, layout: Manifest) -> dict[str, Tensor]:
     """Return name -> tensor views of a writable `buffer`, which share one storage."""
     return build_views(torch.frombuffer(buffer, dtype=torch.uint8), layout)
 
 
-def build_views(flat: torch.Tensor, layout: Manifest) -> dict[str, torch.Tensor]:
+def build_views(flat: Tensor, layout: Manifest) -> dict[str, Tensor]:
     """Return name -> tensor views of `flat` (uint8, on any device)."""
     return {
         name: flat[offset : offset + size].view(getattr(torch, dtype)).view(shape)
@@ -556,7 +557,7 @@ def compute_probe_logprobs(model: PolicyModel) -> np.ndarray:
     return logprobs
 
 
-def load_weights(model: PolicyModel, weights: Mapping[str, torch.Tensor]) -> None:
+def load_weights(model: PolicyModel, weights: Mapping[str, Tensor]) -> None:
     """Copy `weights` into the model's parameters, in place."""
     with torch.no_grad():
         for name, tensor in list_named_weights(model):

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from asyncrl.contract.errors import ConfigError
@@ -29,16 +30,16 @@ class TopKChoice(TorchFunctionMode):
         None: the router's own choice everywhere.
     """
 
-    def __init__(self, replayed: torch.Tensor | None) -> None:
+    def __init__(self, replayed: Tensor | None) -> None:
         super().__init__()
         self.replayed = replayed
-        self.used: list[torch.Tensor] = []
+        self.used: list[Tensor] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         chosen = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, torch.Tensor.topk):
+        if func not in (torch.topk, Tensor.topk):
             return chosen
         scores, ids = args[0], chosen.indices
         if self.replayed is not None:
@@ -80,7 +81,7 @@ def check_replayable(hf: Any) -> None:
 
 @contextmanager
 def replay_routing(
-    hf: Any, replayed: torch.Tensor | None = None, recorded: list[torch.Tensor] | None = None
+    hf: Any, replayed: Tensor | None = None, recorded: list[Tensor] | None = None
 ) -> Iterator[None]:
     """Replay or record the experts of the forward passes inside the block.
 
@@ -104,8 +105,8 @@ def replay_routing(
 
 def _call_router(
     forward: Callable[..., Any],
-    replayed: torch.Tensor | None,
-    recorded: list[torch.Tensor] | None,
+    replayed: Tensor | None,
+    recorded: list[Tensor] | None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -122,7 +123,7 @@ def build_padded_table(
     shape: RoutingShape | None,
     width: int,
     device: torch.device,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return the recorded ids of padded rows, int64 [layers, rows * width, k], or None.
 
     routed: of each row; None: not recorded

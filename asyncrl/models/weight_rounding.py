@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from asyncrl.config.tree import Config
 from asyncrl.models.policy import PolicyModel, load_policy
@@ -21,7 +22,7 @@ from asyncrl.models.policy import PolicyModel, load_policy
 FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 
-def quantize_rows(weight: torch.Tensor, number_format: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(weight: Tensor, number_format: str) -> tuple[Tensor, Tensor]:
     """Return the codes [out, in] in the format's storage type, and float32 scales [out, 1].
 
     Args:
@@ -38,7 +39,7 @@ def quantize_rows(weight: torch.Tensor, number_format: str) -> tuple[torch.Tenso
     return codes.to(storage), scales
 
 
-def round_rows(weight: torch.Tensor, number_format: str) -> torch.Tensor:
+def round_rows(weight: Tensor, number_format: str) -> Tensor:
     """Cast each row to the format and back.
 
     >>> round_rows(torch.tensor([[127.0, 1.4, -0.6]]), "int8").tolist()
@@ -70,7 +71,7 @@ class WeightRounder:
         self.number_format = number_format
         self.names = frozenset(f"{name}.weight" for name, _ in list_linear_layers(hf))
 
-    def __call__(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
             name: round_rows(weight, self.number_format) if name in self.names else weight
             for name, weight in weights.items()
@@ -81,11 +82,11 @@ class _StraightThrough(torch.autograd.Function):
     """`round_rows`, whose gradient is that of the identity (Bengio et al. 2013)."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, number_format: str) -> torch.Tensor:
+    def forward(ctx: Any, weight: Tensor, number_format: str) -> Tensor:
         return round_rows(weight, number_format)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
 
@@ -96,7 +97,7 @@ def share_rounding(model: PolicyModel, number_format: str) -> PolicyModel:
     """
 
     def wrap_forward(module: torch.nn.Linear) -> Any:
-        def forward(inputs: torch.Tensor) -> torch.Tensor:
+        def forward(inputs: Tensor) -> Tensor:
             rounded = _StraightThrough.apply(  # type: ignore[no-untyped-call]
                 module.weight, number_format
             )

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asyncrl.models.layout import (
     INDEX,
@@ -43,7 +44,7 @@ class RotaryEmbedding(torch.nn.Module):
 
     rope_type = "default"
 
-    frequencies: torch.Tensor
+    frequencies: Tensor
 
     def __init__(self, base: float, dim: int) -> None:
         super().__init__()
@@ -53,9 +54,7 @@ class RotaryEmbedding(torch.nn.Module):
             persistent=False,
         )
 
-    def forward(
-        self, like: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         # in float32 even for a bf16 model
         frequencies = self.frequencies.to(like.device, torch.float32)
         angles = positions[..., None].float() * frequencies
@@ -75,7 +74,7 @@ class BareLinear(torch.nn.Linear):
         self.weight = weight
         self.register_parameter("bias", bias)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         return torch.nn.functional.linear(inputs, self.weight, self.bias)
 
 
@@ -98,7 +97,7 @@ class BareModel(torch.nn.Module):
     """
 
     def __init__(
-        self, raw: dict[str, Any], tensors: dict[str, torch.Tensor], files: dict[str, str]
+        self, raw: dict[str, Any], tensors: dict[str, Tensor], files: dict[str, str]
     ) -> None:
         super().__init__()
         config = self.config = BareConfig(**raw)

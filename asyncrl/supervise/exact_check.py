@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.blobs.images import encode_png
@@ -35,7 +36,7 @@ class ExactCheckRow:
     largest: float  # largest absolute difference
 
 
-def _compare(name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> ExactCheckRow:
+def _compare(name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> ExactCheckRow:
     differ = 0
     largest = 0.0
     for first, second in pairs:
@@ -155,7 +156,7 @@ def _sample_prompt(
     return ids, (encode_png(8, 8, random.bytes(3 * 8 * 8)),)
 
 
-Operator = tuple[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
+Operator = tuple[str, Tensor, Callable[[Tensor], Tensor]]
 SHAPES = (16, 32, 48, 256, 1024)  # rows of a decode step and of packed micro-batches
 POSITIONS = 64  # most query positions of attention that are checked
 
@@ -216,13 +217,13 @@ def check_operators(
 
 
 def _list_feed_forward(
-    lay: Any, fused: dict[str, torch.Tensor], big: torch.Tensor, source: torch.Generator
+    lay: Any, fused: dict[str, Tensor], big: Tensor, source: torch.Generator
 ) -> list[Operator]:
     """Return the operators after attention: those of an MLP, or router and experts."""
     if "router" in fused:
         weights = expert_layers.ExpertWeights(fused["router"], fused["up"], fused["down"])
 
-        def apply_experts(states: torch.Tensor) -> torch.Tensor:
+        def apply_experts(states: Tensor) -> Tensor:
             logits = exact_operators.multiply(states, weights.router)
             rows = exact_operators.ROWS
             return expert_layers.apply(states, weights, lay.experts, logits=logits, rows=rows)

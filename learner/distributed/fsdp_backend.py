@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
@@ -139,40 +140,40 @@ class FsdpBackend(DistributedBackend):
 
     # ---- one optimizer step ----------------------------------------------------------------------
 
-    def accumulate(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
+    def accumulate(self, loss: Tensor, *, is_last: bool = True) -> None:
         with self.guard():
             super().accumulate(loss, is_last=is_last)
 
-    def apply(self, rate: float, loss: torch.Tensor | None = None) -> float:
+    def apply(self, rate: float, loss: Tensor | None = None) -> float:
         if loss is not None:
             # a loss that is not finite on one rank alone: all ranks skip the step, or none
             loss = self.sum_over_ranks(loss.detach().cpu().clone())
         return super().apply(rate, loss)
 
-    def collect_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    def collect_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[Tensor]:
         return [get_local_part(p.grad) for p in parameters if p.grad is not None]
 
-    def clip(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    def clip(self, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
         gradients = self.collect_gradients(parameters)
         norm = self._sum_over_parts(sum_squares(gradients).cpu()).sqrt()
         if self.clip_norm:
             torch._foreach_mul_(gradients, float((self.clip_norm / (norm + 1e-6)).clamp(max=1.0)))
         return norm
 
-    def compute_squared_gradient(self, value: torch.Tensor) -> torch.Tensor:
+    def compute_squared_gradient(self, value: Tensor) -> Tensor:
         self.drop_gradient()
         self.accumulate(value / self.ranks)
         square = sum_squares(self.collect_gradients(self.parameters)).cpu()
         self.drop_gradient()
         return self._sum_over_parts(square)
 
-    def _sum_over_parts(self, value: torch.Tensor) -> torch.Tensor:
+    def _sum_over_parts(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over the parts of one replica; all replicas have the same."""
         return self.sum_over_ranks(value / self.replicas)
 
     # ---- weights and state -----------------------------------------------------------------------
 
-    def _gather_weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    def _gather_weights(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Yield name, part and, on rank 0, whole tensor of each weight, one at a time."""
         self.release_gathered()
         dtypes = {name: getattr(torch, dtype) for name, dtype, *_ in self.layout}
@@ -216,7 +217,7 @@ class FsdpBackend(DistributedBackend):
             for module, name, parameter in owners:
                 module._parameters[name] = parameter
 
-    def list_parts(self) -> list[torch.Tensor]:
+    def list_parts(self) -> list[Tensor]:
         return [get_local_part(p).detach() for p in self.parameters]
 
     def write_flat(self, buffer: memoryview | None) -> None:
@@ -300,7 +301,7 @@ class FsdpBackend(DistributedBackend):
             state_dict_loader.load(tensors, storage_reader=reader)
 
 
-def get_local_part(tensor: torch.Tensor) -> torch.Tensor:
+def get_local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a divided tensor, sharing its memory."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -230,13 +231,13 @@ class DistributedBackend(TorchBackend):
             else [list(samples)]
         )
 
-    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
         if self.ranks > 1:
             with self.guard():
                 dist.all_reduce(value)
         return value
 
-    def find_max_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+    def find_max_over_ranks(self, value: Tensor) -> Tensor:
         if self.ranks > 1:
             with self.guard():
                 dist.all_reduce(value, op=dist.ReduceOp.MAX)

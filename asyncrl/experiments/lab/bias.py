@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms import advantages, correction, kl, ratios
 from asyncrl.experiments.lab.page import LabFindings, make_table
@@ -48,7 +49,7 @@ SHOWN = (
 )
 
 # coefficients [N] of grad lp, and of grad KL_k if it has any
-Parts = Sequence[torch.Tensor]
+Parts = Sequence[Tensor]
 
 
 @dataclass
@@ -56,9 +57,9 @@ class EstimatorCase:
     """Samples of mu, a policy theta and a reference policy: tables [K, V]."""
 
     space: ResponseSpace
-    theta: torch.Tensor
-    ref: torch.Tensor
-    mu: torch.Tensor
+    theta: Tensor
+    ref: Tensor
+    mu: Tensor
 
     def __post_init__(self) -> None:
         s = self.space
@@ -67,15 +68,15 @@ class EstimatorCase:
         self.probability = s.compute_probability(self.mu)
         self.exact = differentiate(lambda t: s.compute_kl(t, self.ref), self.theta)[0]
 
-    def sum_over_response(self, k: torch.Tensor) -> torch.Tensor:
+    def sum_over_response(self, k: Tensor) -> Tensor:
         """Sum k [N] over each token's whole response: [N]."""
         return ratios.sum_by_sample(k, self.space.seq, self.space.n)[self.space.seq]
 
-    def sum_from_token(self, k: torch.Tensor) -> torch.Tensor:
+    def sum_from_token(self, k: Tensor) -> Tensor:
         """Sum k [N] over each token's response from the token on: [N]."""
         return ratios.sum_discounted_suffix(k, self.space.seq, 1.0)
 
-    def compute_weight(self, level: str) -> torch.Tensor:
+    def compute_weight(self, level: str) -> Tensor:
         """Return pi_theta / mu at a level of `correction.level`: [N]."""
         s = self.space
         every = torch.ones_like(s.seq, dtype=torch.bool)
@@ -84,7 +85,7 @@ class EstimatorCase:
         )
 
     def make_loss(
-        self, estimator: str = "k3", weight: torch.Tensor | float = 1.0, **settings: Any
+        self, estimator: str = "k3", weight: Tensor | float = 1.0, **settings: Any
     ) -> Parts:
         """Return an estimator as a loss term, with its gradient by autograd.
 
@@ -108,7 +109,7 @@ class EstimatorCase:
             self.step_kl,
         )
 
-    def compute_gradient_rows(self, parts: Parts) -> torch.Tensor:
+    def compute_gradient_rows(self, parts: Parts) -> Tensor:
         return self.space.compute_gradient_rows(self.theta, *parts, ref=self.ref)
 
     def judge(self, parts: Parts) -> dict[str, float]:
@@ -159,7 +160,7 @@ def judge_all(case: EstimatorCase) -> dict[str, dict[str, float]]:
     return {n: case.judge(parts) for n, parts in estimators.items()}
 
 
-def check_identities(case: EstimatorCase, gradients: dict[str, torch.Tensor]) -> dict[str, float]:
+def check_identities(case: EstimatorCase, gradients: dict[str, Tensor]) -> dict[str, float]:
     """Return relative errors of identities that hold exactly on policy.
 
     case.mu must be case.theta.
@@ -170,7 +171,7 @@ def check_identities(case: EstimatorCase, gradients: dict[str, torch.Tensor]) ->
     visits = torch.zeros(s.prefixes, dtype=p.dtype).index_add_(0, s.place, p[s.seq])
     b = torch.log_softmax(case.ref, -1)
 
-    def compute_reverse(t: torch.Tensor) -> torch.Tensor:
+    def compute_reverse(t: Tensor) -> Tensor:
         gap = torch.log_softmax(t, -1) - b
         return (visits * (torch.log_softmax(t, -1).exp() * gap).sum(-1)).sum()
 
@@ -195,9 +196,7 @@ def check_identities(case: EstimatorCase, gradients: dict[str, torch.Tensor]) ->
     }
 
 
-def split_gradient(
-    exact: torch.Tensor, gradients: dict[str, torch.Tensor]
-) -> dict[str, dict[str, float]]:
+def split_gradient(exact: Tensor, gradients: dict[str, Tensor]) -> dict[str, dict[str, float]]:
     """Return the parts of the gradient of E[k] against the exact gradient.
 
     The score-function part is the term in the reward, the path-wise part the term in the loss.
@@ -215,7 +214,7 @@ def split_gradient(
     return parts
 
 
-def update_policy(space: ResponseSpace, mu: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+def update_policy(space: ResponseSpace, mu: Tensor, count: int, seed: int) -> Tensor:
     """Return theta after `count` minibatch updates of vanilla policy gradient.
 
     The responses are sampled once from mu, and a third of them are right.
@@ -309,8 +308,8 @@ def measure(
 
 def _measure_case(
     space: ResponseSpace,
-    theta: torch.Tensor,
-    ref: torch.Tensor,
+    theta: Tensor,
+    ref: Tensor,
     distance: float,
     draws: int,
     seed: int,

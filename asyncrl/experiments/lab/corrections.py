@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms import correction, ratios, surrogates
 from asyncrl.algorithms.settings import AveragedCorrection, Correction, RecomputedCorrection
@@ -69,7 +70,7 @@ def list_candidates() -> dict[str, Correction]:
     }
 
 
-def draw_rewards(space: ResponseSpace, seed: int) -> torch.Tensor:
+def draw_rewards(space: ResponseSpace, seed: int) -> Tensor:
     """Return rewards [S]: 1 for the third of the responses with the highest score.
 
     The score is the sum of random values of (position, symbol).
@@ -93,10 +94,10 @@ class StaleSamples:
     def __init__(
         self,
         space: ResponseSpace,
-        theta: torch.Tensor,
-        mu: torch.Tensor,
-        right: torch.Tensor,
-        proximal: torch.Tensor | None = None,
+        theta: Tensor,
+        mu: Tensor,
+        right: Tensor,
+        proximal: Tensor | None = None,
     ) -> None:
         self.space = space
         self.theta = theta
@@ -109,7 +110,7 @@ class StaleSamples:
         self.coefficient = surrogates.compute_ppo(log_r, adv).coefficient
         self.exact = differentiate(lambda t: space.compute_probability(t) * right, theta)[0]
 
-    def compute_weights(self, c: Correction) -> torch.Tensor:
+    def compute_weights(self, c: Correction) -> Tensor:
         """Return the weight of every token, with the statistics of an infinite batch: [N]."""
         s = self.space
         stats = correction.WeightStatistics(torch.ones((), dtype=torch.float64))
@@ -149,7 +150,7 @@ class StaleSamples:
 
 
 def judge_proximal(
-    space: ResponseSpace, theta: torch.Tensor, right: torch.Tensor, seed: int
+    space: ResponseSpace, theta: Tensor, right: Tensor, seed: int
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return [lag][proximal policy] for a random walk of versions that ends at theta."""
     versions = [theta]  # newest first

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from asyncrl.contract.errors import ConfigError
 
@@ -51,7 +52,7 @@ class ResponseSpace:
 
     # ---- policies --------------------------------------------------------------------------------
 
-    def draw_table(self, seed: int) -> torch.Tensor:
+    def draw_table(self, seed: int) -> Tensor:
         """Return a random policy [K, V] with normal logits."""
         return torch.randn(
             self.prefixes,
@@ -60,18 +61,18 @@ class ResponseSpace:
             generator=torch.Generator().manual_seed(seed),
         )
 
-    def compute_logprobs(self, theta: torch.Tensor) -> torch.Tensor:
+    def compute_logprobs(self, theta: Tensor) -> Tensor:
         """Return the log-probability of every token: [N], with gradient if theta has one."""
         return torch.log_softmax(theta, -1)[self.place, self.symbol]
 
-    def compute_probability(self, theta: torch.Tensor) -> torch.Tensor:
+    def compute_probability(self, theta: Tensor) -> Tensor:
         """Return the probability of every response: [S]."""
         return self._sum_logprobs(theta).exp()
 
-    def _sum_logprobs(self, theta: torch.Tensor) -> torch.Tensor:
+    def _sum_logprobs(self, theta: Tensor) -> Tensor:
         return self.compute_logprobs(theta).reshape(self.n, -1).sum(1)
 
-    def compute_step_kl(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    def compute_step_kl(self, p: Tensor, q: Tensor) -> Tensor:
         """Return exact KL(p || q) over the next symbol at each token's state.
 
         The result is [N], with gradient.
@@ -80,7 +81,7 @@ class ResponseSpace:
         b = torch.log_softmax(q, -1)
         return (a.exp() * (a - b)).sum(-1)[self.place]
 
-    def compute_kl(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    def compute_kl(self, p: Tensor, q: Tensor) -> Tensor:
         """Return exact KL(p || q) over whole responses, in nats a response.
 
         The result is a scalar with gradient.
@@ -88,12 +89,12 @@ class ResponseSpace:
         lp = self._sum_logprobs(p)
         return (lp.exp() * (lp - self._sum_logprobs(q))).sum()
 
-    def compute_entropy(self, p: torch.Tensor) -> float:
+    def compute_entropy(self, p: Tensor) -> float:
         """Return the entropy in nats a token."""
         lp = self._sum_logprobs(p)
         return float(-(lp.exp() * lp).sum() / self.length)
 
-    def find_policy(self, theta: torch.Tensor, kl: float, seed: int) -> torch.Tensor:
+    def find_policy(self, theta: Tensor, kl: float, seed: int) -> Tensor:
         """Return a policy mu = theta + a noise with KL(mu || theta) = kl nats a token.
 
         The factor a is found by bisection.
@@ -119,7 +120,7 @@ class ResponseSpace:
             )
         return theta + high * noise
 
-    def sample(self, mu: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+    def sample(self, mu: Tensor, count: int, seed: int) -> Tensor:
         """Sample responses from mu: int64 [count], indices into S."""
         return torch.multinomial(
             self.compute_probability(mu),
@@ -132,12 +133,12 @@ class ResponseSpace:
 
     def compute_gradient_rows(
         self,
-        theta: torch.Tensor,
-        coefficient: torch.Tensor,
-        step: torch.Tensor | None = None,
+        theta: Tensor,
+        coefficient: Tensor,
+        step: Tensor | None = None,
         *,
-        ref: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        ref: Tensor | None = None,
+    ) -> Tensor:
         """Return each token's part of its response's gradient, on its row of the table.
 
         The result is [N, V].
@@ -154,15 +155,13 @@ class ResponseSpace:
             rows = rows + step[:, None] * slope[self.place]
         return rows
 
-    def average(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def average(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient sum_s weight_s g_s, [K, V], for weights [S]."""
         return torch.zeros(self.prefixes, self.vocabulary, dtype=rows.dtype).index_add_(
             0, self.place, weight[self.seq, None] * rows
         )
 
-    def judge(
-        self, rows: torch.Tensor, probability: torch.Tensor, exact: torch.Tensor
-    ) -> dict[str, float]:
+    def judge(self, rows: Tensor, probability: Tensor, exact: Tensor) -> dict[str, float]:
         """Return bias and variance of an estimator of the gradient `exact`.
 
         - relative_bias: |E g - exact| / |exact|
@@ -183,7 +182,7 @@ class ResponseSpace:
         }
 
 
-def differentiate(term: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> list[torch.Tensor]:
+def differentiate(term: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
     """Return d sum(term) / d leaf for each leaf; zeros if no gradient flows.
 
     For leaves lp and KL_k [N] these are a loss term's coefficients of grad lp and of grad KL_k.
@@ -195,12 +194,12 @@ def differentiate(term: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> l
     return list(torch.autograd.grad(total, copies, materialize_grads=True))
 
 
-def compute_relative_error(estimate: torch.Tensor, exact: torch.Tensor) -> float:
+def compute_relative_error(estimate: Tensor, exact: Tensor) -> float:
     """Return |estimate - exact| / |exact|."""
     return float((estimate - exact).norm() / exact.norm().clamp(min=1e-300))
 
 
-def compute_cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+def compute_cosine(a: Tensor, b: Tensor) -> float:
     """Return the cosine of two gradients; 0 if one vanishes."""
     size = float(a.norm() * b.norm())
     return float((a * b).sum()) / size if size > 1e-24 else 0.0

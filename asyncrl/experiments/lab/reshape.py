@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms import ratios
@@ -66,8 +67,8 @@ class TabularTrainer:
     def __init__(
         self,
         space: ResponseSpace,
-        theta: torch.Tensor,
-        right: torch.Tensor,
+        theta: Tensor,
+        right: Tensor,
         c: Config,
         optimizer: str,
         rate: float,
@@ -83,14 +84,14 @@ class TabularTrainer:
             if optimizer == "sgd"
             else torch.optim.Adam([self.theta], lr=rate, betas=(0.9, 0.99))
         )
-        self.last: torch.Tensor | None = None
+        self.last: Tensor | None = None
 
-    def compute_logprobs(self, sampled: torch.Tensor) -> torch.Tensor:
+    def compute_logprobs(self, sampled: Tensor) -> Tensor:
         return (
             self.space.compute_logprobs(self.theta).reshape(self.space.n, -1)[sampled].reshape(-1)
         )
 
-    def sample_batch(self, samples: int, seed: int) -> tuple[torch.Tensor, step_loss.LossBatch]:
+    def sample_batch(self, samples: int, seed: int) -> tuple[Tensor, step_loss.LossBatch]:
         """Sample responses from theta and build their batch for the loss.
 
         Returns the responses, int64 [B], and the batch in groups of 8.
@@ -132,7 +133,7 @@ class TabularTrainer:
         return rows
 
     def _measure_state(
-        self, mu: torch.Tensor, prep: step_loss.PreparedBatch, sampled: torch.Tensor
+        self, mu: Tensor, prep: step_loss.PreparedBatch, sampled: Tensor
     ) -> dict[str, float]:
         """Measure the policy, exactly and by the batch's k3 estimate."""
         theta = self.theta.detach()
@@ -149,7 +150,7 @@ class TabularTrainer:
         }
 
     def _make_step(
-        self, prep: step_loss.PreparedBatch, sampled: torch.Tensor, minibatch: torch.Tensor
+        self, prep: step_loss.PreparedBatch, sampled: Tensor, minibatch: Tensor
     ) -> dict[str, float]:
         """Make one optimizer step as the learner does; {} if early stopping skips it."""
         logprobs = self.compute_logprobs(sampled)
