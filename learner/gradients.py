@@ -21,9 +21,7 @@ class GradientAlignment:
     """
 
     def __init__(
-        self,
-        max_cosine: float | None,
-        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+        self, max_cosine: float | None, sum_over_ranks: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self.max_cosine = max_cosine  # largest cosine; None: the cosine is only measured
         # adds up a value of all ranks, each of which measures its part of the gradients

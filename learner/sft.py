@@ -30,12 +30,7 @@ from asyncrl.config.sft import SftConfig
 from asyncrl.config.tree import explain_changed_steps
 from asyncrl.contract.errors import ConfigError, NothingToDo
 from asyncrl.models import memory
-from asyncrl.models.policy import (
-    build_manifest,
-    compute_weights_digest,
-    export,
-    load_policy,
-)
+from asyncrl.models.policy import build_manifest, compute_weights_digest, export, load_policy
 from asyncrl.models.tokenizer import collect_model_stops, load_tokenizer
 from asyncrl.records import atomic_write, jsonl
 from asyncrl.records.rundir import RunLock, choose_directory

@@ -218,10 +218,7 @@ class SplitMeter:
 
 
 def measure_move(
-    old_logprobs: Tensor,
-    new_logprobs: Tensor,
-    behavior: Tensor,
-    valid: Tensor,
+    old_logprobs: Tensor, new_logprobs: Tensor, behavior: Tensor, valid: Tensor
 ) -> float:
     """Return KL(before || after) of one batch's updates, nats per token, by k3.
 

@@ -65,8 +65,7 @@ def compare(
 
 
 @command(
-    "asyncrl sweep demo",
-    "asyncrl sweep demo --limits 1,4,16 --correction tis --correction none",
+    "asyncrl sweep demo", "asyncrl sweep demo --limits 1,4,16 --correction tis --correction none"
 )
 @options()
 @option_table("sweep")

@@ -29,9 +29,7 @@ def config() -> None:
     """Show, check, explain and compare configs."""
 
 
-@config.command(
-    examples=("asyncrl config show demo", "asyncrl config show demo --set method=gmpo"),
-)
+@config.command(examples=("asyncrl config show demo", "asyncrl config show demo --set method=gmpo"))
 @options()
 def show(source: str, sets: tuple[str, ...], as_json: bool) -> None:
     """Print the resolved config with the origin of each value.

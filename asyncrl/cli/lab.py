@@ -37,9 +37,7 @@ def lab() -> None:
     """
 
 
-@lab.command(
-    examples=("asyncrl lab bias", "asyncrl lab bias --seeds 2 --out /tmp/lab"),
-)
+@lab.command(examples=("asyncrl lab bias", "asyncrl lab bias --seeds 2 --out /tmp/lab"))
 @option_table("bias")
 def bias(**settings: Any) -> None:
     """Measure bias and variance of every KL configuration."""
@@ -49,7 +47,7 @@ def bias(**settings: Any) -> None:
 
 
 @lab.command(
-    examples=("asyncrl lab corrections", "asyncrl lab corrections --seeds 2 --out /tmp/lab"),
+    examples=("asyncrl lab corrections", "asyncrl lab corrections --seeds 2 --out /tmp/lab")
 )
 @option_table("corrections")
 def corrections(**settings: Any) -> None:
@@ -62,9 +60,7 @@ def corrections(**settings: Any) -> None:
     run_experiment(experiment, **settings)
 
 
-@lab.command(
-    examples=("asyncrl lab reshape", "asyncrl lab reshape --seeds 2 --out /tmp/lab"),
-)
+@lab.command(examples=("asyncrl lab reshape", "asyncrl lab reshape --seeds 2 --out /tmp/lab"))
 @option_table("reshape")
 def reshape(samples: int, minibatches: int, lr_sgd: float, lr_adam: float, **settings: Any) -> None:
     """Measure how far IS-reshape drifts over many updates.

@@ -76,11 +76,7 @@ def write(directory: Path, *, agent: bool = False, model: str = "") -> list[Path
     return [directory / name for name in files]
 
 
-@command(
-    "asyncrl new sums",
-    "asyncrl new chat --model hf://ORG/NAME",
-    "asyncrl new helper --agent",
-)
+@command("asyncrl new sums", "asyncrl new chat --model hf://ORG/NAME", "asyncrl new helper --agent")
 @option_table("new")
 @json_option
 def new(directory: Path, agent: bool, model: str, as_json: bool) -> None:

@@ -196,10 +196,7 @@ def export(run_dir: Path, path: Path, push_to_hub: str, private: bool, as_json: 
             raise ConfigError(f"{run_dir}: has no model and no checkpoint; is it a run directory?")
         source = newest / "model"
         if newest.name == "number_0":
-            print(
-                f"note: {run_dir} has made no step; this is its initial model",
-                file=sys.stderr,
-            )
+            print(f"note: {run_dir} has made no step; this is its initial model", file=sys.stderr)
     config = (
         load.load(run_dir / "config.toml") if (source / "adapter_config.json").is_file() else None
     )

@@ -6,14 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from asyncrl.algorithms.settings import (
-    Count,
-    NonNegative,
-    Port,
-    Positive,
-    PositiveFloat,
-    Section,
-)
+from asyncrl.algorithms.settings import Count, NonNegative, Port, Positive, PositiveFloat, Section
 from asyncrl.contract.outcomes import MOST_ROWS
 
 # opponents in a two-player game, besides a function

@@ -379,10 +379,7 @@ def _check_devices(config: Config) -> Iterator[str]:
 
 def find_warnings(config: Config) -> list[str]:
     """Return the warnings that a run prints once at its start."""
-    return [
-        *_find_rate_warnings(config),
-        *apply_table("warnings", config),
-    ]
+    return [*_find_rate_warnings(config), *apply_table("warnings", config)]
 
 
 def _find_rate_warnings(config: Config) -> Iterator[str]:

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from asyncrl.algorithms.settings import (
-    Count,
-    NonNegative,
-    Positive,
-    Section,
-    Seed,
-    Share,
-)
+from asyncrl.algorithms.settings import Count, NonNegative, Positive, Section, Seed, Share
 from asyncrl.config import layers, load, rules
 
 

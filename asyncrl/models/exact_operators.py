@@ -139,10 +139,7 @@ def fuse_layer(lay: Any, i: int, weights: Mapping[str, Tensor]) -> dict[str, Ten
     norm1 = weights[p + "input_layernorm.weight"]
     norm2 = weights[p + "post_attention_layernorm.weight"]
     qkv = torch.cat([weights[f"{p}self_attn.{n}_proj.weight"] for n in "qkv"]) * norm1
-    fused = {
-        "qkv": qkv.T,
-        "o": weights[p + "self_attn.o_proj.weight"].T,
-    }
+    fused = {"qkv": qkv.T, "o": weights[p + "self_attn.o_proj.weight"].T}
     if p + "mlp.gate.weight" in weights:
         fused["router"] = (weights[p + "mlp.gate.weight"] * norm2).T
         fused["up"] = (weights[p + "mlp.experts.gate_up_proj"] * norm2).transpose(1, 2)

@@ -168,12 +168,7 @@ def _index_by_position(flat: Tensor, width: int, heads: int) -> Tensor:
     return ((row[:, None] * heads + head) * width + column[:, None]).flatten()
 
 
-def attend_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: AttentionRows,
-) -> Tensor:
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, rows: AttentionRows) -> Tensor:
     """Attention of packed tokens, prompts first, differentiable.
 
     q: [n, h, d]
@@ -240,11 +235,7 @@ def _pad_rows(x: Tensor, n: int, heads: int) -> Tensor:
 
 
 def _attend_side(
-    side: AttentionSide,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
+    side: AttentionSide, q: Tensor, k: Tensor, v: Tensor, scale: float | None
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the attended [n * h, d] of the packed queries, and tensors for the backward pass.
 

@@ -474,10 +474,7 @@ def compute_step_kl(
 
 @torch.no_grad()
 def compute_squared_probabilities(
-    lay: ModelLayout,
-    hidden: Tensor,
-    temperature: Tensor,
-    support: SupportTable | None = None,
+    lay: ModelLayout, hidden: Tensor, temperature: Tensor, support: SupportTable | None = None
 ) -> Tensor:
     """sum_v p_v^2 of the next token at each state [N].
 
@@ -535,9 +532,7 @@ def _group_by_length(lengths: np.ndarray, prompt: int, worth: int) -> list[np.nd
 
 
 def _build_keys_by_position(
-    lengths: tuple[np.ndarray, np.ndarray],
-    begins: tuple[np.ndarray, np.ndarray],
-    valid: np.ndarray,
+    lengths: tuple[np.ndarray, np.ndarray], begins: tuple[np.ndarray, np.ndarray], valid: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return keys [B, K] and which of them each query sees, [B, Q, K], for exact mode.
 
@@ -587,13 +582,7 @@ def _build_table(
     """
     rows, keys, flat = (_to_device(index, device) for index in indices)
     bias = np.where(visible, np.float32(0), np.float32(-1e30))
-    return AttentionTable(
-        rows,
-        keys,
-        torch.from_numpy(bias).to(device),
-        flat,
-        query_offset,
-    )
+    return AttentionTable(rows, keys, torch.from_numpy(bias).to(device), flat, query_offset)
 
 
 def plan_packing(
@@ -631,9 +620,7 @@ def plan_packing(
     positions = [np.nonzero(pval)[1]]
     for side in sides:
         rows, valid, flat = _index_rows(
-            inner[side],
-            int(begin[side[0]]),
-            exact_operators.QUERIES if fixed else 1,
+            inner[side], int(begin[side[0]]), exact_operators.QUERIES if fixed else 1
         )
         of_row = owner[side]
         prompt_lengths = plen[of_row]
@@ -804,10 +791,7 @@ def _compute_fixed_logprobs(
     x = F.embedding(pl.ids, top["embed"])
     half = lay.head_dim // 2
     cos, sin = lay.compute_rope(pl.positions)
-    turns = torch.complex(
-        cos[:, 0, :half].contiguous(),
-        sin[:, 0, :half].contiguous(),
-    )
+    turns = torch.complex(cos[:, 0, :half].contiguous(), sin[:, 0, :half].contiguous())
     attention = AttentionRows.from_plan(pl, lay.heads, lay.kv_heads, exact=True)
     for i, ids in enumerate(_list_replayed(lay, pl, rows)):
         kwargs = {"turns": turns, "rows": attention, "replayed": ids}

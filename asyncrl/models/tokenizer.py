@@ -396,10 +396,7 @@ def encode_chat_response(
                 chat, add_generation_prompt=generate, tokenize=False, **arguments
             )
         )
-        for chat, generate in (
-            (prompt.messages, True),
-            (prompt.join_answer(answer), False),
-        )
+        for chat, generate in ((prompt.messages, True), (prompt.join_answer(answer), False))
     )
     # a template may strip the text, or write earlier turns differently once there is an answer
     text = answer if answer in full_text else answer.strip()

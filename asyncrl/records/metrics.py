@@ -210,8 +210,7 @@ class EventFile:
         self.failed = True
         reason = error.strerror if isinstance(error, OSError) else None
         print(
-            f"note: {self.directory} can no longer be written: {reason or error}",
-            file=sys.stderr,
+            f"note: {self.directory} can no longer be written: {reason or error}", file=sys.stderr
         )
 
     def close(self) -> None:

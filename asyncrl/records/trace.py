@@ -48,12 +48,7 @@ class Tracer:
             self.add(name, start, time.monotonic(), size)
 
     def add(
-        self,
-        name: str,
-        start: float,
-        end: float,
-        size: int | None = None,
-        steps: int | None = None,
+        self, name: str, start: float, end: float, size: int | None = None, steps: int | None = None
     ) -> None:
         """Add a span that was timed elsewhere; `steps` requires `size`."""
         if self.events_left > 0:

@@ -23,12 +23,7 @@ from asyncrl.contract.printable import describe_exit
 from asyncrl.contract.waits import ProgressWatchdog, find_blocking_process
 from asyncrl.records import atomic_write, process_log
 from asyncrl.supervise import scaling
-from asyncrl.supervise.hosts import (
-    ProcessHandle,
-    ProcessLauncher,
-    ProcessSpec,
-    find_last_words,
-)
+from asyncrl.supervise.hosts import ProcessHandle, ProcessLauncher, ProcessSpec, find_last_words
 
 # if the run is overdue, a process that has sent nothing for this long is the cause
 SILENT_S = 5.0

@@ -236,10 +236,7 @@ class TinkerModelView(RunView):
         """Return two tables: sequences by their number of trainings, trained tokens by lag."""
         counts = jsonl.read_object(self.path / LEDGER)
         totals = sum_lags(self.path)
-        others = {
-            "unknown lag": totals.unknown,
-            "supervised": counts.get("supervised_tokens", 0),
-        }
+        others = {"unknown lag": totals.unknown, "supervised": counts.get("supervised_tokens", 0)}
         sampled, tokens = counts.get("sampled", 0), counts.get("sampled_tokens", 0)
         trained = totals.known_tokens + sum(others.values())
         uses = {

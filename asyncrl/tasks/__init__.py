@@ -45,13 +45,7 @@ OTHERS: dict[str, type[Task]] = {
 FILE_TASKS: dict[str, type[file.FileTask]] = {
     task_class.name: task_class for task_class in (file.FileTask, file.EnvironmentPrompts)
 }
-NAMES = (
-    *synthetic.TASKS,
-    *OTHERS,
-    *FILE_TASKS,
-    f"{reasoning.PREFIX}GENERATOR",
-    MixtureTask.name,
-)
+NAMES = (*synthetic.TASKS, *OTHERS, *FILE_TASKS, f"{reasoning.PREFIX}GENERATOR", MixtureTask.name)
 
 
 def get_task(config: Any) -> Task:

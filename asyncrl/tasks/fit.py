@@ -76,10 +76,7 @@ class ModelFitter:
     rate: the learning rate of a step; None: by the keys of `training`."""
 
     def __init__(
-        self,
-        model: PolicyModel,
-        training: SftTraining,
-        rate: Callable[[int], float] | None = None,
+        self, model: PolicyModel, training: SftTraining, rate: Callable[[int], float] | None = None
     ) -> None:
         self.model = model
         self.training = training

@@ -24,12 +24,7 @@ import torch.distributed as dist
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import DamagedDataError
-from asyncrl.models.policy import (
-    PolicyModel,
-    list_named_weights,
-    read_flat,
-    recompute_modules,
-)
+from asyncrl.models.policy import PolicyModel, list_named_weights, read_flat, recompute_modules
 from asyncrl.models.trainer import build_optimizer
 from learner.distributed.ranks import DistributedBackend
 
@@ -163,11 +158,7 @@ class DeepSpeedBackend(DistributedBackend):
     def gather_full_parameters(self) -> Iterator[None]:
         with (
             self.guard(),
-            self.gathered(
-                list(self.model.hf.parameters()),
-                modifier_rank=0,
-                enabled=self.sharded,
-            ),
+            self.gathered(list(self.model.hf.parameters()), modifier_rank=0, enabled=self.sharded),
         ):
             # using the weights takes time that must not count against the deadline
             guarded_since = self.guarded_since
@@ -190,10 +181,7 @@ class DeepSpeedBackend(DistributedBackend):
             else list_named_weights(self.model)
         )
         for name, parameter in published:
-            with (
-                self.guard(),
-                self.gathered([parameter], modifier_rank=None, enabled=self.sharded),
-            ):
+            with self.guard(), self.gathered([parameter], modifier_rank=None, enabled=self.sharded):
                 if views:
                     views[name].copy_(parameter.detach())
 

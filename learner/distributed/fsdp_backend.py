@@ -111,10 +111,7 @@ class FsdpBackend(DistributedBackend):
         self._shard(model.hf, layers, policy)
 
     def _shard(
-        self,
-        root: torch.nn.Module,
-        layers: Sequence[torch.nn.Module],
-        policy: MixedPrecisionPolicy,
+        self, root: torch.nn.Module, layers: Sequence[torch.nn.Module], policy: MixedPrecisionPolicy
     ) -> None:
         offload = (
             CPUOffloadPolicy(pin_memory=self.device.type == "cuda")

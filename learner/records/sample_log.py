@@ -50,10 +50,7 @@ class SampleLog(BatchLog):
         return bool(interval and record.token_samples and number % interval == 0 and not self.full)
 
     def build_rows(
-        self,
-        batch: Batch,
-        packed: PackedBatch,
-        prep: PreparedBatch,
+        self, batch: Batch, packed: PackedBatch, prep: PreparedBatch
     ) -> list[dict[str, Any]]:
         """Build the rows of the batch's chosen samples, after its update."""
         columns = {

@@ -45,12 +45,7 @@ def serve(
     bind.require_encryption()
     path = str(fetch.download_model(model)) if model.startswith(fetch.HUB) else model
     config = completions_app.build_config(
-        path,
-        context=context or 0,
-        slots=slots,
-        dtype=dtype,
-        device=device,
-        threads=threads or 0,
+        path, context=context or 0, slots=slots, dtype=dtype, device=device, threads=threads or 0
     )
     own_key = os.environ.get("OPENAI_API_KEY", "")
     key = "" if no_key else own_key or secrets.token_urlsafe(18)

@@ -123,12 +123,7 @@ def make_warm_cell(arm: str, seed: int, record: Mapping[str, Any], config: Confi
     held_out = zip(steps, accuracy, strict=True)
     fewer_ood = min(evaluation.prompts, evaluation.ood_prompts)
     splits = (
-        (
-            "heldout",
-            held_out,
-            evaluation.final_prompts,
-            evaluation.prompts,
-        ),
+        ("heldout", held_out, evaluation.final_prompts, evaluation.prompts),
         ("ood", ood.items(), evaluation.ood_prompts, fewer_ood),
     )
     evaluated = [

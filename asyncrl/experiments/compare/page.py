@@ -206,10 +206,7 @@ def describe_samples(result: Summary) -> str:
 
 
 def list_blocks(
-    cells: Sequence[CellResult],
-    result: Summary,
-    settings: Sequence[ArmDescription],
-    config: Config,
+    cells: Sequence[CellResult], result: Summary, settings: Sequence[ArmDescription], config: Config
 ) -> list[Block]:
     """Return the parts of a comparison's page, in their order."""
     arms = result["arms"]

@@ -307,12 +307,7 @@ def measure(
 
 
 def _measure_case(
-    space: ResponseSpace,
-    theta: Tensor,
-    ref: Tensor,
-    distance: float,
-    draws: int,
-    seed: int,
+    space: ResponseSpace, theta: Tensor, ref: Tensor, distance: float, draws: int, seed: int
 ) -> dict[str, Any]:
     on_policy, off_policy, *cases = (
         EstimatorCase(space, theta, ref, space.find_policy(theta, d, seed))

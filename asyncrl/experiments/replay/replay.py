@@ -383,10 +383,7 @@ def judge(
         "recorded": summarize_ends(recorded, evaluated),
         "replayed": summarize_ends(result.rows, evaluated),
     }
-    return comparison | {
-        "verdict": state_verdict(comparison),
-        "warning": state_warning(comparison),
-    }
+    return comparison | {"verdict": state_verdict(comparison), "warning": state_warning(comparison)}
 
 
 def summarize_ends(rows: dict[int, dict[str, float]], evaluated: Sequence[int]) -> dict[str, Any]:
