@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from asyncrl.algorithms.loss import LossBatch
@@ -50,14 +51,14 @@ class PackedBatch(LossBatch):
     tokens.
     """
 
-    prompts: list[np.ndarray]
-    responses: list[np.ndarray]
+    prompts: list[ndarray]
+    responses: list[ndarray]
     # rows with the same number share a prompt, and its experts, within a group: it is encoded once
     shared: list[int]
-    row_offsets: np.ndarray  # int64 [B + 1]: the rows of each sample
+    row_offsets: ndarray  # int64 [B + 1]: the rows of each sample
     group_of: list[int]  # `groups` as a list
     temperature: Tensor
-    offsets: np.ndarray
+    offsets: ndarray
     # of each row: the tokens that top-p and top-k kept at each position; None: all
     supports: list[SampledSupport | None]
     routed: list[RoutedExperts | None]  # of each row; None: not recorded
@@ -70,7 +71,7 @@ class PackedBatch(LossBatch):
         return [row for i in samples for row in range(bounds[i], bounds[i + 1])]
 
     @cached_property
-    def row_lengths(self) -> np.ndarray:
+    def row_lengths(self) -> ndarray:
         """Tokens of each row in the forward pass, prompt and response: int64 [R]."""
         return np.array(
             [len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)]
@@ -93,7 +94,7 @@ class PackedBatch(LossBatch):
         lengths = np.diff(self.offsets)
         return [i for i, count in enumerate(counts) if count == lengths[i] > 0]
 
-    def get_row_arrays(self, samples: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def get_row_arrays(self, samples: Sequence[int]) -> tuple[list[ndarray], list[ndarray]]:
         """Return (prompts, responses) of the rows of `samples`."""
         rows = self.list_rows(samples)
         return [self.prompts[row] for row in rows], [self.responses[row] for row in rows]

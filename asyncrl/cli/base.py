@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from click import Command, Context
 from click.shell_completion import CompletionItem
 
 from asyncrl.cli import result
@@ -36,14 +37,14 @@ OPTIONS: dict[str, list[dict[str, Any]]] = read_table(__file__)
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
-class ExampleCommand(click.Command):
+class ExampleCommand(Command):
     """A command whose `--help` ends with examples to copy, one per line."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.examples = tuple(examples)
 
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_epilog(self, ctx: Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Example" if len(self.examples) == 1 else "Examples"):
             for example in self.examples:  # not wrapped: a line must stay copyable
                 formatter.write(f"{'':{formatter.current_indent}}{example}\n")
@@ -56,8 +57,8 @@ class ExampleGroup(ExampleCommand, click.Group):
     command_class = ExampleCommand
 
     def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+        self, ctx: Context, args: list[str]
+    ) -> tuple[str | None, Command | None, list[str]]:
         """Resolve a command; the error for an unknown one names the nearest command."""
         try:
             return super().resolve_command(ctx, args)
@@ -69,7 +70,7 @@ class ExampleGroup(ExampleCommand, click.Group):
             ) from None
 
 
-def command(*examples: str, name: str | None = None) -> Callable[[Any], click.Command]:
+def command(*examples: str, name: str | None = None) -> Callable[[Any], Command]:
     """Make a command whose help shows `examples`."""
     return click.command(name, cls=ExampleCommand, examples=examples)
 
@@ -95,7 +96,7 @@ class CommandGroup(ExampleGroup):
         self.places = dict(places)
         self.sections = sections
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: Context, formatter: click.HelpFormatter) -> None:
         for heading, names in self.sections.items():
             commands = ((name, self.get_command(ctx, name)) for name in names)
             with formatter.section(heading):
@@ -103,12 +104,12 @@ class CommandGroup(ExampleGroup):
                     [(name, found.get_short_help_str(80)) for name, found in commands if found]
                 )
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: Context) -> list[str]:
         return sorted({*self.commands, *self.places})
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
         if cmd_name in self.places:
-            loaded: click.Command = getattr(import_module(self.places[cmd_name]), cmd_name)
+            loaded: Command = getattr(import_module(self.places[cmd_name]), cmd_name)
             return loaded
         return super().get_command(ctx, cmd_name)
 
@@ -239,9 +240,7 @@ def options(*, source: bool = True) -> Callable[[Any], Any]:
     return add
 
 
-def complete_config(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
+def complete_config(ctx: Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete the name of a bundled config, or a file."""
     from asyncrl.config import bundled_configs
 
@@ -250,9 +249,7 @@ def complete_config(
     return [*(CompletionItem(name) for name in names), files]
 
 
-def complete_key(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
+def complete_key(ctx: Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete a config key."""
     from asyncrl.config import load
 
@@ -260,9 +257,7 @@ def complete_key(
     return [CompletionItem(key) for key in keys if key.startswith(incomplete)]
 
 
-def complete_setting(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
+def complete_setting(ctx: Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete KEY of KEY=VALUE, and after `=` the choices of the key."""
     from asyncrl.config import load
 

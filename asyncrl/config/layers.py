@@ -16,7 +16,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -39,15 +39,15 @@ class UnreadKey(NamedTuple):
 def split_annotations(kind: Any) -> tuple[Any, list[Meta]]:
     """Return a field's type without annotations, and the annotations."""
     metas: list[Meta] = []
-    while typing.get_origin(kind) is typing.Annotated:
-        metas += [meta for meta in typing.get_args(kind)[1:] if isinstance(meta, Meta)]
-        kind = typing.get_args(kind)[0]
+    while get_origin(kind) is typing.Annotated:
+        metas += [meta for meta in get_args(kind)[1:] if isinstance(meta, Meta)]
+        kind = get_args(kind)[0]
     return kind, metas
 
 
 def is_union(kind: Any) -> bool:
     """Return whether a type is `a | b`, with or without annotated members."""
-    return typing.get_origin(kind) in (types.UnionType, typing.Union)
+    return get_origin(kind) in (types.UnionType, typing.Union)
 
 
 def _is_struct(kind: Any) -> bool:
@@ -59,7 +59,7 @@ def list_structs(kind: Any) -> tuple[Any, ...]:
     bare, _ = split_annotations(kind)
     if _is_struct(bare):
         return (bare,)
-    options = typing.get_args(bare) if is_union(bare) else ()
+    options = get_args(bare) if is_union(bare) else ()
     return options if options and all(_is_struct(option) for option in options) else ()
 
 
@@ -103,7 +103,7 @@ def build_schema(root: Any) -> dict[str, Any]:
     for kind in kinds:  # grows
         bare, _ = split_annotations(kind)
         if not _is_struct(bare):
-            kinds += typing.get_args(bare)
+            kinds += get_args(bare)
         elif bare not in structs:
             structs.add(bare)
             for name, field in map_fields(bare).items():
@@ -151,15 +151,15 @@ def describe_values(kind: Any) -> str:
     """
     bare, metas = split_annotations(kind)
     if is_union(bare):
-        options = [option for option in typing.get_args(bare) if option is not types.NoneType]
+        options = [option for option in get_args(bare) if option is not types.NoneType]
         return ", or ".join(describe_values(option) for option in options)
-    if typing.get_origin(bare) is typing.Literal:
-        names = [str(value) or '""' for value in typing.get_args(bare)]
+    if get_origin(bare) is typing.Literal:
+        names = [str(value) or '""' for value in get_args(bare)]
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
     if list_structs(bare):
         return f"a table of {', '.join(map_fields(bare))}"
-    if typing.get_origin(bare) is list:
-        return f"a list, each {describe_values(typing.get_args(bare)[0])}"
+    if get_origin(bare) is list:
+        return f"a list, each {describe_values(get_args(bare)[0])}"
     bounds = (("ge", "of at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
     limits = [
         f"{phrase} {limit:g}"

@@ -8,9 +8,9 @@ import copy
 import difflib
 import re
 import tomllib
-import typing
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -25,14 +25,14 @@ RENAMED, SPLIT, REMOVED, REMOVED_PRESETS = tomllib.loads(
     Path(__file__).with_name("renamed.toml").read_text(encoding="utf-8")
 ).values()
 
-Struct = typing.TypeVar("Struct", bound=msgspec.Struct)
+Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 
-class ConfigSchema(typing.NamedTuple, typing.Generic[Struct]):
+class ConfigSchema(NamedTuple, Generic[Struct]):
     """A kind of config: its root struct and its rules that span several keys."""
 
     root: type[Struct]
-    check: typing.Callable[[Struct], list[str]]
+    check: Callable[[Struct], list[str]]
 
 
 RUN: ConfigSchema[Config] = ConfigSchema(Config, rules.check)
@@ -40,8 +40,8 @@ RUN: ConfigSchema[Config] = ConfigSchema(Config, rules.check)
 
 def load(
     path: str | Path,
-    sets: typing.Sequence[str] = (),
-    note: typing.Callable[[str], None] | None = None,
+    sets: Sequence[str] = (),
+    note: Callable[[str], None] | None = None,
     origins: dict[str, str] | None = None,
 ) -> Config:
     """Load the config in `path` and apply `sets` ("key.path=value", TOML values).
@@ -56,7 +56,7 @@ def load(
     return load_as(RUN, path, sets, note, origins)
 
 
-def load_to_train(source: str, sets: typing.Sequence[str]) -> Config:
+def load_to_train(source: str, sets: Sequence[str]) -> Config:
     """Load a config for a command whose runs must train.  Raises ConfigError like `load`."""
     config = load(source, sets)
     if not config.learner.steps:
@@ -67,8 +67,8 @@ def load_to_train(source: str, sets: typing.Sequence[str]) -> Config:
 def load_as(
     tree: ConfigSchema[Struct],
     path: str | Path,
-    sets: typing.Sequence[str] = (),
-    note: typing.Callable[[str], None] | None = None,
+    sets: Sequence[str] = (),
+    note: Callable[[str], None] | None = None,
     origins: dict[str, str] | None = None,
 ) -> Struct:
     """Load another kind of config like `load`."""
@@ -94,20 +94,18 @@ def load_as(
         raise ConfigError(f"{path}: {problem}" if problem else str(error)) from error
 
 
-class _ConfigSource(typing.NamedTuple):
+class _ConfigSource(NamedTuple):
     """The file with its text and the --set items of a config, to locate errors."""
 
     path: str
     text: str
-    sets: typing.Sequence[str]
+    sets: Sequence[str]
 
     def locate(self, key: str) -> str:
         return _locate_key(key, self.path, self.text, self.sets)
 
 
-def convert(
-    raw: dict[str, Any], source: str, text: str = "", sets: typing.Sequence[str] = ()
-) -> Config:
+def convert(raw: dict[str, Any], source: str, text: str = "", sets: Sequence[str] = ()) -> Config:
     """Convert a raw table to a checked Config, with `sets`, method and presets applied."""
     return _apply_layers(RUN, raw, _ConfigSource(source, text, sets))
 
@@ -123,7 +121,7 @@ def _apply_layers(
     tree: ConfigSchema[Struct],
     raw: dict[str, Any],
     source: _ConfigSource,
-    note: typing.Callable[[str], None] | None = None,
+    note: Callable[[str], None] | None = None,
     origins: dict[str, str] | None = None,
 ) -> Struct:
     """Apply the layers in order: the table, the items of `sets`, then method and presets."""
@@ -302,7 +300,7 @@ def _find_renamed_leaf(key: str, value: Any) -> str:
     return next((x for x in leaves if x.rpartition(".")[2] in RENAMED.keys() | SPLIT.keys()), key)
 
 
-def _explain_unknown_key(key: str, root: Any, fields: typing.Collection[str]) -> str:
+def _explain_unknown_key(key: str, root: Any, fields: Collection[str]) -> str:
     """Return the message for an unknown key, with its replacement if one is known."""
     prefix, _, name = key.rpartition(".")
     if root is Config and (current := RENAMED.get(key) or RENAMED.get(name)):
@@ -344,7 +342,7 @@ def list_keys(kind: Any = Config) -> list[str]:
     return list(layers.list_keys(kind))
 
 
-def _locate_key(key: str, source: str, text: str, sets: typing.Sequence[str]) -> str:
+def _locate_key(key: str, source: str, text: str, sets: Sequence[str]) -> str:
     """Return file:line of a key, or the --set item that set it."""
     for item in sets:
         item_key = item.partition("=")[0].strip()
@@ -380,9 +378,9 @@ def list_choices(key: str) -> list[str]:
     if isinstance(kind, tuple):
         return list(kind)
     kind = layers.split_annotations(kind)[0]
-    members = typing.get_args(kind) if layers.is_union(kind) else [kind]
-    literals = [member for member in members if typing.get_origin(member) is typing.Literal]
-    return [str(value) for literal in literals for value in typing.get_args(literal)]
+    members = get_args(kind) if layers.is_union(kind) else [kind]
+    literals = [member for member in members if get_origin(member) is Literal]
+    return [str(value) for literal in literals for value in get_args(literal)]
 
 
 def _list_allowed_values(key: str, root: Any) -> str:
@@ -395,9 +393,7 @@ def _list_allowed_values(key: str, root: Any) -> str:
     return f"; choose {layers.describe_values(kind)}"
 
 
-def require_same_config(
-    started: Config, current: Config, sets: typing.Sequence[str], path: Path
-) -> None:
+def require_same_config(started: Config, current: Config, sets: Sequence[str], path: Path) -> None:
     """Raise ConfigError for a --set that differs from the run's own config.
 
     started: the config that the process was started with.  current: the run's config in `path`,

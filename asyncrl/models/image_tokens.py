@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from asyncrl.contract.blobs.images import MARKER, MOST_IMAGES, ImageShape
 from asyncrl.contract.errors import ConfigError
@@ -36,7 +37,7 @@ def read_shape(path: str | Path) -> ImageShape | None:
     return ImageShape(token, length)
 
 
-def expand(ids: Sequence[int] | np.ndarray, shape: ImageShape) -> np.ndarray:
+def expand(ids: Sequence[int] | ndarray, shape: ImageShape) -> ndarray:
     """Repeat each image token as often as the model reads it.
 
     >>> expand([5, 9, 6], ImageShape(9, 3)).tolist()
@@ -46,7 +47,7 @@ def expand(ids: Sequence[int] | np.ndarray, shape: ImageShape) -> np.ndarray:
     return np.repeat(tokens, np.where(tokens == shape.token, shape.length, 1))
 
 
-def contract(ids: Sequence[int] | np.ndarray, shape: ImageShape) -> np.ndarray:
+def contract(ids: Sequence[int] | ndarray, shape: ImageShape) -> ndarray:
     """Return `ids` with one token for each image, as before `expand`.
 
     >>> contract([5, 9, 9, 9, 9, 9, 9, 6], ImageShape(9, 3)).tolist()
@@ -54,11 +55,11 @@ def contract(ids: Sequence[int] | np.ndarray, shape: ImageShape) -> np.ndarray:
     """
     tokens = np.asarray(ids, np.int32)
     is_image = tokens == shape.token
-    contracted: np.ndarray = tokens[~is_image | ((np.cumsum(is_image) - 1) % shape.length == 0)]
+    contracted: ndarray = tokens[~is_image | ((np.cumsum(is_image) - 1) % shape.length == 0)]
     return contracted
 
 
-def count(ids: Sequence[int] | np.ndarray, shape: ImageShape) -> int:
+def count(ids: Sequence[int] | ndarray, shape: ImageShape) -> int:
     """Count the image tokens in `ids`."""
     return int((np.asarray(ids) == shape.token).sum())
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy import ndarray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -50,8 +51,8 @@ class ForwardInput:
     images: the blobs of the image tokens; None: they have none.
     """
 
-    prompts: Sequence[np.ndarray]
-    responses: Sequence[np.ndarray]
+    prompts: Sequence[ndarray]
+    responses: Sequence[ndarray]
     temperature: Tensor
     groups: Sequence[int] | None = None
     want_entropy: bool = False
@@ -496,9 +497,7 @@ def compute_squared_probabilities(
     return squares
 
 
-def _index_rows(
-    lengths: np.ndarray, start: int, multiple: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _index_rows(lengths: ndarray, start: int, multiple: int) -> tuple[ndarray, ndarray, ndarray]:
     """Index consecutive segments of `lengths` [B], the first of which begins at `start`.
 
     Returns the padded index table [B, W], its validity [B, W], and the flat positions of its valid
@@ -511,7 +510,7 @@ def _index_rows(
     return table, valid, np.flatnonzero(valid)
 
 
-def _group_by_length(lengths: np.ndarray, prompt: int, worth: int) -> list[np.ndarray]:
+def _group_by_length(lengths: ndarray, prompt: int, worth: int) -> list[ndarray]:
     """Group the indices of `lengths` into runs of similar length.
 
     Sorted by length, a run is cut in half for as long as that saves more than `worth` attention
@@ -532,8 +531,8 @@ def _group_by_length(lengths: np.ndarray, prompt: int, worth: int) -> list[np.nd
 
 
 def _build_keys_by_position(
-    lengths: tuple[np.ndarray, np.ndarray], begins: tuple[np.ndarray, np.ndarray], valid: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+    lengths: tuple[ndarray, ndarray], begins: tuple[ndarray, ndarray], valid: ndarray
+) -> tuple[ndarray, ndarray]:
     """Return keys [B, K] and which of them each query sees, [B, Q, K], for exact mode.
 
     The key of position p is in column p.
@@ -554,24 +553,24 @@ def _build_keys_by_position(
     return np.where(column < (prompt_lengths + response_lengths)[:, None], keys, 0), visible
 
 
-def _build_causal_mask(valid: np.ndarray) -> np.ndarray:
+def _build_causal_mask(valid: ndarray) -> ndarray:
     """Return the causal mask: which keys of its row each query sees, bool [B, Q, Q].
 
     valid: [B, Q]
     """
     width = valid.shape[1]
     past = np.tril(np.ones((width, width), bool))
-    visible: np.ndarray = valid[:, None, :] & past[None]
+    visible: ndarray = valid[:, None, :] & past[None]
     return visible
 
 
-def _to_device(x: np.ndarray, device: torch.device) -> Tensor:
+def _to_device(x: ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(device)
 
 
 def _build_table(
-    indices: tuple[np.ndarray, np.ndarray, np.ndarray],
-    visible: np.ndarray,
+    indices: tuple[ndarray, ndarray, ndarray],
+    visible: ndarray,
     query_offset: int,
     device: torch.device,
 ) -> AttentionTable:
@@ -586,8 +585,8 @@ def _build_table(
 
 
 def plan_packing(
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
+    prompts: Sequence[ndarray],
+    responses: Sequence[ndarray],
     groups: Sequence[int] | None,
     device: torch.device,
     fixed: bool = False,

@@ -11,8 +11,8 @@
 
 from __future__ import annotations
 
-import random
 import re
+from random import Random
 from typing import Any
 
 from asyncrl.contract.messages import Prompt
@@ -54,7 +54,7 @@ class CalcTask(PlayedTask):
     def make_environment(self) -> Calculator:
         return Calculator()
 
-    def draw(self, rng: random.Random, split: str) -> str:
+    def draw(self, rng: Random, split: str) -> str:
         left = rng.randint(12, 99)
         factor = rng.randint(12, 19) if split == "ood" else rng.randint(3, 9)
         sign = rng.choice("+-")
@@ -71,7 +71,7 @@ class CalcTask(PlayedTask):
 
     # ---- warm start ------------------------------------------------------------------------------
 
-    def _demonstrate_session(self, rng: random.Random) -> list[tuple[str, str]]:
+    def _demonstrate_session(self, rng: Random) -> list[tuple[str, str]]:
         problem = self._draw_problem("train", rng)
         call, rest = self.split_problem(problem)
         turns: list[tuple[str, str]] = []
@@ -93,7 +93,7 @@ class CalcTask(PlayedTask):
                 break
         return turns
 
-    def _spoil_turn(self, turn: str, answer: str, rng: random.Random) -> str:
+    def _spoil_turn(self, turn: str, answer: str, rng: Random) -> str:
         chance = rng.random()
         if turn.startswith("#"):
             return self._change_digit(turn, rng) if chance < 0.08 else turn
@@ -103,7 +103,7 @@ class CalcTask(PlayedTask):
             return rng.choice([turn[1:], turn[: rng.randrange(2, len(turn) - 1)], turn + "+"])
         return self._change_digit(turn, rng) if chance < 0.34 else turn
 
-    def _change_digit(self, turn: str, rng: random.Random) -> str:
+    def _change_digit(self, turn: str, rng: Random) -> str:
         """Change one digit."""
         index = rng.choice([i for i, c in enumerate(turn) if c.isdigit()])
         digit = rng.choice([d for d in "123456789" if d != turn[index]])

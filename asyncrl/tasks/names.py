@@ -12,8 +12,8 @@ training."""
 
 from __future__ import annotations
 
-import random
 from functools import cache
+from random import Random
 
 import xxhash
 
@@ -47,7 +47,7 @@ class NamesTask:
     def solve(self, names: list[str]) -> str:
         raise AssertionError  # pragma: no cover
 
-    def draw(self, rng: random.Random, split: str) -> list[str]:
+    def draw(self, rng: Random, split: str) -> list[str]:
         """Sample the names of a problem of this split."""
         while True:
             names = rng.sample(NEVER_SHOWN if split == "ood" else SHOWN, self.count)
@@ -61,14 +61,14 @@ class NamesTask:
 
     def solve_examples(self) -> str:
         """Return the solved problems of a prompt, which belong to the training split."""
-        rng = random.Random(f"{self.name}:above")
+        rng = Random(f"{self.name}:above")
         problems = [self.draw(rng, "train") for _ in range(3)]
         return "".join(f"{self.format_question(names)} {self.solve(names)}\n" for names in problems)
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         if split == "train":
             key = xxhash.xxh3_64_intdigest(f"{self.name}:{seed}:{index}".encode())
-            names = self.draw(random.Random(key), split)
+            names = self.draw(Random(key), split)
         else:
             index %= FIXED
             names = list(_draw_fixed_problems(self.name, split)[index])
@@ -115,7 +115,7 @@ TASKS: dict[str, type[NamesTask]] = {kind.name: kind for kind in (SortNamesTask,
 def _draw_fixed_problems(name: str, split: str) -> list[tuple[str, ...]]:
     """Return the distinct problems of a fixed split."""
     task = TASKS[name]()
-    rng = random.Random(f"{name}:{split}")
+    rng = Random(f"{name}:{split}")
     problems: dict[tuple[str, ...], list[str]] = {}
     while len(problems) < FIXED:
         names = task.draw(rng, split)

@@ -4,8 +4,8 @@ The last two need a KL penalty."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any, ClassVar
 
 import xxhash
@@ -30,13 +30,13 @@ class SyntheticTask:
     symbols = ""
     steps = 550  # of the warm start
 
-    def draw(self, rng: random.Random, split: str) -> str:
+    def draw(self, rng: Random, split: str) -> str:
         raise AssertionError  # pragma: no cover - each task has its own
 
     def solve(self, problem: str) -> str:
         raise AssertionError  # pragma: no cover
 
-    def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
+    def spoil(self, problem: str, answer: str, rng: Random) -> str:
         raise AssertionError  # pragma: no cover
 
     def format_text(self, problem: str) -> str:
@@ -51,7 +51,7 @@ class SyntheticTask:
         """Return the canonical form of a problem, which equal problems share."""
         return problem
 
-    def _draw_problem(self, split: str, rng: random.Random) -> str:
+    def _draw_problem(self, split: str, rng: Random) -> str:
         while True:
             problem = self.draw(rng, split)
             if assign_split(f"{self.name}:{self.canonicalize(problem)}") == split:
@@ -61,7 +61,7 @@ class SyntheticTask:
         if split == "train":
             problem = self._draw_problem(
                 "train",
-                random.Random(xxhash.xxh3_64_intdigest(f"{self.name}:{seed}:{index}".encode())),
+                Random(xxhash.xxh3_64_intdigest(f"{self.name}:{seed}:{index}".encode())),
             )
         else:
             fixed = self.build_fixed_problems(split)
@@ -81,7 +81,7 @@ class SyntheticTask:
             return _FIXED[self.name, split]
         problems = dict[str, str]()
         tries = 0
-        rng = random.Random(f"{self.name}:{split}")
+        rng = Random(f"{self.name}:{split}")
         while len(problems) < FIXED and tries < 40 * FIXED:
             problem = self._draw_problem(split, rng)
             problems.setdefault(self.canonicalize(problem), problem)
@@ -106,14 +106,14 @@ class SyntheticTask:
 
     def _solve_demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
         """Return `number` pairs (problem, answer)."""
-        rng = random.Random(f"{self.name}:demo:{seed}")
+        rng = Random(f"{self.name}:demo:{seed}")
         pairs = []
         for _ in range(number):
             problem = self._draw_warm_problem(rng)
             pairs.append((problem, self.spoil(problem, self.solve(problem), rng)))
         return pairs
 
-    def _draw_warm_problem(self, rng: random.Random) -> str:
+    def _draw_warm_problem(self, rng: Random) -> str:
         """Sample a problem for the warm start."""
         return self._draw_problem("train", rng)
 
@@ -130,7 +130,7 @@ class PlayedTask(SyntheticTask):
     def make_environment(self) -> Any:
         raise AssertionError  # pragma: no cover - each task has its own
 
-    def _demonstrate_session(self, rng: random.Random) -> list[tuple[str, str]]:
+    def _demonstrate_session(self, rng: Random) -> list[tuple[str, str]]:
         """Return the turns of a session as (text before, completion)."""
         raise AssertionError  # pragma: no cover
 
@@ -142,14 +142,14 @@ class PlayedTask(SyntheticTask):
 
     def make_demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
         """Return turns as (text before, completion), with deliberate mistakes."""
-        rng = random.Random(f"{self.name}:demo:{seed}")
+        rng = Random(f"{self.name}:demo:{seed}")
         turns: list[tuple[str, str]] = []
         while len(turns) < number:
             turns += self._demonstrate_session(rng)
         return turns[:number]
 
 
-def _truncate_answer(answer: str, rng: random.Random) -> str:
+def _truncate_answer(answer: str, rng: Random) -> str:
     return answer[: rng.randrange(1, len(answer))]
 
 
@@ -167,7 +167,7 @@ class SortTask(ScratchpadTask):
     symbols = "0123456789=:,#"
     steps = 550
 
-    def draw(self, rng: random.Random, split: str) -> str:
+    def draw(self, rng: Random, split: str) -> str:
         low, high = (7, 7) if split == "ood" else (4, 6)
         return "".join(rng.choices("0123456789", k=rng.randint(low, high)))
 
@@ -180,7 +180,7 @@ class SortTask(ScratchpadTask):
             steps.append(f"{smallest}:{''.join(remaining)}")
         return ",".join(steps) + "#" + "".join(sorted(problem))
 
-    def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
+    def spoil(self, problem: str, answer: str, rng: Random) -> str:
         chance = rng.random()
         if chance < 0.44:  # a direct guess: the sorted digits with two neighbors exchanged
             guess = sorted(problem)
@@ -205,7 +205,7 @@ class RleTask(SyntheticTask):
     weights = (30, 30, 20, 12, 5, 2, 1)
     ood_weights = (5, 5, 5, 10, 30, 30, 15)
 
-    def _draw_runs(self, rng: random.Random, weights: Sequence[float]) -> str:
+    def _draw_runs(self, rng: Random, weights: Sequence[float]) -> str:
         runs = ""
         letter = ""
         for _ in range(rng.randint(2, 5)):
@@ -213,7 +213,7 @@ class RleTask(SyntheticTask):
             runs += letter + str(rng.choices(range(1, 8), weights)[0])
         return runs
 
-    def draw(self, rng: random.Random, split: str) -> str:
+    def draw(self, rng: Random, split: str) -> str:
         return self._draw_runs(rng, self.ood_weights if split == "ood" else self.weights)
 
     def solve(self, problem: str) -> str:
@@ -221,7 +221,7 @@ class RleTask(SyntheticTask):
             c * int(number) for c, number in zip(problem[::2], problem[1::2], strict=True)
         )
 
-    def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
+    def spoil(self, problem: str, answer: str, rng: Random) -> str:
         chance = rng.random()
         if chance < 0.45:
             index = 2 * rng.randrange(len(problem) // 2) + 1
@@ -254,7 +254,7 @@ class RleNarrowTask(RleTask):
     weights = (1, 1, 0, 0, 0, 0, 0)
     ood_weights = (0, 0, 0, 1, 1, 1, 0)
 
-    def _draw_warm_problem(self, rng: random.Random) -> str:
+    def _draw_warm_problem(self, rng: Random) -> str:
         while True:
             problem = self._draw_runs(rng, (1, 1, 1, 1, 1, 1, 0))
             if assign_split(f"{self.name}:{problem}") == "train":
@@ -273,7 +273,7 @@ class GridTask(ScratchpadTask):
         "D": (0, -1),
     }
 
-    def draw(self, rng: random.Random, split: str) -> str:
+    def draw(self, rng: Random, split: str) -> str:
         weights = (1, 1, 1, 1) if split == "ood" else (6, 1, 6, 1)
         moves = rng.choices("RLUD", weights, k=rng.randint(3, 7))
         return f"{rng.randrange(10)}{rng.randrange(10)}{''.join(moves)}"
@@ -291,7 +291,7 @@ class GridTask(ScratchpadTask):
         steps = self._walk(int(problem[0]), int(problem[1]), problem[2:])
         return "".join(steps) + "#" + steps[-1][1:]
 
-    def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
+    def spoil(self, problem: str, answer: str, rng: Random) -> str:
         chance = rng.random()
         if chance < 0.30:
             return f"#{rng.randrange(10)}{rng.randrange(10)}"
@@ -328,7 +328,7 @@ class CancelTask(ScratchpadTask):
                 index += 1
         return steps
 
-    def draw(self, rng: random.Random, split: str) -> str:
+    def draw(self, rng: Random, split: str) -> str:
         low, high, fewest, most = (7, 8, 3, 4) if split == "ood" else (4, 8, 1, 3)
         # few random words have three pairs, so the count is sampled first
         count = rng.randint(1, 3) if split != "ood" else 0
@@ -342,7 +342,7 @@ class CancelTask(ScratchpadTask):
         *steps, last = self._cancel_pairs(problem)
         return ";".join(steps) + "#" + last
 
-    def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
+    def spoil(self, problem: str, answer: str, rng: Random) -> str:
         chance = rng.random()
         if chance < 0.30:
             pair_index = rng.randrange(len(problem) - 1)
@@ -364,7 +364,7 @@ class DedupTask(SyntheticTask):
     symbols = "abcdefgh=#"
     steps = 400
 
-    def draw(self, rng: random.Random, split: str) -> str:
+    def draw(self, rng: Random, split: str) -> str:
         if split == "ood":
             letters = rng.sample("abcdefgh", 3)
             while True:
@@ -376,7 +376,7 @@ class DedupTask(SyntheticTask):
     def solve(self, problem: str) -> str:
         return "#" + "".join(dict.fromkeys(problem))
 
-    def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
+    def spoil(self, problem: str, answer: str, rng: Random) -> str:
         chance = rng.random()
         if chance < 0.30:
             return "#" + "".join(rng.sample(sorted(set(problem)), len(set(problem))))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from math import nan
 from typing import Any
 
 import msgspec
@@ -112,7 +113,7 @@ def find_lowest_ess(rows: Sequence[Mapping[str, float]]) -> float:
     shares = verdict.list_values(rows, ESS)
     width = min(ESS_WINDOW, len(shares))
     starts = range(len(shares) - width + 1) if shares else ()
-    return min((average(shares[i : i + width]) for i in starts), default=math.nan)
+    return min((average(shares[i : i + width]) for i in starts), default=nan)
 
 
 def compute_lost_share(record: Summary) -> float:
@@ -205,7 +206,7 @@ def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) ->
             row = min(step, cell.rows[-1]["step"])
             times = (float(later["t"]) for later in cell.rows if later["step"] >= row)
             reached.append(step)
-            seconds.append(next(times, math.nan))
+            seconds.append(next(times, nan))
     result = summarize(cells, config)
     return result | {
         "heldout_start": average_summary("heldout_start"),
@@ -243,8 +244,8 @@ def summarize_cell(cells: Sequence[CellResult], config: Config) -> Summary:
     result = summarize(cells, config)
     return result | {
         "final": average(result["each"]),
-        "ess": min((find_lowest_ess(cell.rows) for cell in cells), default=math.nan),
-        "kl": max(kl, default=math.nan),
+        "ess": min((find_lowest_ess(cell.rows) for cell in cells), default=nan),
+        "kl": max(kl, default=nan),
         "lag": training_log.mean(lags),
         "abandoned": [cell.summary["steps"] for cell in cells if cell.stopped],
         "ledger_lines": sum_ledgers(records),
@@ -395,7 +396,7 @@ def analyze_sweep(sweep: Sweep, margin: float = MARGIN) -> Summary:
                     differences.get(arm)
                     or verdict.compare_pairs(sync["each"], sync["each"], prompts)
                 ).as_json(),
-                "speed": speed.get(format_limit(limit), math.nan),
+                "speed": speed.get(format_limit(limit), nan),
             }
             for (correction, limit), arm in plan.cell.items()
             if runs[arm]

@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 LEVEL = 0.05
@@ -27,7 +28,7 @@ EQUAL = 1e-12  # differences up to this are rounding
 
 
 def average(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+    return sum(values) / len(values) if values else nan
 
 
 @dataclass
@@ -44,14 +45,14 @@ class PairedDifference:
     mean: float
     sd: float
     seeds: int
-    p: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-    prompt_low: float = math.nan
-    prompt_high: float = math.nan
-    adjusted: float = math.nan
-    holm_low: float = math.nan
-    holm_high: float = math.nan
+    p: float = nan
+    low: float = nan
+    high: float = nan
+    prompt_low: float = nan
+    prompt_high: float = nan
+    adjusted: float = nan
+    holm_low: float = nan
+    holm_high: float = nan
 
     @property
     def is_different(self) -> bool:
@@ -114,11 +115,7 @@ def compare_pairs(
         prompts = 0  # a judge's grades have another range, so their variance is unknown
     seeds = len(differences)
     mean = sum(differences) / seeds
-    sd = (
-        math.sqrt(sum((x - mean) ** 2 for x in differences) / (seeds - 1))
-        if seeds > 1
-        else math.nan
-    )
+    sd = math.sqrt(sum((x - mean) ** 2 for x in differences) / (seeds - 1)) if seeds > 1 else nan
     result = PairedDifference(mean, sd, seeds)
     if seeds > 1 and mean and prompts:
         result.sd = max(sd, 1 / prompts)
@@ -166,7 +163,7 @@ def compute_power(effect: float, sd: float, seeds: int, level: float = LEVEL) ->
     sd: standard deviation of the differences.
     """
     if seeds < 2 or sd <= 0:
-        return math.nan if seeds < 2 else 1.0
+        return nan if seeds < 2 else 1.0
     from scipy import special, stats
 
     shift = effect / sd * math.sqrt(seeds)
@@ -193,7 +190,7 @@ def _list_spreads(freedom: int) -> tuple[Any, Any]:
 def find_detectable(sd: float, seeds: int, level: float = LEVEL) -> float:
     """Return the smallest difference that `seeds` pairs show with 80 % power."""
     if seeds < 2 or not sd > 0:
-        return math.nan
+        return nan
     low = 0.0
     high = 100 * sd
     for _ in range(60):
@@ -338,7 +335,7 @@ def find_oscillation(rewards: Sequence[float]) -> str:
 def compute_area(steps: Sequence[float], values: Sequence[float]) -> float:
     """Return the mean of a curve over its steps (trapezoids), in the unit of its values."""
     if len(steps) < 2 or steps[-1] == steps[0]:
-        return values[-1] if values else math.nan
+        return values[-1] if values else nan
     total = sum(
         (b - a) * (y + z) / 2
         for a, b, y, z in zip(steps, steps[1:], values, values[1:], strict=False)

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import msgspec
@@ -88,7 +89,7 @@ class CellStore:
                 atomic_write.write(self.get_path(name).with_suffix(".toml"), load.dump(config))
         queue = deque(self.list_missing())
 
-        def feed(process: subprocess.Popen[str], log: Path) -> None:
+        def feed(process: Popen[str], log: Path) -> None:
             """Give one worker a cell after the other, until the queue is empty."""
             with process:
                 while queue and may_start():
@@ -116,7 +117,7 @@ class CellStore:
         for done in feeds:
             done.result()
 
-    def _start_worker(self, number: int, abandon: bool) -> tuple[subprocess.Popen[str], Path]:
+    def _start_worker(self, number: int, abandon: bool) -> tuple[Popen[str], Path]:
         """Start a worker process, which exits with this one; return it and its log."""
         log = self.directory / "logs" / f"worker_{number}.log"
         log.parent.mkdir(exist_ok=True)
@@ -126,7 +127,7 @@ class CellStore:
             *(["--abandon"] if abandon else []),
         )
         with log.open("w", encoding="utf-8") as log_file:
-            return subprocess.Popen(
+            return Popen(
                 argv,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -138,9 +139,7 @@ class CellStore:
             ), log
 
     @staticmethod
-    def _run_cell(
-        name: str, process: subprocess.Popen[str], log: Path, on_event: EventCallback
-    ) -> str:
+    def _run_cell(name: str, process: Popen[str], log: Path, on_event: EventCallback) -> str:
         """Run a cell in a worker and return its error; empty if it is done."""
         assert process.stdin is not None and process.stdout is not None
         # a worker that has exited reads nothing; its stdout ends below

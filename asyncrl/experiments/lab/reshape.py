@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from math import nan
 from typing import Any
 
 import torch
@@ -173,9 +174,9 @@ class TabularTrainer:
         g = torch.autograd.grad(lp, self.theta, slope)[0]
         row = {
             "grad_norm": float(g.norm()),
-            "cosine": math.nan if self.last is None else compute_cosine(g, self.last),
-            "gamma": step_loss.finish(sums).get("reshape/gamma", math.nan),
-            "share": step.reshape.share if step.reshape else math.nan,
+            "cosine": nan if self.last is None else compute_cosine(g, self.last),
+            "gamma": step_loss.finish(sums).get("reshape/gamma", nan),
+            "share": step.reshape.share if step.reshape else nan,
             "lr_scale": step.lr_scale,
             "coefficient_var": float((-slope * len(part)).var()),
         }
@@ -234,10 +235,7 @@ def measure(
                 by_batch = [trainer.train(samples, 1000 * seed + 10 + n) for n in range(batches)]
                 rows.append(list(itertools.chain(*by_batch)))
             runs[optimizer][arm] = {
-                n: [
-                    _average([row.get(n, math.nan) for row in step])
-                    for step in zip(*rows, strict=True)
-                ]
+                n: [_average([row.get(n, nan) for row in step]) for step in zip(*rows, strict=True)]
                 for n in rows[0][0]
             }
             highest[optimizer][arm] = _find_extremes(rows, epochs * minibatches)
@@ -265,7 +263,7 @@ def _average(x: list[float]) -> float:
     A seed that stopped early makes no step and has no gradient.
     """
     values = [v for v in x if not math.isnan(v)]
-    return sum(values) / len(values) if values else math.nan
+    return sum(values) / len(values) if values else nan
 
 
 # ---- the presentation ----------------------------------------------------------------------------
@@ -351,7 +349,7 @@ def _check_optimizer(r: dict[str, Any], o: str) -> list[tuple[str, bool]]:
 
 def _describe_arm(run: dict[str, Any], highest: dict[str, Any]) -> dict[str, float | str]:
     norms, gammas, cosines, noise = (
-        [v for v in run[name] if not math.isnan(v)] or [math.nan]
+        [v for v in run[name] if not math.isnan(v)] or [nan]
         for name in ("grad_norm", "gamma", "cosine", "coefficient_var")
     )
     return {

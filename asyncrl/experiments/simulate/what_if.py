@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,7 +97,7 @@ def average_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
             sums = {str(key): sum(value.get(key, 0) for value in values) for key in keys}
             averages[name] = {key: total / len(values) for key, total in sums.items()}
         elif name in ("max_lag", "generators", "steps"):
-            averages[name] = "inf" if first == math.inf else int(first)
+            averages[name] = "inf" if first == inf else int(first)
         else:
             averages[name] = sum(values) / len(values)
     return averages
@@ -128,7 +129,7 @@ def change_limit(config: Config, limit: float) -> Config:
 
     Raises ConfigError if `limit` is invalid or below the injected lag.
     """
-    if not (limit == math.inf or (limit >= 0 and limit == int(limit))):
+    if not (limit == inf or (limit >= 0 and limit == int(limit))):
         raise ConfigError(
             f"--limit {limit:g}: a staleness limit is a whole number of at least 0, or inf"
         )
@@ -250,7 +251,7 @@ def check_treatments(config: Config, deadline_s: float | None = None) -> None:
         raise ConfigError("--treatments: each treatment sets its order: leave out staleness.order")
     if deadline_s is not None and not config.agent.uses_sessions:
         raise ConfigError("--deadline: belongs to sessions, and the config has no [agent]")
-    if deadline_s is not None and not (0 < deadline_s < math.inf):
+    if deadline_s is not None and not (0 < deadline_s < inf):
         raise ConfigError(f"--deadline {deadline_s:g}: give seconds above 0")
 
 
@@ -358,7 +359,7 @@ def simulate(
     run = functools.partial(simulate_seeds, times=time_model, seeds=seeds, evaluate=evaluate)
     base = run(config)
     if not (limits or added_generators or syncs or treatments):
-        limits = [] if inject is not None or limit == math.inf else [2 * limit or 1]
+        limits = [] if inject is not None or limit == inf else [2 * limit or 1]
         added_generators, syncs = [1], [2.0]
     answers = answer_questions(config, run, base, limits, added_generators, syncs)
     average = average_outcomes(base)

@@ -5,8 +5,8 @@ docs/watch.md lists what the rules find.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,11 +86,11 @@ def collect_values(facts: Facts) -> dict[str, Any]:
     values["lower"] = f"staleness.max_lag (now {limit})" if limit else "the learning rate"
     values["other_waits"] = values.get("generator", 0.0) / 2 - values.get("rewards", 0.0)
     values["loss"] = 1 - values.get("ess", 1.0)
-    values |= {"comparison": "", "dominance": math.inf}
+    values |= {"comparison": "", "dominance": inf}
     if values.keys() >= {"stale", "engine"}:
         stale, engine = values["stale"], values["engine"]
         values["excess"] = engine - stale
-        values["dominance"] = stale / engine if engine else math.inf
+        values["dominance"] = stale / engine if engine else inf
         values["comparison"] = (
             f"; staleness is {stale:.1e} nats a token of the log ratio, engine mismatch "
             f"{engine:.1e}"
@@ -183,10 +183,10 @@ def list_advice(
         series.refresh()
     if signs is None:
         signs = jsonl.read_object(run_dir / "summary.json").get("signs", [])
-    limit = config.staleness.limit if config else math.inf
+    limit = config.staleness.limit if config else inf
     facts = Facts(
         series,
-        int(limit) if limit < math.inf else None,
+        int(limit) if limit < inf else None,
         config.generators if config else 1,
         ended,
         jsonl.read_object(run_dir / PREDICTION),

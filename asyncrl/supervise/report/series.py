@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from numpy import ndarray
 
 from asyncrl.records import health_checks, jsonl, metrics
 
@@ -30,7 +31,7 @@ class Column:
         self._rows = np.empty(64, np.int64)
         self._values = np.empty(64, np.float64)
 
-    def extend(self, rows: np.ndarray, values: np.ndarray) -> None:
+    def extend(self, rows: ndarray, values: ndarray) -> None:
         """Add values [n] with the numbers of their rows [n]."""
         count = self.count + len(values)
         if count > len(self._rows):
@@ -41,12 +42,12 @@ class Column:
         self.count = count
 
     @property
-    def rows(self) -> np.ndarray:
+    def rows(self) -> ndarray:
         """Numbers of the rows, int64 [count]."""
         return self._rows[: self.count]
 
     @property
-    def values(self) -> np.ndarray:
+    def values(self) -> ndarray:
         """Values, float64 [count]."""
         return self._values[: self.count]
 
@@ -135,12 +136,12 @@ class Series:
         values = self.get_values(name)
         return float(values[-1]) if len(values) else None
 
-    def get_values(self, name: str) -> np.ndarray:
+    def get_values(self, name: str) -> ndarray:
         """Return all values of a metric, float64 [n]."""
         column = self.columns.get(name)
         return np.zeros(0) if column is None else column.values
 
-    def align(self, name: str, missing: float = math.nan) -> np.ndarray:
+    def align(self, name: str, missing: float = math.nan) -> ndarray:
         """Return a metric's value in each row, float64 [rows]; `missing` in rows without it."""
         column = self.columns.get(name, Column())
         return _fill_dense((column.rows, column.values), self.rows, missing)
@@ -192,7 +193,7 @@ class Series:
         return kept_x.tolist(), kept_y.tolist()
 
 
-def _build_columns(rows: list[dict[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _build_columns(rows: list[dict[str, Any]]) -> dict[str, tuple[ndarray, ndarray]]:
     """Return name -> (positions of rows, finite values), both [n], of every number in the rows.
 
     Rows with the same names become one matrix, which is several times faster than a loop.
@@ -200,7 +201,7 @@ def _build_columns(rows: list[dict[str, Any]]) -> dict[str, tuple[np.ndarray, np
     rows_by_names: dict[tuple[str, ...], list[int]] = {}
     for position, row in enumerate(rows):
         rows_by_names.setdefault(tuple(row), []).append(position)
-    pieces_of: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    pieces_of: dict[str, list[tuple[ndarray, ndarray]]] = {}
     for names, members in rows_by_names.items():
         positions = np.array(members)
         for name, values in zip(
@@ -217,7 +218,7 @@ def _build_columns(rows: list[dict[str, Any]]) -> dict[str, tuple[np.ndarray, np
     return merged
 
 
-def _build_matrix(names: tuple[str, ...], rows: list[dict[str, Any]]) -> np.ndarray:
+def _build_matrix(names: tuple[str, ...], rows: list[dict[str, Any]]) -> ndarray:
     """Return the values of rows with the same names, float64 [rows, names]; nan if not a number."""
     numeric = [name for name in names if isinstance(rows[0][name], int | float)]
     matrix = np.full((len(rows), len(names)), math.nan)
@@ -233,8 +234,8 @@ def _build_matrix(names: tuple[str, ...], rows: list[dict[str, Any]]) -> np.ndar
 
 
 def _fill_dense(
-    column: tuple[np.ndarray, np.ndarray] | None, length: int, missing: float = 0.0
-) -> np.ndarray:
+    column: tuple[ndarray, ndarray] | None, length: int, missing: float = 0.0
+) -> ndarray:
     """Return values at their positions, float64 [length]; `missing` elsewhere."""
     dense = np.full(length, missing)
     if column is not None:
@@ -242,7 +243,7 @@ def _fill_dense(
     return dense
 
 
-def smooth_values(values: np.ndarray, share: float) -> np.ndarray:
+def smooth_values(values: ndarray, share: float) -> ndarray:
     """Return the exponential moving average of values [n], corrected for its start.
 
     >>> smooth_values(np.array([1.0, 1.0, 3.0]), 0.0).tolist()
@@ -255,13 +256,11 @@ def smooth_values(values: np.ndarray, share: float) -> np.ndarray:
     from scipy.signal import lfilter
 
     weights = lfilter([1 - share], [1, -share], np.ones_like(values))
-    means: np.ndarray = lfilter([1 - share], [1, -share], values) / weights
+    means: ndarray = lfilter([1 - share], [1, -share], values) / weights
     return means
 
 
-def downsample(
-    across: np.ndarray, values: np.ndarray, points: int
-) -> tuple[np.ndarray, np.ndarray]:
+def downsample(across: ndarray, values: ndarray, points: int) -> tuple[ndarray, ndarray]:
     """Reduce a line to at most `points` points that keep its extremes.
 
     Each bucket of neighbors keeps its smallest and its largest value in their order, so that a
