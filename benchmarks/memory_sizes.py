@@ -108,7 +108,7 @@ def publishes(path: Path, dtype: str, work: Path) -> None:
 def writes(path: Path, dtype: str, work: Path, source: dict[str, Any]) -> None:
     from actors.engine import CompletionRequest
     from actors.engine_embedded import make_engine
-    from actors.weights_receiver import WeightsReceiver
+    from actors.generator import WeightsReceiver
     from asyncrl.contract.messages import WeightsSource
 
     conf = settings(path, dtype)

@@ -189,7 +189,7 @@ class Ours:
         import numpy as np
         import torch
 
-        from actors import engine_vllm, vllm_swap
+        from actors import engine_vllm
         from actors.engine import CompletionRequest
         from asyncrl.transport import ring as weight_ring
 
@@ -220,7 +220,7 @@ class Ours:
             for p in direct.parts
             if p.product
             and not p.layer.weight.numel()
-            and sum(self.weights[n].numel() for n in p.names) >= vllm_swap.PLAIN
+            and sum(self.weights[n].numel() for n in p.names) >= engine_vllm.PLAIN
         ]
 
         def pack() -> None:
@@ -229,7 +229,7 @@ class Ours:
                     None,
                     torch.nn.Parameter(direct.stack(self.weights, p), requires_grad=False),
                 )
-                vllm_swap.pack(p.layer, remove_weight=True)
+                engine_vllm.pack(p.layer, remove_weight=True)
 
         def step() -> None:
             if not self.engine.active:  # in the round that is not timed

@@ -31,7 +31,7 @@ from lib import rounds
 from lib.learner_batch import config
 
 from actors.engine_embedded import EmbeddedEngine
-from actors.weights_receiver import WeightsReceiver
+from actors.generator import WeightsReceiver
 from asyncrl.config import load
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy

@@ -53,9 +53,9 @@ from asyncrl.tasks.evaluation_sets import build_task, check_prompt_files
 from asyncrl.transport import message_checks, sockets
 from asyncrl.transport.sockets import BufferSocket
 from buffer import batches, checks, numbers
-from buffer.durable_store import RecordedStore
 from buffer.evaluation import EvaluationPlan, Evaluations, EvaluationSet
 from buffer.groups import make_store_settings
+from buffer.journal import RecordedStore
 from buffer.ledger import Key
 from buffer.mixer import make_mixer
 from buffer.sessions import PeerSessions, PeerState

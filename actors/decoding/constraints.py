@@ -2,7 +2,7 @@
 
 llguidance computes the tokens that may come next from a grammar and the tokens so far.  The engine
 samples from these alone and records them as the sampled support, so that the learner normalizes
-over the same tokens.  A gateway writes the grammars (actors/gateway/endpoint/forms.py).
+over the same tokens.  A gateway writes the grammars (actors/gateway/endpoint/requests.py).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from actors.decoding.drafts import DraftPolicy
 from actors.engine import Completion, CompletionRequest
 from actors.engine_embedded import EmbeddedEngine
-from actors.weights_receiver import WeightsReceiver
+from actors.generator import WeightsReceiver
 from asyncrl.config import load
 from asyncrl.config.tree import Config, LoraConfig
 from asyncrl.contract.messages import Batch, Trajectory, WeightsSource

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.completion_requests import CompletionBody, CompletionOrder, parse_order
+from actors.completions_app import CompletionBody, CompletionOrder, parse_order
 from actors.gateway.refusals import CallRefused
 from asyncrl.contract.messages import Prompt
 

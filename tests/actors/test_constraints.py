@@ -28,7 +28,7 @@ from actors.decoding.constraints import (
 from actors.decoding.drafts import DraftPolicy
 from actors.engine import CompletionRequest
 from actors.engine_generic import GenericEngine
-from actors.gateway.endpoint import forms
+from actors.gateway.endpoint.requests import build_grammar
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 from asyncrl.models.tokenizer import load_tokenizer
@@ -43,7 +43,7 @@ ANSWER = {
 
 
 def form(**options: Any) -> str:
-    return forms.build_grammar(options, options.get("tools", ()), "hermes")
+    return build_grammar(options, options.get("tools", ()), "hermes")
 
 
 JSON = form(response_format={"type": "json_schema", "json_schema": {"schema": ANSWER}})

@@ -25,14 +25,17 @@ from wrong_model_kit import config as chat_config
 from actors.decoding.constraints import GrammarCompiler
 from actors.engine import Completion, CompletionRequest
 from actors.engine_vllm import (
+    PLAIN,
+    DirectWriter,
     ReferenceWeights,
     SeededSampler,
+    UnsupportedModel,
     VllmEngine,
     derive_seeds,
     make_engine,
     make_sampling_params,
+    view_fused,
 )
-from actors.vllm_swap import PLAIN, DirectWriter, UnsupportedModel, view_fused
 from asyncrl.config import load as config_load
 from asyncrl.config.engines import ENGINES
 from asyncrl.contract.errors import ConfigError, ProtocolError
@@ -497,7 +500,7 @@ def test_every_way_of_loading_gives_the_same(case: Case, monkeypatch: pytest.Mon
     requests = [request(t, 0, [3, 4 + t], 12) for t in range(6)]
     for model in (case.new, case.old):
         for way in (PLAIN, 0, "reload", 0, PLAIN, "reload", PLAIN):
-            monkeypatch.setattr("actors.vllm_swap.PLAIN", PLAIN if way == "reload" else way)
+            monkeypatch.setattr("actors.engine_vllm.PLAIN", PLAIN if way == "reload" else way)
             case.worker.asyncrl_direct = "told to" if way == "reload" else direct
             case.load(model)
             case.engine.add(requests)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors import weights_receiver
-from actors.weights_receiver import WeightsReceiver
+from actors import generator
+from actors.generator import WeightsReceiver
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import PeerUnreachable
@@ -148,11 +148,11 @@ def test_over_a_socket_time_and_bytes_are_counted_even_of_what_fails(
         return client
 
     monkeypatch.setattr(
-        weights_receiver.weight_transport,
+        generator.weight_transport,
         "import_transport",
         lambda name: SimpleNamespace(connect=connect),
     )
-    monkeypatch.setattr(weights_receiver.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(generator.time, "monotonic", lambda: next(now))
     receiver = WeightsReceiver(settings, "generator-0")
     pulled = receiver.pull(away, Label(3, 1), None)
     assert asked == [(settings, away, "generator-0")] and receiver.epoch == 3

@@ -39,7 +39,7 @@ from asyncrl.experiments import serial
 from asyncrl.experiments.simulate import times
 from asyncrl.models.policy import build_model
 from asyncrl.supervise import live
-from buffer.durable_store import RecordedStore
+from buffer.journal import RecordedStore
 from buffer.state import StoreSnapshot
 
 SHARE = 0.02

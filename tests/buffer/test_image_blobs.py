@@ -28,10 +28,9 @@ from asyncrl.contract.blobs import images
 from asyncrl.contract.errors import BadMessage, DamagedDataError
 from asyncrl.contract.versions import Label
 from asyncrl.transport import message_checks
-from buffer import checks, durable_store, groups
-from buffer.durable_store import RecordedStore
+from buffer import checks, groups, journal
 from buffer.groups import StoreSettings
-from buffer.journal import list_segments
+from buffer.journal import RecordedStore, list_segments
 from buffer.service import compute_max_message_bytes
 from buffer.store import Store
 
@@ -182,7 +181,7 @@ def test_a_damaged_blob_in_the_journal_is_reported(tmp_path: Path) -> None:
 
 
 def test_older_records_have_no_images() -> None:
-    decode = durable_store._decode
+    decode = journal._decode
     store = make(9)
     (ticket,) = store.grant("g", 1, 1, 0.0)
     plain = sample(ticket)

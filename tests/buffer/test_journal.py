@@ -31,7 +31,9 @@ from asyncrl.contract.messages import (
 from asyncrl.contract.versions import Label, PolicyTree
 from asyncrl.records import append_log
 from buffer import journal as j
-from buffer.durable_store import (
+from buffer.evaluation import EvaluationPlan, Evaluations
+from buffer.groups import StoreSettings
+from buffer.journal import (
     BatchRequestRecord,
     CheckpointRecord,
     CommitRecord,
@@ -42,15 +44,13 @@ from buffer.durable_store import (
     FreedLeasesRecord,
     GrantRecord,
     HelloRecord,
-    Record,
     RecordedStore,
     RenewalRecord,
     SampleRecord,
     SessionsEndRecord,
+    StoreRecord,
     TokenReportRecord,
 )
-from buffer.evaluation import EvaluationPlan, Evaluations
-from buffer.groups import StoreSettings
 from buffer.ledger import Ledger
 from buffer.mixer import TaskMixer
 from buffer.state import StoreSnapshot
@@ -472,7 +472,7 @@ def test_each_change_is_one_record_that_replays_to_the_same_state(tmp_path: Path
         nonlocal known
         store.flush_journal()
         (path,) = j.list_segments(tmp_path / "journal")
-        records = [msgspec.msgpack.decode(one, type=Record) for one in list(j.read(path))[1:]]
+        records = [msgspec.msgpack.decode(one, type=StoreRecord) for one in list(j.read(path))[1:]]
         assert records[known:] == list(expected)
         known = len(records)
         shutil.copytree(path.parent, tmp_path / "copy")

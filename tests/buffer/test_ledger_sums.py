@@ -14,8 +14,8 @@ from actors.delivery import Outbox
 from asyncrl.config.tree import WiresConfig
 from asyncrl.contract.messages import DISPOSITIONS, LOST, SamplingSettings, Ticket
 from asyncrl.contract.versions import Label
-from buffer.durable_store import RecordedStore
 from buffer.groups import StoreSettings
+from buffer.journal import RecordedStore
 from buffer.store import Store
 
 

@@ -14,9 +14,9 @@ from asyncrl.config.tree import CurriculumConfig, MixedTaskConfig
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Prompt, SamplingSettings, Ticket
 from asyncrl.contract.versions import Label
-from buffer.durable_store import RecordedStore
 from buffer.evaluation import EvaluationPlan, Evaluations
 from buffer.groups import StoreSettings
+from buffer.journal import RecordedStore
 from buffer.mixer import DRY, TaskMixer
 from buffer.numbers import compute_task_metrics
 from buffer.store import Store

@@ -19,8 +19,8 @@ from asyncrl.config import load
 from asyncrl.models import policy
 from asyncrl.records import atomic_write, rundir
 from buffer import journal as j
-from buffer.durable_store import RecordedStore
 from buffer.groups import StoreSettings
+from buffer.journal import RecordedStore
 from buffer.store import Store
 from learner import checkpoint, loop
 

@@ -28,8 +28,8 @@ from asyncrl.records import buffer_leadership, process_log, rundir
 from asyncrl.transport import chunks, sockets
 from asyncrl.transport.sockets import BufferSocket, PeerSocket
 from buffer import journal as j
-from buffer.durable_store import RecordedStore
 from buffer.groups import StoreSettings
+from buffer.journal import RecordedStore
 from buffer.service import BufferService
 from learner.publisher import Publisher
 
@@ -271,7 +271,7 @@ def test_a_segment_that_goes_while_it_is_looked_for_is_followed_by_its_next(
     monkeypatch.setattr(RecordedStore, "_replay_segment", late)
     assert store_of(tmp_path, second).attempts == 1
     monkeypatch.setattr(j, "read", lambda path: (_ for _ in ()).throw(FileNotFoundError(path)))
-    monkeypatch.setattr("buffer.durable_store.read", j.read)
+    monkeypatch.setattr("buffer.journal.read", j.read)
     with pytest.raises(FileNotFoundError):  # and for ever is nothing looked for
         store_of(tmp_path, buffer_leadership.take_leadership(tmp_path, HERE))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from process_kit import ENV, ROOT, run_command
 
-from actors.weights_receiver import WeightsReceiver
+from actors.generator import WeightsReceiver
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError

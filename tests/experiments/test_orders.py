@@ -11,7 +11,7 @@ import pytest
 from process_kit import ROOT, RUN_SEED
 from store_kit import make, train, write
 
-from actors.delay import DelayQueue, compute_delay_steps
+from actors.turn import DelayQueue, compute_delay_steps
 from asyncrl.config import load
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ConfigError

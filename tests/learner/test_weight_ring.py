@@ -16,7 +16,7 @@ import pytest
 import torch
 from process_kit import ENV, ROOT
 
-from actors.weights_receiver import WeightsReceiver
+from actors.generator import WeightsReceiver
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, DamagedDataError
 from asyncrl.contract.messages import WeightsSource

@@ -29,9 +29,8 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 from asyncrl.records import buffer_leadership
 from buffer import batches, checks
-from buffer.durable_store import RecordedStore
 from buffer.groups import StoreSettings
-from buffer.journal import Record
+from buffer.journal import Record, RecordedStore
 from buffer.rules import StoreRules
 from buffer.service import BufferService
 from buffer.store import Store

@@ -7,9 +7,9 @@ import msgspec
 from schedules import PROMPTS
 
 from asyncrl.contract.messages import Prompt, SamplingSettings
-from buffer.durable_store import RecordedStore
 from buffer.evaluation import EvaluationPlan, Evaluations
 from buffer.groups import StoreSettings
+from buffer.journal import RecordedStore
 from buffer.state import StoreSnapshot
 from buffer.store import Store
 

@@ -33,7 +33,7 @@ from asyncrl.tinker.sequences import (
     measure_lags,
 )
 from asyncrl.tinker.settings import TinkerConfig, TinkerModel
-from asyncrl.tinker.workers import losses
+from asyncrl.tinker.workers import trainer as training
 from asyncrl.tinker.workers.trainer import PackedDatums, ServedModels
 
 CPU = torch.device("cpu")
@@ -645,12 +645,12 @@ def test_gspo_clips_near_one_by_default(log_ratio: float, adv: float, clipped: b
     seq, inside = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
     advantages = torch.full((2,), adv, dtype=torch.float64)
     tokens = SurrogateTokens(raw, advantages, behavior + raw, behavior, inside, seq, n=1)
-    assert (losses.compute_term("gspo", tokens, {}).coefficient == 0).tolist() == [clipped] * 2
+    assert (training.compute_term("gspo", tokens, {}).coefficient == 0).tolist() == [clipped] * 2
 
 
 def test_methods_meet_no_rule_of_runs() -> None:
     """A server repeats the calls that an earlier version took."""
     for name in ("dapo", "gspo", "icepop", "m2po-published", "reshape", "gepo"):
-        losses.resolve_method({"method": name})
-    found = losses.resolve_method({"method": "dapo", "loss.surrogate": "sft"})
+        training.resolve_method({"method": name})
+    found = training.resolve_method({"method": "dapo", "loss.surrogate": "sft"})
     assert found.loss.surrogate == "sft"

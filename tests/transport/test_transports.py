@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import xxhash
 
-from actors.weights_receiver import WeightsReceiver
+from actors.generator import WeightsReceiver
 from asyncrl.config import load
 from asyncrl.config.transports import TRANSPORTS
 from asyncrl.config.tree import Config

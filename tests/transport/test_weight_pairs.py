@@ -41,7 +41,7 @@ from asyncrl.transport import gpu_pairs as weight_pairs
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.config import load
 from asyncrl.contract.versions import Label
-from actors.weights_receiver import WeightsReceiver
+from actors.generator import WeightsReceiver
 torch.set_num_threads(1)
 config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}, "weights": {"transport": "gloo"}, "wires": {"connect_s": 600.0}})
 for n, pair in enumerate(sys.argv[1:]):

@@ -10,8 +10,11 @@ The run determines the distribution of an answer:
 
 from __future__ import annotations
 
+import functools
+import json
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +24,295 @@ import numpy as np
 
 from actors.gateway.call_tree import Message
 from actors.gateway.chat import normalize_messages
-from actors.gateway.endpoint import anthropic, forms, image_parts, responses
+from actors.gateway.endpoint import anthropic, responses
+from actors.gateway.image_marks import make_mark
 from actors.gateway.refusals import CallRefused, build_refusal
-from asyncrl.contract.messages import SamplingSettings
+from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES, digest
+from asyncrl.contract.messages import MOST_GRAMMAR, SamplingSettings
+from asyncrl.models import pictures
+
+# a format of the answer, in chat completions, responses and Anthropic's messages
+FORMATS = ("response_format", "text.format", "output_format", "output_config.format")
+STRUCTURED = "structured_outputs"  # as vLLM's server takes it
+# bounded, so that a model cannot continue with white space for ever; llguidance repeats a
+# `whitespace_pattern`, whatever it is
+WHITE_SPACE = {
+    "whitespace_flexible": False,
+    "item_separator": r",[ \t\n]{0,8}",
+    "key_separator": r":[ \t\n]{0,8}",
+}
+HEAD = "%llguidance {}\n"
+CALL_END = json.dumps("}\n</tool_call>")
+PARALLEL = "parallel_tool_calls"
+
+
+def build_grammar(options: Mapping[str, Any], tools: Sequence[Any], parser: str) -> str:
+    """Build the grammar that a request's answer must follow (`agent.forced = "constrain"`).
+
+    It is in llguidance's form of Lark; a generator decodes under it
+    (actors/decoding/constraints.py). Tool calls have the form that `agent.parser = "hermes"` reads:
+
+        <tool_call>
+        {"name": "add", "arguments": {"a": 1}}
+        </tool_call>
+
+    Returns "" for any text.
+
+    Args:
+        options: a request, as a chat completion.
+        tools: those in the prompt.
+        parser: `agent.parser`, which reads tool calls from an answer.
+
+    Raises CallRefused for a form that cannot become a grammar.
+    """
+    answer = _build_answer_rule(options)
+    forced = _select_forced_tools(options, tools)
+    if forced is None and not answer:
+        return ""
+    callable_tools = tools if forced is None else forced
+    if callable_tools and parser != "hermes" and (forced or parser != "none"):
+        raise build_refusal(
+            "tool_choice" if forced else "tools",
+            f"tool calls can be decoded under a grammar with agent.parser = hermes, not {parser}",
+        )
+    rules = [f"answer: {answer}"] if answer and forced is None else []
+    starts = ["answer"] if rules else []
+    if callable_tools and parser == "hermes":
+        choice = options.get("tool_choice")
+        disabled = isinstance(choice, dict) and choice.get("disable_parallel_tool_use")
+        several = options.get(PARALLEL) is not False and not disabled
+        rules += _build_call_rules(callable_tools, several=several)
+        starts.insert(0, "calls")
+    grammar = "\n".join([f"{HEAD}start: {' | '.join(starts)}", *rules])
+    if len(grammar) > MOST_GRAMMAR:
+        param = next((key for key in (*FORMATS, STRUCTURED) if options.get(key)), "tools")
+        raise build_refusal(
+            param, f"its grammar has {len(grammar)} characters, {MOST_GRAMMAR} at most: shorten it"
+        )
+    return grammar
+
+
+# ---- the form of a text --------------------------------------------------------------------------
+
+
+def _build_answer_rule(options: Mapping[str, Any]) -> str:
+    """Build the expression of the demanded text; "": any text."""
+    demands = [
+        expression
+        for key in FORMATS
+        if options.get(key) and (expression := _build_format(key, options[key]))
+    ]
+    if options.get(STRUCTURED):
+        demands.append(_build_structured(options[STRUCTURED]))
+    if len(demands) > 1:
+        raise build_refusal(STRUCTURED, "the answer has another format already: give one")
+    return "".join(demands)
+
+
+def _build_format(key: str, value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return ""
+    if kind == "json_object":
+        return _build_json(key, {"type": "object"})
+    if kind != "json_schema":
+        raise build_refusal(key, f"{value!r:.80}: its type is text, json_object or json_schema")
+    inner = value.get("json_schema", value)
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if schema is None:
+        raise build_refusal(key, "give the schema of json_schema")
+    return _build_json(key, schema)
+
+
+def _build_structured(value: Any) -> str:
+    kinds = {"json", "regex", "choice"}
+    if (
+        not isinstance(value, dict)
+        or len(kinds_given := {k for k in value if value[k] is not None}) != 1
+    ):
+        raise build_refusal(STRUCTURED, f"{value!r:.80}: give an object with json, regex or choice")
+    (kind,) = kinds_given
+    form = value[kind]
+    if kind == "json":
+        try:
+            return _build_json(STRUCTURED, json.loads(form) if isinstance(form, str) else form)
+        except ValueError as error:
+            raise build_refusal(STRUCTURED, f"its json is not JSON: {error}") from error
+    if kind == "regex" and isinstance(form, str):
+        from llguidance import regex_to_lark
+
+        return _require_valid(STRUCTURED, f"/{regex_to_lark(form)}/")
+    if (
+        kind == "choice"
+        and isinstance(form, list)
+        and form
+        and all(isinstance(text, str) and text for text in form)
+    ):
+        return _require_valid(STRUCTURED, " | ".join(map(_quote, form)))
+    if kind in kinds:
+        raise build_refusal(STRUCTURED, f"{kind}: {form!r:.80}: give a text or, for choice, texts")
+    raise build_refusal(
+        STRUCTURED, f"{kind} is not served: give json, regex or choice", "unsupported_parameter"
+    )
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _build_json(param: str, schema: Any) -> str:
+    """Build the expression of JSON text by a schema."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise build_refusal(param, f"a schema is an object, not {schema!r:.80}")
+    # without spaces at its ends, a line of the grammar
+    text = json.dumps({**schema, "x-guidance": WHITE_SPACE}, ensure_ascii=False)
+    return _require_valid(param, f"%json {text}")
+
+
+def _require_valid(param: str, expression: str) -> str:
+    if problem := _find_problem(expression):
+        raise build_refusal(param, problem)
+    return expression
+
+
+@functools.lru_cache(256)
+def _find_problem(expression: str) -> str:
+    """Return llguidance's reason to refuse an expression; "": it is valid."""
+    from llguidance import LLMatcher
+
+    error = str(LLMatcher.validate_grammar(f"{HEAD}start: {expression}"))
+    if not error or error.startswith("WARNING"):
+        return ""
+    reason = re.split(r"\n +\d+ \| ", error)[0]  # the grammar's lines follow
+    reason = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", reason)
+    return " ".join(reason.split())
+
+
+# ---- tool calls ----------------------------------------------------------------------------------
+
+
+def _select_forced_tools(options: Mapping[str, Any], tools: Sequence[Any]) -> Sequence[Any] | None:
+    """Select the tools of which the answer must call one; None: it need not."""
+    choice = options.get("tool_choice")
+    if choice in (None, "auto", "none"):
+        return None
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind in ("required", "any"):
+        forced = list(tools)
+    elif kind in ("function", "tool") and isinstance(choice, dict):
+        inner = choice.get("function", choice)
+        name = inner.get("name") if isinstance(inner, dict) else None
+        forced = [tool for tool in tools if tool["function"]["name"] == name]
+    else:
+        raise build_refusal("tool_choice", f"{choice!r:.80} is not served", "unsupported_parameter")
+    if not forced:
+        raise build_refusal("tool_choice", f"{choice!r:.80}: no such tool is in `tools`")
+    return forced
+
+
+def _build_call_rules(tools: Sequence[Any], *, several: bool) -> list[str]:
+    """Build the rules of a text of one call, or of several."""
+    calls, arguments = [], []
+    for number, tool in enumerate(tools):
+        function = tool["function"]
+        schema = function.get("parameters") or {}
+        if not isinstance(schema, dict):
+            raise build_refusal(
+                f"tools[{number}]", f"its parameters are an object, not {schema!r:.80}"
+            )
+        begin = f'<tool_call>\n{{"name": {_quote(function["name"])}, "arguments": '
+        calls.append(f"{_quote(begin)} arguments_{number} {CALL_END}")
+        form = _build_json(f"tools[{number}]", {"type": "object", **schema})
+        arguments.append(f"arguments_{number}: {form}")
+    repetition = ' ("\\n" call)*' if several else ""
+    return [f"calls: call{repetition}", f"call: {' | '.join(calls)}", *arguments]
+
+
+# ---- images --------------------------------------------------------------------------------------
+
+LISTS = ("messages", "input")  # keys of a body whose items have content
+INVALID = "invalid_image"  # the code of refusals
+PARTS = ("content", "output")  # keys of an item or a part that hold parts
+
+
+def take_images(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the body with a text part in place of each image, and digest -> blob.
+
+    ```
+    chat        {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}
+    responses   {"type": "input_image", "image_url": "data:image/png;base64,..."}
+    messages    {"type": "image", "source": {"type": "base64", "media_type": "image/png", ...}}
+    ```
+
+    Only data: URLs are read: the gateway never opens an address that a request names.
+
+    Raises CallRefused for an image that cannot be read.
+    """
+    blobs: dict[str, bytes] = {}
+    converted = dict(body)
+    for key in LISTS:
+        if isinstance(body.get(key), list):
+            converted[key] = [
+                _replace_images(f"{key}[{index}]", item, blobs)
+                for index, item in enumerate(body[key])
+            ]
+    if len(blobs) > MOST_IMAGES or sum(map(len, blobs.values())) > MOST_SESSION_BYTES:
+        raise build_refusal(
+            "messages",
+            f"{len(blobs)} images of {sum(map(len, blobs.values()))} bytes as PNG; at most "
+            f"{MOST_IMAGES} of {MOST_SESSION_BYTES} bytes together are served",
+            INVALID,
+        )
+    return converted, blobs
+
+
+def _replace_images(location: str, item: Any, blobs: dict[str, bytes]) -> Any:
+    """Replace the images in the parts of an item, at any depth."""
+    if not isinstance(item, dict):
+        return item
+    converted = dict(item)
+    for key in PARTS:
+        if isinstance(item.get(key), list):
+            converted[key] = [
+                _replace_image(f"{location}.{key}[{index}]", part, blobs)
+                for index, part in enumerate(item[key])
+            ]
+    return converted
+
+
+def _replace_image(location: str, part: Any, blobs: dict[str, bytes]) -> Any:
+    """Return a part, or the text part that stands for its image."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("image_url", "input_image", "image"):
+        return _replace_images(location, part, blobs)
+    source = part.get("source")
+    if isinstance(source, dict) and source.get("type") == "base64":
+        url: Any = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    else:
+        url = source.get("url") if isinstance(source, dict) else part.get("image_url")
+        url = url.get("url") if isinstance(url, dict) else url
+    if not isinstance(url, str):
+        raise build_refusal(
+            location, "give the image as a data: URL (data:image/png;base64,...)", INVALID
+        )
+    if not url.startswith("data:"):
+        raise build_refusal(
+            location,
+            f"{url:.80} is not fetched: send the image itself, as data:image/png;base64,...",
+            INVALID,
+        )
+    try:
+        blob = pictures.build_blob(pictures.decode_data_url(url))
+    except ValueError as error:
+        raise build_refusal(location, f"the image cannot be read: {error}", INVALID) from error
+    name = digest(blob)
+    blobs[name] = blob
+    return {"type": "text", "text": make_mark(name)}
+
+
+# ---- requests ------------------------------------------------------------------------------------
 
 Kind = Literal["chat", "text", "ids", "messages", "responses"]
 PREFIX: dict[Kind, str] = {  # the prefix of a call's id
@@ -119,7 +408,7 @@ def parse_request(
     """Parse a body of an API.  Raises CallRefused."""
     images: dict[str, bytes] = {}
     if policy.images:
-        body, images = image_parts.take_images(body)
+        body, images = take_images(body)
     options = {**body}
     if kind == "messages":
         options = anthropic.to_chat(body)
@@ -151,9 +440,9 @@ def parse_request(
     prompt = _parse_prompt(kind, options, policy)
     grammar = ""
     if policy.forced == "constrain":
-        grammar = forms.build_grammar(options, prompt.get("tools", ()), policy.parser)
+        grammar = build_grammar(options, prompt.get("tools", ()), policy.parser)
         if grammar:
-            ignored = tuple(name for name in ignored if name != forms.PARALLEL)
+            ignored = tuple(name for name in ignored if name != PARALLEL)
     return ParsedRequest(
         kind=kind,
         model=model,

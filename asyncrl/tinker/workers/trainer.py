@@ -1,26 +1,32 @@
 """The training process: the weights and optimizers of all models of a server.
 
 With adapters, all models share the base's weights. A call changes a model completely or not at all.
+
+A loss of the API is a sum over tokens. It has the learner's coefficient form: its gradient is that
+of - sum coefficient log pi, with the coefficient detached (`asyncrl.algorithms.surrogates`). The
+ratio of a token is that of the current policy to the policy that sampled it: SurrogateTokens.raw.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from asyncrl.algorithms import diagnostics, ratios
+from asyncrl.algorithms import diagnostics, ratios, settings
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.batch import LossBatch
-from asyncrl.algorithms.surrogates import SurrogateTokens
+from asyncrl.algorithms.surrogates import SURROGATES, SurrogateTerm, SurrogateTokens
+from asyncrl.config import load
 from asyncrl.config.sft import SftTraining
-from asyncrl.config.tree import LoraConfig
+from asyncrl.config.tree import Config, LoraConfig
 from asyncrl.contract.errors import ConfigError
-from asyncrl.losses import prepare_step
+from asyncrl.losses import BEYOND, prepare_step, resolve
 from asyncrl.models import adapters, memory
 from asyncrl.models.policy import PolicyModel, export, list_named_weights, load_policy, load_weights
 from asyncrl.models.trainer import Trainer, split_micro_batches
@@ -42,10 +48,26 @@ from asyncrl.tinker.messages import (
     describe_failure,
 )
 from asyncrl.tinker.settings import TinkerConfig
-from asyncrl.tinker.workers import losses
 from learner import checkpoint
 
+Options = Mapping[str, float | str]
+CLIPS = {"clip_low_threshold": "eps_low", "clip_high_threshold": "eps_high"}
+# loss_fn -> the settings of its surrogate, and the key of each option in loss_fn_config;
+# cross_entropy has no ratio and is computed by the trainer
+POLICY_LOSSES: dict[str, tuple[Callable[..., settings.Loss], dict[str, str]]] = {
+    "importance_sampling": (settings.VanillaLoss, {}),
+    "ppo": (settings.PpoLoss, CLIPS),
+    "cispo": (partial(settings.CispoLoss, eps_low=0.2), CLIPS),
+    "dro": (settings.DroLoss, {"beta": "dro_beta"}),
+    "gspo": (settings.GspoLoss, CLIPS),
+}
+CROSS_ENTROPY = "cross_entropy"
+LARGEST = float(torch.finfo(torch.float32).max)  # of the numbers in loss_fn_config
+METHOD = "method"  # in loss_fn_config: one of `asyncrl methods`
+NAMES = (CROSS_ENTROPY, *POLICY_LOSSES)
+RATIO_MASK = "sequence_ratio_mask"  # positions of gspo's ratio, which the cookbook sends
 STATE = "state.pt"
+MODEL = "model"
 # Prefixes of metrics that are constant here: those of several passes over a batch, and those of the
 # importance weights and masks of a correction, which only a method has.
 CONSTANT = ("kl/start_target", "by_lag/update")
@@ -53,8 +75,60 @@ UNWEIGHTED = (
     *("is/mean_weight", "is/weight_ess", "is/ess_by_answer"),
     *("is/zero_share", "is/rejected", "is/vetoed", "is/masked_share"),
 )
-MODEL = "model"
-RATIO_MASK = "sequence_ratio_mask"  # positions of gspo's ratio, which the cookbook sends
+
+
+def check_loss(loss: str, options: Options) -> None:
+    """Raise ConfigError for a loss that is not served, or an option that it does not read."""
+    if loss not in NAMES:
+        raise ConfigError(f"loss_fn = {loss}: choose one of {', '.join(NAMES)}")
+    for name, value in options.items():
+        if not isinstance(value, str) and not abs(value) <= LARGEST:
+            raise ConfigError(f"loss_fn_config.{name}: {value:g} is not a number of float32")
+    if METHOD in options and loss in POLICY_LOSSES:
+        resolve_method(options)
+        return
+    readable = POLICY_LOSSES[loss][1] if loss in POLICY_LOSSES else {}
+    for name in options:
+        if name not in readable:
+            hint = f"it reads {', '.join(readable)}" if readable else "it reads none"
+            raise ConfigError(f"loss_fn_config.{name}: {loss} has no such option; {hint}")
+
+
+def compute_term(loss: str, tokens: SurrogateTokens, options: Options) -> SurrogateTerm:
+    """Apply a loss of POLICY_LOSSES; its thresholds are bounds of the ratio itself."""
+    kind, keys = POLICY_LOSSES[loss]
+    values = {keys[name]: float(value) for name, value in options.items()}
+    for key, sign in (("eps_low", -1), ("eps_high", 1)):
+        if key in values:
+            values[key] = sign * (values[key] - 1)
+    surrogate = kind(**values)
+    return SURROGATES[surrogate.surrogate](tokens, surrogate)
+
+
+def resolve_method(options: Options) -> Config:
+    """Return the settings of the method that `options` names, with its other keys.
+
+    Raises ConfigError for a method that is more than a loss of sampled tokens."""
+    keys = {key: value for key, value in options.items() if key != METHOD}
+    if bare := next((key for key in keys if "." not in key), ""):
+        raise ConfigError(
+            f"loss_fn_config.{bare}: with a method, keys of [loss], [correction] and [reshape] are "
+            "read, such as loss.eps_high"
+        )
+    config = resolve(
+        str(options[METHOD]),
+        keys,
+        ("loss", "correction", "reshape"),
+        "loss_fn_config",
+        (*BEYOND, "kl.loss.coefficient", "kl.reward.coefficient"),
+        load.build,  # a server repeats the calls that an earlier version took
+    )
+    if config.correction.proximal in ("version", "ema"):
+        raise ConfigError(
+            f"loss_fn_config.correction.proximal: {config.correction.proximal} is more than a "
+            "loss, as it needs earlier weights; use recompute"
+        )
+    return config
 
 
 class TrainedModel:
@@ -146,7 +220,7 @@ class ServedModels:
 
     def forward_backward(self, request: ForwardBackward) -> ScoreResult:
         """Score the targets and collect the gradient of the loss.  Raises ConfigError."""
-        losses.check(request.loss, request.config)
+        check_loss(request.loss, request.config)
         if not request.data:
             return ScoreResult([], 0.0)
         for index, datum in enumerate(request.data):
@@ -156,7 +230,7 @@ class ServedModels:
         order = sorted(range(len(lengths)), key=lengths.__getitem__)
         limit = self.config.training.micro_batch_tokens
         micros = split_micro_batches(order, lengths, limit)
-        if losses.METHOD in request.config:
+        if METHOD in request.config:
             return self._compute_method_loss(request, model, micros)
         logprobs: dict[int, bytes] = {}
         total = 0.0
@@ -206,7 +280,7 @@ class ServedModels:
         return ScoreResult([by_index[index] for index in range(len(ordered))], total)
 
     def _check_datum(self, request: ForwardBackward, index: int, datum: Datum) -> None:
-        sampled = request.loss in losses.POLICY_LOSSES
+        sampled = request.loss in POLICY_LOSSES
         required = ("logprobs", "advantages") if sampled else ("weights",)
         for name in required:
             if name not in datum.fields:
@@ -316,10 +390,10 @@ class PackedDatums:
 
 @torch.no_grad()
 def prepare_method_step(
-    options: losses.Options, data: Sequence[Datum], current: torch.Tensor
+    options: Options, data: Sequence[Datum], current: torch.Tensor
 ) -> tuple[step_loss.PreparedBatch, step_loss.StepPlan]:
     """Prepare the learner's loss of a method; current: [N], the policy's log-probabilities."""
-    config = losses.resolve_method(options)
+    config = resolve_method(options)
     packed = PackedDatums(data, current.device)
     zeros = torch.zeros(len(data), device=current.device)
     batch = LossBatch(
@@ -343,7 +417,7 @@ def compute_policy_loss(
     """Return the loss of `data` and the sums for its metrics; lp: [N] with gradient."""
     packed = PackedDatums(data, lp.device)
     current = lp.detach().float()
-    if request.loss == losses.CROSS_ENTROPY:
+    if request.loss == CROSS_ENTROPY:
         weights = packed.read_field("weights", 0.0) * packed.mask
         loss = -(weights * lp).sum()
         return loss, {"loss/policy": loss.detach().double()}
@@ -358,7 +432,7 @@ def compute_policy_loss(
         packed.seq,
         n=len(data),
     )
-    term = losses.compute_term(request.loss, tokens, request.config)
+    term = compute_term(request.loss, tokens, request.config)
     scale = packed.mask * packed.read_field("weights", 1.0)
     coefficient = torch.where(inside, term.coefficient * scale, 0.0)
     loss = -(coefficient * torch.where(inside, lp, 0.0)).sum()

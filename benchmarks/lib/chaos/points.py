@@ -357,7 +357,7 @@ def any_order() -> None:
 
 def unsynced(hook: Hook, role: str) -> None:
     """Answers are acknowledged a pass before they are written, and "idle" comes in between."""
-    from buffer.durable_store import RecordedStore
+    from buffer.journal import RecordedStore
     from buffer.service import BufferService
 
     plain = RecordedStore.flush_journal

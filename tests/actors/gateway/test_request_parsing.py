@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from actors.gateway.call_tree import CallNode, canonicalize_arguments
-from actors.gateway.endpoint import forms, replies
+from actors.gateway.endpoint import replies, requests
 from actors.gateway.endpoint.requests import (
     PREFIX,
     ParsedRequest,
@@ -203,12 +203,12 @@ def test_a_long_grammar_is_refused_by_the_key_that_it_came_by(
         "tools": {"tools": [{"function": {"name": "n" * 900}}], "tool_choice": "required"},
     }
     for key, body in bodies.items():
-        monkeypatch.setattr(forms, "MOST_GRAMMAR", 1 << 16)
+        monkeypatch.setattr(requests, "MOST_GRAMMAR", 1 << 16)
         request = {"messages": GO, **body}
         grammar = parse_request("chat", request, RequestPolicy(**policy), RUN).grammar
-        monkeypatch.setattr(forms, "MOST_GRAMMAR", len(grammar))
+        monkeypatch.setattr(requests, "MOST_GRAMMAR", len(grammar))
         assert parse_request("chat", request, RequestPolicy(**policy), RUN).grammar == grammar
-        monkeypatch.setattr(forms, "MOST_GRAMMAR", len(grammar) - 1)
+        monkeypatch.setattr(requests, "MOST_GRAMMAR", len(grammar) - 1)
         found = refusal("chat", request, policy)
         assert found["param"] == key and found["message"] == (
             f"{key}: its grammar has {len(grammar)} characters, {len(grammar) - 1} at most: "

@@ -15,9 +15,9 @@ from asyncrl.config import load
 from asyncrl.contract.messages import Prompt, SamplingSettings
 from asyncrl.records import metrics, process_log
 from asyncrl.supervise import doctor
-from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
+from buffer.journal import RecordedStore
 from buffer.store import Store
 
 
