@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from asyncrl.contract.messages import RoutingShape
 from asyncrl.contract.routed_experts import RoutedExperts
@@ -28,7 +29,7 @@ SCORES = 1 << 24  # attention scores in memory while prompts are encoded: 64 MiB
 KEPT_BLOCK = 8  # tokens whose keys and values are kept, found and evicted together
 
 
-Turns = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Turns = Tensor | tuple[Tensor, Tensor]
 
 
 class FusedWeights:
@@ -52,10 +53,10 @@ class FusedWeights:
         half = lay.head_dim // 2
         self.paired = self.dtype == torch.float32
         self.turned = torch.complex(self.cos[:, :half].float(), self.sin[:, :half].float())
-        self.per_layer: list[dict[str, torch.Tensor]] = [{} for _ in range(self.layers)]
-        self.top: dict[str, torch.Tensor] = {}
+        self.per_layer: list[dict[str, Tensor]] = [{} for _ in range(self.layers)]
+        self.top: dict[str, Tensor] = {}
 
-    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def load(self, weights: Mapping[str, Tensor]) -> None:
         """Fuse `weights` (transformers' parameter names, on any device) into place."""
         lay = self.lay
         weights = _WeightsOn(self.device, weights)
@@ -66,7 +67,7 @@ class FusedWeights:
             _copy_into(store, fused, self.dtype)
         _copy_into(self.top, exact_operators.fuse_top(weights, self.tied), self.dtype)
 
-    def compute_rotations(self, positions: torch.Tensor) -> Turns:
+    def compute_rotations(self, positions: Tensor) -> Turns:
         """Return the rotary factors for queries and keys at `positions` [n]."""
         if self.paired:
             return self.turned.index_select(0, positions)
@@ -76,7 +77,7 @@ class FusedWeights:
             self.sin.index_select(0, positions).to(dtype),
         )
 
-    def project(self, i: int, x: torch.Tensor, turns: Turns) -> tuple[torch.Tensor, ...]:
+    def project(self, i: int, x: Tensor, turns: Turns) -> tuple[Tensor, ...]:
         """Compute q (scaled), k, v [n, heads, d] of layer i from residuals x [n, H]."""
         operators = () if self.exact else (self.normalize, _rotate)
         return exact_operators.project(self.lay, self.per_layer[i], x, turns, *operators)
@@ -84,11 +85,11 @@ class FusedWeights:
     def finish(
         self,
         i: int,
-        x: torch.Tensor,
-        attended: torch.Tensor,
-        routed: list[torch.Tensor] | None,
-        replayed: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        x: Tensor,
+        attended: Tensor,
+        routed: list[Tensor] | None,
+        replayed: Tensor | None = None,
+    ) -> Tensor:
         """Compute the rest of layer i: output projection and MLP or experts.
 
         The ids of the experts [n, k] are appended to `routed`. replayed: see `expert_layers.route`.
@@ -105,21 +106,21 @@ class FusedWeights:
         gate, up = (self.normalize(x) @ w["up"]).chunk(2, -1)
         return torch.addmm(x, F.silu(gate).mul_(up), w["down"])
 
-    def normalize(self, x: torch.Tensor, _eps: float = 0.0) -> torch.Tensor:
+    def normalize(self, x: Tensor, _eps: float = 0.0) -> Tensor:
         """Divide x by its root mean square on the last axis."""
         xf = x.float()
         norm = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
         r = torch.addcmul(self.eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        normalized: torch.Tensor = (xf * r).to(x.dtype)
+        normalized: Tensor = (xf * r).to(x.dtype)
         return normalized
 
-    def compute_logits(self, x: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, x: Tensor) -> Tensor:
         """Compute logits fp32 [n, V] from residuals x [n, H]."""
         if self.exact:
             padded = exact_operators.normalize(exact_operators.pad_rows(x), self.lay.eps)
             return exact_operators.multiply(padded, self.top["head"])[: len(x)]
-        product: torch.Tensor = self.normalize(x) @ self.top["head"]
-        logits: torch.Tensor = product.float()
+        product: Tensor = self.normalize(x) @ self.top["head"]
+        logits: Tensor = product.float()
         return logits
 
     @property
@@ -127,14 +128,14 @@ class FusedWeights:
         return int(self.top["head"].shape[1])
 
 
-class _WeightsOn(Mapping[str, torch.Tensor]):
+class _WeightsOn(Mapping[str, Tensor]):
     """Weights by name, each copied to a device when it is read; those on it are not copied."""
 
-    def __init__(self, device: torch.device, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, device: torch.device, weights: Mapping[str, Tensor]) -> None:
         self.device = device
         self.weights = weights
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         return self.weights[name].to(self.device)
 
     def __contains__(self, name: object) -> bool:
@@ -147,9 +148,7 @@ class _WeightsOn(Mapping[str, torch.Tensor]):
         return len(self.weights)
 
 
-def _copy_into(
-    store: dict[str, torch.Tensor], weights: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> None:
+def _copy_into(store: dict[str, Tensor], weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """Copy weights into existing buffers in the engine's precision.
 
     Reusing the buffers avoids touching new memory at each load.
@@ -161,9 +160,9 @@ def _copy_into(
             store[name] = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _rotate(x: torch.Tensor, turns: Turns) -> torch.Tensor:
+def _rotate(x: Tensor, turns: Turns) -> Tensor:
     """Apply the rotary factors to x [n, heads, d]."""
-    if isinstance(turns, torch.Tensor):
+    if isinstance(turns, Tensor):
         return exact_operators.apply_rotation(x, turns)
     cos, sin = turns
     return rotate(x, cos[:, None], sin[:, None])
@@ -184,7 +183,7 @@ class ColumnCache:
         layers: int,
         rows: int,
         columns: int,
-        like: torch.Tensor,
+        like: Tensor,
         *,
         joined_heads: int | None = None,
     ) -> None:
@@ -273,7 +272,7 @@ class PrefixCache:
         lay: ModelLayout,
         layers: int,
         tokens: int,
-        like: torch.Tensor,
+        like: Tensor,
         routing: RoutingShape | None = None,
     ) -> None:
         self.max_blocks = tokens // KEPT_BLOCK  # blocks
@@ -302,8 +301,8 @@ class PrefixCache:
     def store(
         self,
         tokens: np.ndarray,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
         columns: np.ndarray,
         routed: np.ndarray | None = None,
     ) -> None:
@@ -390,20 +389,20 @@ class PrefilledPrefix(NamedTuple):
         lengths: int [B], how many of the M columns row b has.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
-    lengths: torch.Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
 
 
 def decode(
     w: FusedWeights,
     cache: ColumnCache,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
+    tokens: Tensor,
+    positions: Tensor,
     column: int,
     seen: int,
-    routed: list[torch.Tensor] | None = None,
-) -> torch.Tensor:
+    routed: list[Tensor] | None = None,
+) -> Tensor:
     """Run one decode step for the first n rows and write cache column `column`.
 
     Args:
@@ -441,11 +440,11 @@ def decode(
 def verify(
     w: FusedWeights,
     cache: ColumnCache,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
+    tokens: Tensor,
+    positions: Tensor,
     end: int,
-    routed: list[torch.Tensor] | None = None,
-) -> torch.Tensor:
+    routed: list[Tensor] | None = None,
+) -> Tensor:
     """Run m tokens a row at once, each row's keys at the columns of their positions.
 
     In exact mode the logits have the same bits as one token at a time.
@@ -462,7 +461,7 @@ def verify(
     """
     n, m = tokens.shape
     lay = w.lay
-    pad = exact_operators.pad_rows if w.exact else torch.Tensor.contiguous
+    pad = exact_operators.pad_rows if w.exact else Tensor.contiguous
     positions, width, bias = _select_causal_columns(
         cache, positions, end, exact_operators.KEYS if w.exact else 1
     )
@@ -487,9 +486,7 @@ def verify(
     return w.compute_logits(x)[: n * m]
 
 
-def _attend_causally(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
-) -> torch.Tensor:
+def _attend_causally(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
     """Compute attention [n * m, heads * d] of the m queries of each of n rows.
 
     Args:
@@ -510,8 +507,8 @@ def _attend_causally(
 
 
 def _select_causal_columns(
-    cache: ColumnCache, positions: torch.Tensor, end: int, multiple: int
-) -> tuple[torch.Tensor, int, torch.Tensor]:
+    cache: ColumnCache, positions: Tensor, end: int, multiple: int
+) -> tuple[Tensor, int, Tensor]:
     """Select the columns to read.
 
     Returns positions within the cache, the number of columns, and their bias [n, m, width].
@@ -526,8 +523,8 @@ def _select_causal_columns(
 
 
 def count_accepted(
-    sampled: torch.Tensor, drafts: torch.Tensor, stop: torch.Tensor, left: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    sampled: Tensor, drafts: Tensor, stop: Tensor, left: Tensor
+) -> tuple[Tensor, Tensor]:
     """Count the accepted tokens of each row [n] and decide whether it stops [n].
 
     A row accepts its sampled tokens up to the first one that differs from the draft, that one
@@ -555,7 +552,7 @@ def split_queries(lay: ModelLayout, b: int, n: int, past: int, device: str) -> l
     return cut_queries(n, n, 0, device, max(1, SCORES // max(1, b * lay.heads * (past + n))))
 
 
-def build_causal_bias(blocks: Sequence[QueryBlock], device: torch.device) -> torch.Tensor:
+def build_causal_bias(blocks: Sequence[QueryBlock], device: torch.device) -> Tensor:
     """Build the causal bias [m, m] among the m tokens of the longest block.
 
     A shorter block uses its top left corner.
@@ -566,11 +563,11 @@ def build_causal_bias(blocks: Sequence[QueryBlock], device: torch.device) -> tor
 
 def encode(
     w: FusedWeights,
-    ids: torch.Tensor,
+    ids: Tensor,
     prefix: PrefilledPrefix | None = None,
-    routed: list[torch.Tensor] | None = None,
-    replayed: torch.Tensor | None = None,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    routed: list[Tensor] | None = None,
+    replayed: Tensor | None = None,
+) -> list[tuple[Tensor, Tensor]]:
     """Compute keys and values [B, kv heads, L, d] of every layer for ids [B, L].
 
     Rows are padded at the right. They start at position 0 or, with `prefix`, behind its keys. In
@@ -579,24 +576,24 @@ def encode(
     The experts of each sparse layer but a last one, int64 [B * L, k], are appended to `routed`.
     replayed: int64 [sparse layers, B * L, k], see `expert_layers.route`.
     """
-    layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+    layers: list[tuple[Tensor, Tensor]] = []
     _run_layers(w, ids, prefix, layers, routed, replayed)
     return layers
 
 
-def compute_final_states(w: FusedWeights, ids: torch.Tensor) -> torch.Tensor:
+def compute_final_states(w: FusedWeights, ids: Tensor) -> Tensor:
     """Compute the residuals [B, L, H] after the last layer; ids: as in `encode`."""
     return _run_layers(w, ids, None, None).view(*ids.shape, -1)
 
 
 def _run_layers(
     w: FusedWeights,
-    ids: torch.Tensor,
+    ids: Tensor,
     prefix: PrefilledPrefix | None,
-    layers: list[tuple[torch.Tensor, torch.Tensor]] | None,
-    routed: list[torch.Tensor] | None = None,
-    replayed: torch.Tensor | None = None,
-) -> torch.Tensor:
+    layers: list[tuple[Tensor, Tensor]] | None,
+    routed: list[Tensor] | None = None,
+    replayed: Tensor | None = None,
+) -> Tensor:
     """Run the layers over ids [B, L] and return the residuals [B * L, H].
 
     layers: receives the keys and values of every layer; the rest of the last one is then skipped.
@@ -604,7 +601,7 @@ def _run_layers(
     b, n = ids.shape
     lay = w.lay
     positions = torch.arange(n, device=ids.device).repeat(b)
-    known_bias: torch.Tensor | float = 0.0
+    known_bias: Tensor | float = 0.0
     past, mask = 0, None
     if prefix is not None:
         past = prefix.k.shape[3]
@@ -635,7 +632,7 @@ def _run_layers(
     return x
 
 
-def _split_replay(w: FusedWeights, replayed: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+def _split_replay(w: FusedWeights, replayed: Tensor | None) -> Sequence[Tensor | None]:
     """Return the experts to replay in each layer.
 
     None in dense layers, and in all layers without `replayed`.
@@ -648,14 +645,12 @@ class BlockMask(NamedTuple):
     """The bias of queries by blocks."""
 
     # [B, 1, 1, M] over the keys of a known prefix: its padding is masked; 0: M = 0
-    prefix_bias: torch.Tensor | float
+    prefix_bias: Tensor | float
     blocks: Sequence[QueryBlock]
-    bias: torch.Tensor  # `build_causal_bias` of the blocks
+    bias: Tensor  # `build_causal_bias` of the blocks
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: BlockMask | None
-) -> torch.Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, prefix: BlockMask | None) -> Tensor:
     """Compute causal attention [B, heads, L, d] by torch's fused kernel.
 
     Behind a prefix it takes one block of queries at a time.
@@ -692,12 +687,12 @@ def _attend(
 
 
 def sample(
-    logits: torch.Tensor,
-    u: torch.Tensor,
-    scale: torch.Tensor | None,
-    cut: tuple[torch.Tensor, torch.Tensor] | None,
-    allowed: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    logits: Tensor,
+    u: Tensor,
+    scale: Tensor | None,
+    cut: tuple[Tensor, Tensor] | None,
+    allowed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sample one token a row by inverse CDF.
 
     Returns tokens [n], their log-probabilities [n] under the sampling distribution, and with `cut`
@@ -727,7 +722,7 @@ def sample(
     return tokens[:, 0], logs.gather(1, tokens)[:, 0], kept_mask
 
 
-def list_kept_ids(kept: torch.Tensor) -> list[np.ndarray]:
+def list_kept_ids(kept: Tensor) -> list[np.ndarray]:
     """List the kept tokens of each row, int32; an empty array if all were kept.
 
     kept: bool [n, V].
@@ -738,9 +733,7 @@ def list_kept_ids(kept: torch.Tensor) -> list[np.ndarray]:
     return np.split(ids, np.cumsum(sizes)[:-1])
 
 
-def _attend_exactly(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask
-) -> torch.Tensor:
+def _attend_exactly(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """Compute `_attend` without a prefix with the operators of exact mode, a block at a time."""
     (b, heads, n, dim), groups = q.shape, k.shape[1]
     keys, values = (t.reshape(b * groups, n, dim) for t in (k, v))
@@ -762,12 +755,12 @@ def _attend_exactly(
 
 
 def score_states(
-    states: torch.Tensor,
-    targets: torch.Tensor,
+    states: Tensor,
+    targets: Tensor,
     most_likely: int,
-    logits: Callable[[torch.Tensor], torch.Tensor],
+    logits: Callable[[Tensor], Tensor],
     vocabulary: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Score the token after each state, with at most SCORES logits in memory.
 
     Returns log-probabilities [n] fp32 of `targets`, and ids and log-probabilities [n, most_likely]

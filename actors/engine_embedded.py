@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from actors import decoder
 from actors.decoding import constraints
@@ -164,7 +165,7 @@ class EmbeddedEngine:
         self.out_token = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=self.device)
         self.out_logprob = torch.zeros(rows, max_new_tokens, device=self.device)
         # the experts of the token that each step read
-        self.out_routed: torch.Tensor | None = None
+        self.out_routed: Tensor | None = None
         if self.routing is not None:
             size = (rows, max_new_tokens, self.routing.layers, self.routing.chosen)
             kind = torch.uint8 if self.routing.experts < 256 else torch.int16
@@ -390,8 +391,8 @@ class EmbeddedEngine:
         self.plain = all(request.temperature == 1 and not request.has_support for request in live)
         self.cuts = any(request.truncates for request in live)
 
-    def _fill(self, index: torch.Tensor, requests: list[CompletionRequest]) -> None:
-        def put(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+    def _fill(self, index: Tensor, requests: list[CompletionRequest]) -> None:
+        def put(values: list[Any], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=self.device)
 
         self.token[index] = put([int(request.prompt[-1]) for request in requests], torch.long)
@@ -477,9 +478,9 @@ class EmbeddedEngine:
     def _encode(
         self,
         ids: np.ndarray,
-        routed: list[torch.Tensor] | None = None,
+        routed: list[Tensor] | None = None,
         replayed: Sequence[RoutedExperts] | None = None,
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    ) -> list[tuple[Tensor, Tensor]]:
         """Compute keys and values for padded token rows ids [B, L], L columns wide.
 
         The experts are appended to `routed`, int64 [B * L, k], in exact mode with more columns.
@@ -493,16 +494,14 @@ class EmbeddedEngine:
             for keys, values in decoder.encode(self.weights, tokens, routed=routed, replayed=replay)
         ]
 
-    def _pad_columns(self, ids: np.ndarray) -> torch.Tensor:
+    def _pad_columns(self, ids: np.ndarray) -> Tensor:
         """Copy ids [B, L] to the device; in exact mode L becomes a multiple of KEYS."""
         if self.fixed:
             padding = -ids.shape[1] % exact_operators.KEYS
             ids = np.pad(ids, ((0, 0), (0, padding)))
         return torch.from_numpy(ids).to(self.device)
 
-    def _collect_prompt_routing(
-        self, routed: list[torch.Tensor], rows: int, width: int
-    ) -> np.ndarray:
+    def _collect_prompt_routing(self, routed: list[Tensor], rows: int, width: int) -> np.ndarray:
         """Return the recorded experts of encoded prompts, uint16 [rows, width, layers, k].
 
         A last layer encodes no prompt, because its output is not needed: it is not recorded.
@@ -579,7 +578,7 @@ class EmbeddedEngine:
         row, source = (torch.from_numpy(x).to(self.device) for x in (slots, owner))
         for cached, prefix_tensor in ((self.cache.k, prefix.k), (self.cache.v, prefix.v)):
             cached[:, row, :, : past.shape[1]] = prefix_tensor[:, source]
-        routed: list[torch.Tensor] | None = None if self.routing is None else []
+        routed: list[Tensor] | None = None if self.routing is None else []
         self.hits += len(prompts)
         self.reused += int(prefix_lengths.sum())
         self.encoded += sum(map(len, suffixes))
@@ -616,7 +615,7 @@ class EmbeddedEngine:
         assert row is not None
         row.routed = routed
 
-    def _show_prompts(self, row: torch.Tensor, lengths: np.ndarray) -> None:
+    def _show_prompts(self, row: Tensor, lengths: np.ndarray) -> None:
         """Let each row [n] see the columns of its prompt; lengths: int [n]."""
         visible = torch.from_numpy(np.arange(lengths.max())[None] < lengths[:, None])
         bias = torch.where(visible.to(self.device), 0.0, decoder.MASKED)
@@ -631,7 +630,7 @@ class EmbeddedEngine:
         self.encoded += int(lengths.sum())
         row, owner = (torch.tensor(list(x), device=self.device) for x in (owners, owners.values()))
         width = ids.shape[1]
-        routed: list[torch.Tensor] | None = None if self.routing is None else []
+        routed: list[Tensor] | None = None if self.routing is None else []
         for layer, (keys, values) in enumerate(self._encode(ids, routed)):
             self.cache.k[layer, row, :, :width] = keys[owner]
             self.cache.v[layer, row, :, :width] = values[owner]
@@ -686,7 +685,7 @@ class EmbeddedEngine:
         column = self.columns.allocate(
             self.clock, lambda: min(row.born for _, row in self.live_rows)
         )
-        routed: list[torch.Tensor] | None = None if self.routing is None else []
+        routed: list[Tensor] | None = None if self.routing is None else []
         if self.fixed:
             logits = decoder.verify(
                 self.weights,
@@ -751,7 +750,7 @@ class EmbeddedEngine:
         width = 1 + drafts.shape[1]
         steps = torch.arange(width, device=self.device)
         tokens = torch.cat([self.token[:count, None], drafts.clamp(min=0)], 1)
-        routed: list[torch.Tensor] | None = None if self.routing is None else []
+        routed: list[Tensor] | None = None if self.routing is None else []
         logits = decoder.verify(
             self.weights,
             self.cache,
@@ -764,7 +763,7 @@ class EmbeddedEngine:
 
         allowed = self._compute_allowed()
 
-        def repeat_by_token(by_row: torch.Tensor) -> torch.Tensor:
+        def repeat_by_token(by_row: Tensor) -> Tensor:
             return by_row[:count].repeat_interleave(width, 0)
 
         token, logprob, kept_mask = (
@@ -812,7 +811,7 @@ class EmbeddedEngine:
             policy.count(self.live, sum(counts))
         return self._finish_rows((live & (stopped | (remaining == 0))).nonzero()[:, 0])
 
-    def _propose(self, policy: DraftPolicy) -> torch.Tensor:
+    def _propose(self, policy: DraftPolicy) -> Tensor:
         """Return the drafts of all rows, int64 [rows, D], padded with -1; D may be 0."""
         drafts: list[list[int]] = [[] for _ in self.rows]
         if policy.pays(self.live):
@@ -867,7 +866,7 @@ class EmbeddedEngine:
             len(row.request.prompt) - 1 + self._count_sampled(row) for _, row in self.live_rows
         )
 
-    def _record_kept(self, kept_mask: torch.Tensor) -> None:
+    def _record_kept(self, kept_mask: Tensor) -> None:
         """Append the kept tokens, bool [n, V], to the rows that have a support."""
         self.vocabulary = kept_mask.shape[1]
         recorded = [(slot, row) for slot, row in self.live_rows if row.request.has_support]
@@ -879,7 +878,7 @@ class EmbeddedEngine:
     def _list_constraints(self) -> list[TokenConstraint | None]:
         return [None if row is None else row.request.constraint for row in self.rows]
 
-    def _compute_allowed(self) -> torch.Tensor | None:
+    def _compute_allowed(self) -> Tensor | None:
         """Return bool [n, V]: the tokens that grammars leave to each row; None: all."""
         if self.plain:
             return None
@@ -887,7 +886,7 @@ class EmbeddedEngine:
             self._list_constraints(), self.weights.vocabulary, self.device
         )
 
-    def _finish_rows(self, ended_slots: torch.Tensor) -> list[Completion]:
+    def _finish_rows(self, ended_slots: Tensor) -> list[Completion]:
         """Read the completions of the rows `ended_slots` [n] together and free these rows."""
         if not len(ended_slots):
             return []
@@ -987,7 +986,7 @@ def pad_token_rows(rows: list[np.ndarray]) -> np.ndarray:
     return padded
 
 
-def round_mantissa(weights: torch.Tensor, bits: int) -> torch.Tensor:
+def round_mantissa(weights: Tensor, bits: int) -> Tensor:
     """Round to the nearest number with `bits` stored mantissa bits, at any exponent.
 
     bfloat16 has 7 bits, fp8 (e4m3) 3.

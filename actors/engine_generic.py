@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from actors.decoder import list_kept_ids, sample, score_states
 from actors.decoding import constraints
@@ -80,7 +81,7 @@ class GenericEngine:
     ) -> None:
         self.base = base
         self.fixed = fixed
-        self.features: dict[str, torch.Tensor] = {}  # digest -> features under the loaded weights
+        self.features: dict[str, Tensor] = {}  # digest -> features under the loaded weights
         self.routing = model.routing if record_routing else None
         self.model = model
         self.slots = slots
@@ -191,7 +192,7 @@ class GenericEngine:
         new_blobs = {name: blob for name, blob in blobs.items() if name not in encoded}
         self.features = encoded | self.model.vision.compute_features(new_blobs, single=self.fixed)
 
-    def _compute_last_logits(self, rows: Sequence[GenericRow], width: int) -> torch.Tensor:
+    def _compute_last_logits(self, rows: Sequence[GenericRow], width: int) -> Tensor:
         """Encode rows padded to `width`; return their next tokens' logits, fp32 [n, V]."""
         hf = self.model.hf
         device = self.model.device
@@ -200,7 +201,7 @@ class GenericEngine:
         mask = np.zeros((len(sequences), width), np.int64)
         for index, tokens_so_far in enumerate(sequences):
             ids[index, : len(tokens_so_far)], mask[index, : len(tokens_so_far)] = tokens_so_far, 1
-        routed: list[torch.Tensor] | None = None if self.routing is None else []
+        routed: list[Tensor] | None = None if self.routing is None else []
         images: dict[str, Any] = {}
         if self.model.vision is not None:
             names = [name for row in rows for name in row.images]
@@ -230,7 +231,7 @@ class GenericEngine:
         last_positions = torch.tensor(
             [len(tokens_so_far) - 1 for tokens_so_far in sequences], device=device
         )
-        logits: torch.Tensor = outputs.logits[
+        logits: Tensor = outputs.logits[
             torch.arange(len(sequences), device=device), last_positions
         ].float()
         return logits
@@ -260,7 +261,7 @@ class GenericEngine:
             ids = torch.from_numpy(prompt.astype(np.int64)).to(self.model.device)
             logits = self.model.hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
             picked, likely, likely_logprobs = score_states(
-                logits, ids[1:], most_likely, torch.Tensor.float, logits.shape[1]
+                logits, ids[1:], most_likely, Tensor.float, logits.shape[1]
             )
             scores.append(
                 PromptScores(

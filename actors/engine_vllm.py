@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
 from actors.decoder import list_kept_ids
@@ -56,7 +57,7 @@ from asyncrl.models.policy import (
     load_text_config,
 )
 
-Weights = Mapping[str, torch.Tensor]
+Weights = Mapping[str, Tensor]
 # elements; a smaller fp32 matrix multiplies faster unpacked than packed for oneDNN (0.4 to 0.9 of
 # the time at 8 to 64 rows)
 PLAIN = 256 * 768
@@ -79,7 +80,7 @@ class StackedTensor:
     tied: bool  # shared with another part, which fills it
 
 
-def view_fused(weights: Weights, names: Sequence[str]) -> torch.Tensor | None:
+def view_fused(weights: Weights, names: Sequence[str]) -> Tensor | None:
     """Return the stacked tensor as a view, or None if the parts are not contiguous."""
     first, *rest = (weights[name] for name in names)
     end = first.storage_offset() + first.numel()
@@ -130,7 +131,7 @@ class DirectWriter:
         ]
         self.scratch = torch.empty(0, dtype=dtype)
         # by part: matrices kept unpacked whose plain form vLLM has freed
-        self.plain: dict[int, torch.Tensor] = {}
+        self.plain: dict[int, Tensor] = {}
 
     def check_same(self, weights: Weights) -> None:
         """Compare with the result of vLLM's reload of these weights.
@@ -158,7 +159,7 @@ class DirectWriter:
                 ):
                     raise UnsupportedModel(f"vLLM's own loading changes {part.names[0]}")
 
-    def stack(self, weights: Weights, part: StackedTensor) -> torch.Tensor:
+    def stack(self, weights: Weights, part: StackedTensor) -> Tensor:
         """Return one part's tensor in the engine's dtype, valid until the next call.
 
         A view of the published bytes where possible.
@@ -216,7 +217,7 @@ class DirectWriter:
                 pack(part.layer, remove_weight=False)
 
     @staticmethod
-    def copy(weights: Weights, part: StackedTensor, live: torch.Tensor) -> None:
+    def copy(weights: Weights, part: StackedTensor, live: Tensor) -> None:
         """Fill the published rows of `live`; the padding of a vocabulary stays zero."""
         row = 0
         for name in part.names:
@@ -277,7 +278,7 @@ def find_stacked_tensors(model: torch.nn.Module, weights: Weights) -> Iterator[S
             yield StackedTensor(layer, kind, names, kind == "weight" and (square or head), tied)
 
 
-def _shapes_fit(tensor: torch.Tensor, sources: Sequence[torch.Tensor], *, padded: bool) -> bool:
+def _shapes_fit(tensor: Tensor, sources: Sequence[Tensor], *, padded: bool) -> bool:
     rows = sum(len(s) for s in sources)
     if any(s.shape[1:] != sources[0].shape[1:] or not s.is_contiguous() for s in sources):
         return False
@@ -337,10 +338,10 @@ class SupportRecorder:
         plain: Callable[..., Any] = inner.forward
 
         def forward(
-            logits: torch.Tensor,
+            logits: Tensor,
             generators: dict[int, torch.Generator],
-            keys: torch.Tensor | None,
-            parameter: torch.Tensor | None,
+            keys: Tensor | None,
+            parameter: Tensor | None,
         ) -> Any:
             rows = self._map_rows(runner.input_batch, len(logits)) if self.requests else {}
             if not rows:
@@ -425,7 +426,7 @@ class SeedExtension:
 class SwapExtension(SeedExtension):
     """Methods that vLLM mixes into its worker of this process."""
 
-    def asyncrl_load(self, weights: Mapping[str, torch.Tensor]) -> str:
+    def asyncrl_load(self, weights: Mapping[str, Tensor]) -> str:
         """Load `weights` (transformers' names) into the model in vLLM's layout.
 
         The tensors need not outlive the call. The first load uses vLLM's reload; later ones write
@@ -464,7 +465,7 @@ def repack(model: torch.nn.Module) -> None:
     for module in model.modules():
         if (
             hasattr(module, "cpu_linear")
-            and isinstance(weight := getattr(module, "weight", None), torch.Tensor)
+            and isinstance(weight := getattr(module, "weight", None), Tensor)
             and weight.numel()
         ):
             pack(module, remove_weight=False)
@@ -492,10 +493,10 @@ class SeededSampler:
 
     def __call__(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         generators: dict[int, torch.Generator],
-        keys: torch.Tensor | None,
-        parameter: torch.Tensor | None,
+        keys: Tensor | None,
+        parameter: Tensor | None,
     ) -> Any:
         if not generators:
             return self.plain(logits, generators, keys, parameter)
@@ -558,7 +559,7 @@ class ReferenceWeights:
         self.model.fast = None
         self._forget()
 
-    def compute_logprobs(self, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
+    def compute_logprobs(self, weights: Mapping[str, Tensor]) -> np.ndarray:
         """See `asyncrl.models.policy.compute_probe_logprobs`."""
         for name, parameter in self.model.hf.named_parameters():
             parameter.data = weights[name].cpu()

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec import Struct
 
 from actors.scorers.deadline_pause import DeadlinePause, JudgeBudgetSpent, current_pause
 from actors.scorers.user_function import FailureLog, adapt_function, format_last_frame, is_async
@@ -37,7 +38,7 @@ Judged = tuple[float, dict[str, float], list[float] | None]
 BEAT_S = 1.0  # how often a process of coroutines reports that its loop is not blocked
 
 
-class RewardWorkerSetup(msgspec.Struct, frozen=True):
+class RewardWorkerSetup(Struct, frozen=True):
     """Runner to worker, once: the reward's source, the deadline, the run directory.
 
     run_dir "" means none. deadline_s bounds the calls of a coroutine function.
@@ -49,7 +50,7 @@ class RewardWorkerSetup(msgspec.Struct, frozen=True):
     run_dir: str = ""
 
 
-class RewardCall(msgspec.Struct, frozen=True, array_like=True):
+class RewardCall(Struct, frozen=True, array_like=True):
     """One response to judge; tokens: its ids, including the stop token."""
 
     prompt: Prompt
@@ -57,7 +58,7 @@ class RewardCall(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
 
 
-class RewardUnit(msgspec.Struct, frozen=True, array_like=True):
+class RewardUnit(Struct, frozen=True, array_like=True):
     """Runner to worker: the responses that one call of the function judges.
 
     One response, or several when the function takes lists.
@@ -67,7 +68,7 @@ class RewardUnit(msgspec.Struct, frozen=True, array_like=True):
     calls: list[RewardCall]
 
 
-class RewardReply(msgspec.Struct, frozen=True, array_like=True):
+class RewardReply(Struct, frozen=True, array_like=True):
     """Worker to runner. `results` has one entry per response: the reward, or an error.
 
     "failed": the call raised. "hung": a coroutine passed its deadline. "broken": the run cannot

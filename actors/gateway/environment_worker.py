@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
+from msgspec import Struct
 
 from actors.gateway.hubs import stepped, tools
 from actors.gateway.hubs.tools import LONGEST, ToolLoop
@@ -34,7 +35,7 @@ from asyncrl.transport.worker_pool import frame, read_frame
 Observation = str | list[dict[str, Any]]
 
 
-class EnvironmentSetup(msgspec.Struct, frozen=True):
+class EnvironmentSetup(Struct, frozen=True):
     """The first message: agent.env, agent.tools, a game's opponents and agent.args.
 
     judged: the config names a reward
@@ -47,7 +48,7 @@ class EnvironmentSetup(msgspec.Struct, frozen=True):
     judged: bool = False
 
 
-class EnvironmentOperation(msgspec.Struct, frozen=True, array_like=True):
+class EnvironmentOperation(Struct, frozen=True, array_like=True):
     """An operation of a session's environment.
 
     kind: "score" ends a session of tools that a limit has cut, if they pay
@@ -66,7 +67,7 @@ class EnvironmentOperation(msgspec.Struct, frozen=True, array_like=True):
     opponent: str = ""  # one of EnvironmentSetup's
 
 
-class EnvironmentEvent(msgspec.Struct, frozen=True, array_like=True):
+class EnvironmentEvent(Struct, frozen=True, array_like=True):
     """The result of an operation.
 
     kind: "failed" if the environment raised or returned an invalid value, "lost" if its process

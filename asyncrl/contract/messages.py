@@ -13,7 +13,7 @@ import sys
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from asyncrl.contract.blobs.images import ImageShape, to_data_url
 from asyncrl.contract.versions import Count, Label
@@ -70,7 +70,7 @@ LOST = tuple(
 Disposition = LedgerLine | Literal["accepted", "evaluated"]
 
 
-class Prompt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class Prompt(Struct, frozen=True, array_like=True, omit_defaults=True):
     """A prompt. Made by asyncrl.tasks.
 
     Generators read `text`; reward functions read `answer` and `meta`."""
@@ -133,7 +133,7 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
         return [to_data_url(blob) for blob in self.images]
 
 
-class SamplingSettings(msgspec.Struct, frozen=True, array_like=True):
+class SamplingSettings(Struct, frozen=True, array_like=True):
     """The sampling distribution. Made by the buffer from the config; read by the engine.
 
     Recorded logprobs are those of exactly this distribution."""
@@ -151,7 +151,7 @@ class SamplingSettings(msgspec.Struct, frozen=True, array_like=True):
 
 
 # gc=False: thousands are stored, and they cannot be part of a reference cycle
-class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class VersionSpan(Struct, frozen=True, array_like=True, gc=False):
     """Tokens [start, end) of a completion, sampled by version `label` with weights `digest`.
 
     `kv` is the oldest label whose weights computed any of the keys and values that the span
@@ -175,7 +175,7 @@ class RoutingShape(NamedTuple):
         return f"{self.layers} layers with {self.chosen} of {self.experts} experts"
 
 
-class RewardFailure(msgspec.Struct, frozen=True, array_like=True):
+class RewardFailure(Struct, frozen=True, array_like=True):
     """The reason why a sample has no reward. Made by the generator; counted by the buffer.
 
     kind, each with its own budget:
@@ -197,7 +197,7 @@ def count_ones(mask: bytes) -> int:
     return len(mask) if mask == b"\1" * len(mask) else mask.count(1)
 
 
-class TrainingSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class TrainingSequence(Struct, frozen=True, array_like=True, gc=False):
     """A root-to-leaf path of a session's calls, for one forward pass of the learner.
 
     Made by a gateway (actors/gateway/call_tree.py). P tokens precede the first trained token of the
@@ -225,7 +225,7 @@ class TrainingSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     images: list[str] = []
 
 
-class Trajectory(msgspec.Struct, array_like=True, gc=False):
+class Trajectory(Struct, array_like=True, gc=False):
     """One sample, made by a generator or a gateway, stored by the buffer, read by the learner.
 
     P prompt tokens, T response tokens.  A single completion is one training sequence, in the fields
@@ -319,7 +319,7 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
 # ---- generator to buffer -------------------------------------------------------------------------
 
 
-class GeneratorHello(msgspec.Struct, frozen=True, tag="gen_hello"):
+class GeneratorHello(Struct, frozen=True, tag="gen_hello"):
     """The identity of a generator; repeated from time to time.
 
     One session holds a name; buffer/sessions.py chooses it. The leases of the other sessions end.
@@ -336,7 +336,7 @@ class GeneratorHello(msgspec.Struct, frozen=True, tag="gen_hello"):
     pid: int
 
 
-class TicketRequest(msgspec.Struct, frozen=True, tag="want"):
+class TicketRequest(Struct, frozen=True, tag="want"):
     """A generator's request for tickets for its free engine slots.
 
     The buffer replies by `TicketGrant` as soon as it may grant a ticket. A request replaces the
@@ -349,7 +349,7 @@ class TicketRequest(msgspec.Struct, frozen=True, tag="want"):
     holding: Label | None  # newest weights loaded
 
 
-class Delivery(msgspec.Struct, frozen=True, tag="deliver"):
+class Delivery(Struct, frozen=True, tag="deliver"):
     """Finished samples, several in a frame; repeated until each one is acknowledged."""
 
     producer: str
@@ -369,7 +369,7 @@ SESSION_P95 = "session/p95_s"  # a gateway's number: 95 % of its sessions end wi
 RENEW_S = 0.5  # seconds between two renewals of a generator's leases
 
 
-class LeaseRenewal(msgspec.Struct, frozen=True, tag="renew"):
+class LeaseRenewal(Struct, frozen=True, tag="renew"):
     """The decode progress and the numbers of a generator, which renew its leases.
 
     A lease is renewed when its token count grew or its completions wait for their rewards."""
@@ -394,7 +394,7 @@ class LeaseRenewal(msgspec.Struct, frozen=True, tag="renew"):
     taken: int = 0
 
 
-class GeneratorGoodbye(msgspec.Struct, frozen=True, tag="leaving"):
+class GeneratorGoodbye(Struct, frozen=True, tag="leaving"):
     """The last message of a generator: its leases end now.
 
     It is sent once; if it is lost, the leases expire."""
@@ -403,7 +403,7 @@ class GeneratorGoodbye(msgspec.Struct, frozen=True, tag="leaving"):
     session: int
 
 
-class JoinRequest(msgspec.Struct, frozen=True, tag="join"):
+class JoinRequest(Struct, frozen=True, tag="join"):
     """The request of another machine to join the run; the buffer replies by `JoinReply`."""
 
     # the requested name; "": the name of its key, or any free name without keys
@@ -413,7 +413,7 @@ class JoinRequest(msgspec.Struct, frozen=True, tag="join"):
 # ---- buffer to generator -------------------------------------------------------------------------
 
 
-class WeightsSource(msgspec.Struct, frozen=True):
+class WeightsSource(Struct, frozen=True):
     """The location of a learner's ring of weights. Made by the learner, forwarded by the buffer."""
 
     epoch: Count
@@ -422,7 +422,7 @@ class WeightsSource(msgspec.Struct, frozen=True):
     address: PathText  # tcp address of the chunk server; "": it has none
 
 
-class PolicyAnnouncement(msgspec.Struct, frozen=True):
+class PolicyAnnouncement(Struct, frozen=True):
     """The newest durable version; part of every reply to a generator."""
 
     label: Label
@@ -435,7 +435,7 @@ class PolicyAnnouncement(msgspec.Struct, frozen=True):
         return Label(*self.label)
 
 
-class Ticket(msgspec.Struct, frozen=True, array_like=True):
+class Ticket(Struct, frozen=True, array_like=True):
     """The order to generate one group. Made by the buffer, which owns the prompt cursor."""
 
     ticket: Count
@@ -451,7 +451,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     limit: float = math.inf  # its staleness limit, in versions
 
 
-class TicketGrant(msgspec.Struct, frozen=True, tag="tickets"):
+class TicketGrant(Struct, frozen=True, tag="tickets"):
     """The tickets granted to a generator; the reply to `TicketRequest`.
 
     A grant without tickets announces a version or the end of the run."""
@@ -463,7 +463,7 @@ class TicketGrant(msgspec.Struct, frozen=True, tag="tickets"):
     finished: bool = False  # the run is over: the generator exits
 
 
-class DeliveryAcks(msgspec.Struct, frozen=True, tag="acks"):
+class DeliveryAcks(Struct, frozen=True, tag="acks"):
     """The disposition of each delivered sample."""
 
     session: int
@@ -472,7 +472,7 @@ class DeliveryAcks(msgspec.Struct, frozen=True, tag="acks"):
     announcement: PolicyAnnouncement | None
 
 
-class JoinReply(msgspec.Struct, frozen=True, tag="joined"):
+class JoinReply(Struct, frozen=True, tag="joined"):
     """The start parameters of a generator on another machine.
 
     Its files come from the chunk server."""
@@ -483,7 +483,7 @@ class JoinReply(msgspec.Struct, frozen=True, tag="joined"):
     weights: str  # address of the chunk server, "" before the first learner's hello
 
 
-class UnknownSession(msgspec.Struct, frozen=True, tag="unknown"):
+class UnknownSession(Struct, frozen=True, tag="unknown"):
     """A session requested tickets before its hello to this buffer process.
 
     The generator sends its hello, and the buffer then grants the tickets."""
@@ -492,7 +492,7 @@ class UnknownSession(msgspec.Struct, frozen=True, tag="unknown"):
     session: int
 
 
-class Refusal(msgspec.Struct, frozen=True, tag="refused"):
+class Refusal(Struct, frozen=True, tag="refused"):
     """The order to a peer to stop; the run continues without it.
 
     The peer has another protocol, belongs to another run, or sent an invalid message."""
@@ -504,7 +504,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refused"):
 # ---- gateway and generators ----------------------------------------------------------------------
 
 
-class GenerationCall(msgspec.Struct, frozen=True, array_like=True):
+class GenerationCall(Struct, frozen=True, array_like=True):
     """A generation that a session requests. Made by a gateway; sampled by a generator.
 
     If that generator dies, another one samples the call again with the same random stream."""
@@ -527,7 +527,7 @@ class GenerationCall(msgspec.Struct, frozen=True, array_like=True):
     images: list[str] = []  # digests, in the order of the image tokens
 
 
-class CallAssignments(msgspec.Struct, frozen=True, tag="calls"):
+class CallAssignments(Struct, frozen=True, tag="calls"):
     """The gateway's order to a generator: calls to sample or cancel, and weights to follow."""
 
     session: int  # of the generator
@@ -538,7 +538,7 @@ class CallAssignments(msgspec.Struct, frozen=True, tag="calls"):
     images: dict[str, bytes] = {}  # digest -> blob, each image of the calls once
 
 
-class ServingReport(msgspec.Struct, frozen=True, tag="serving"):
+class ServingReport(Struct, frozen=True, tag="serving"):
     """A generator's report to the gateway; repeated from time to time.
 
     held: ids of the calls that it has.
@@ -554,7 +554,7 @@ class ServingReport(msgspec.Struct, frozen=True, tag="serving"):
     heard: Count
 
 
-class CallResult(msgspec.Struct, frozen=True, tag="called"):
+class CallResult(Struct, frozen=True, tag="called"):
     """The result of a call. Made by a generator; read by the gateway.
 
     lost: number of lost tokens, sampled for a call that was canceled.
@@ -574,7 +574,7 @@ class CallResult(msgspec.Struct, frozen=True, tag="called"):
 # ---- learner and buffer --------------------------------------------------------------------------
 
 
-class MixturePosition(msgspec.Struct, frozen=True):
+class MixturePosition(Struct, frozen=True):
     """The position in a mixture of tasks at a checkpoint, by task (buffer/mixer.py).
 
     credit: groups that the task is owed.
@@ -590,7 +590,7 @@ class MixturePosition(msgspec.Struct, frozen=True):
     ledgers: dict[str, dict[str, dict[str, float]]]
 
 
-class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
+class LearnerHello(Struct, frozen=True, tag="learner_hello"):
     """The identity of a learner process and the checkpoint that it continues.
 
     The buffer replies by `Welcome`, `FencedReply` or `Refusal`."""
@@ -639,28 +639,28 @@ class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
         )
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+class Welcome(Struct, frozen=True, tag="welcome"):
     """The buffer follows the learner of this epoch."""
 
     epoch: int
     checkpointed: Count  # number of the oldest batch in the buffer
 
 
-class FencedReply(msgspec.Struct, frozen=True, tag="fenced"):
+class FencedReply(Struct, frozen=True, tag="fenced"):
     """The buffer does not follow this learner, because it follows the epoch `by`."""
 
     epoch: int
     by: int
 
 
-class BatchRequest(msgspec.Struct, frozen=True, tag="ask"):
+class BatchRequest(Struct, frozen=True, tag="ask"):
     """A learner's request for a batch; the buffer replies by `Batch`."""
 
     epoch: int
     number: int
 
 
-class Batch(msgspec.Struct, frozen=True, tag="batch"):
+class Batch(Struct, frozen=True, tag="batch"):
     """A batch. Made by the buffer; read by the learner.
 
     Lists have one entry for each of `samples`, in their order."""
@@ -682,7 +682,7 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     images: dict[str, bytes] = {}  # digest -> blob, each image of the samples once
 
 
-class Commit(msgspec.Struct, frozen=True, tag="commit"):
+class Commit(Struct, frozen=True, tag="commit"):
     """Batch `number` is trained and the new policy is in the ring. Sent by the learner."""
 
     epoch: int
@@ -695,7 +695,7 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
     unused: list[tuple[Count, Count]] = []
 
 
-class CommitReply(msgspec.Struct, frozen=True, tag="committed"):
+class CommitReply(Struct, frozen=True, tag="committed"):
     """The buffer has recorded the commit."""
 
     epoch: int
@@ -704,14 +704,14 @@ class CommitReply(msgspec.Struct, frozen=True, tag="committed"):
     keep: Annotated[list[Label], MOST]
 
 
-class CheckpointNotice(msgspec.Struct, frozen=True, tag="checkpointed"):
+class CheckpointNotice(Struct, frozen=True, tag="checkpointed"):
     """The learner has written a checkpoint: the buffer may drop batches before the oldest one."""
 
     epoch: int
     oldest: int  # batch number of the oldest checkpoint
 
 
-class LearnerGoodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+class LearnerGoodbye(Struct, frozen=True, tag="goodbye"):
     """The learner has trained its last batch.
 
     The buffer replies by `RunFinished` once the evaluations are complete, or by `FencedReply`."""
@@ -720,7 +720,7 @@ class LearnerGoodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     number: int
 
 
-class RunFinished(msgspec.Struct, frozen=True, tag="finished"):
+class RunFinished(Struct, frozen=True, tag="finished"):
     """The run is complete: the learner exits."""
 
     epoch: int
@@ -729,7 +729,7 @@ class RunFinished(msgspec.Struct, frozen=True, tag="finished"):
 # ---- any process and buffer ----------------------------------------------------------------------
 
 
-class LearnerProgress(msgspec.Struct, frozen=True, tag="progress"):
+class LearnerProgress(Struct, frozen=True, tag="progress"):
     """The learner's state: its wait and its numbers. Sent repeatedly."""
 
     who: str
@@ -739,7 +739,7 @@ class LearnerProgress(msgspec.Struct, frozen=True, tag="progress"):
     epoch: int = 0
 
 
-class HeartbeatReply(msgspec.Struct, frozen=True, tag="heard"):
+class HeartbeatReply(Struct, frozen=True, tag="heard"):
     """The buffer's reply to `LearnerProgress` and `LeaseRenewal`: the buffer is alive.
 
     The next batch or ticket may take long. The reply contains the announcement because a generator
@@ -753,13 +753,13 @@ class HeartbeatReply(msgspec.Struct, frozen=True, tag="heard"):
     cause: str = ""  # why the generator has no ticket or call; "": it does not wait for one
 
 
-class StatusRequest(msgspec.Struct, frozen=True, tag="watch"):
+class StatusRequest(Struct, frozen=True, tag="watch"):
     """A request of the live view or `asyncrl doctor` for the state of the run."""
 
     stop: str = ""  # "drain": finish the batch, write a checkpoint, exit
 
 
-class RunStatus(msgspec.Struct, frozen=True, tag="status"):
+class RunStatus(Struct, frozen=True, tag="status"):
     """The state of the run. Made by the buffer; read by the live view, doctor and tests."""
 
     run: str

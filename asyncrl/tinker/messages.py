@@ -5,9 +5,8 @@ from __future__ import annotations
 import traceback
 from typing import Annotated, Literal
 
-import msgspec
 import numpy as np
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 
@@ -17,7 +16,7 @@ NOT_SAMPLED = -2  # lag of a token that is not trained, such as a prompt's
 SUPERVISED = -3  # lag of a token that cross_entropy trains and no sequence contains
 
 
-class Datum(msgspec.Struct, frozen=True):
+class Datum(Struct, frozen=True):
     """One sequence of a forward_backward call, with n positions.
 
     tokens: int32 [n], the input.
@@ -41,7 +40,7 @@ class Datum(msgspec.Struct, frozen=True):
         return None if data is None else np.frombuffer(data, "<f4")
 
 
-class LoadModel(msgspec.Struct, frozen=True, tag=True):
+class LoadModel(Struct, frozen=True, tag=True):
     """Create a model, or load it from `path`, the directory of a state.
 
     rank: of the adapter; 0: train all weights.  optimizer: also load the optimizer's moments.
@@ -56,7 +55,7 @@ class LoadModel(msgspec.Struct, frozen=True, tag=True):
     checkpoint: str = ""
 
 
-class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
+class ForwardBackward(Struct, frozen=True, tag=True):
     """Add the gradient of a loss, summed over the tokens of `data`."""
 
     model: str
@@ -66,7 +65,7 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
     forward_only: bool = False
 
 
-class OptimizerStep(msgspec.Struct, frozen=True, tag=True):
+class OptimizerStep(Struct, frozen=True, tag=True):
     """Make an AdamW step with the gradient collected since the last step."""
 
     model: str
@@ -78,13 +77,13 @@ class OptimizerStep(msgspec.Struct, frozen=True, tag=True):
     clip_norm: float  # 0: no clipping
 
 
-class DropGradient(msgspec.Struct, frozen=True, tag=True):
+class DropGradient(Struct, frozen=True, tag=True):
     """Forget the gradient collected since the last optimizer step."""
 
     model: str
 
 
-class SaveWeights(msgspec.Struct, frozen=True, tag=True):
+class SaveWeights(Struct, frozen=True, tag=True):
     """Write a model to the directory `path`.
 
     state: include the optimizer, so that training can continue from it; otherwise write only the
@@ -96,7 +95,7 @@ class SaveWeights(msgspec.Struct, frozen=True, tag=True):
     state: bool = False
 
 
-class SampleCall(msgspec.Struct, frozen=True, tag=True):
+class SampleCall(Struct, frozen=True, tag=True):
     """Sample sequences after one prompt.
 
     weights: directory of the sampler's weights; "": the base model.
@@ -124,7 +123,7 @@ class SampleCall(msgspec.Struct, frozen=True, tag=True):
     prompt_topk: int = 0  # number of most likely tokens to score at each position of the prompt
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+class Cancel(Struct, frozen=True, tag=True):
     """Cancel the call `number` if it still waits or is being sampled."""
 
     number: int
@@ -135,27 +134,27 @@ Request = (
 )
 
 
-class WorkerCall(msgspec.Struct, frozen=True):
+class WorkerCall(Struct, frozen=True):
     """A numbered request; `WorkerReply` has the same number."""
 
     number: Annotated[int, Meta(ge=0)]
     request: Request
 
 
-class ScoreResult(msgspec.Struct, frozen=True, tag=True):
+class ScoreResult(Struct, frozen=True, tag=True):
     """Result of ForwardBackward: float32 log-probabilities of each datum's targets."""
 
     logprobs: list[bytes]
     loss: float
 
 
-class StepResult(msgspec.Struct, frozen=True, tag=True):
+class StepResult(Struct, frozen=True, tag=True):
     """Result of OptimizerStep, with the metrics of the step's tokens."""
 
     metrics: dict[str, float]
 
 
-class SequenceResult(msgspec.Struct, frozen=True):
+class SequenceResult(Struct, frozen=True):
     """A sampled sequence: int32 tokens and float32 log-probabilities."""
 
     tokens: bytes
@@ -163,7 +162,7 @@ class SequenceResult(msgspec.Struct, frozen=True):
     stop: bool  # False: cut at max_tokens
 
 
-class SampleResult(msgspec.Struct, frozen=True, tag=True):
+class SampleResult(Struct, frozen=True, tag=True):
     """Result of SampleCall; prompt_logprobs: float32 [P], NaN at the first token.
 
     topk_ids, topk_logprobs: int32 and float32 [P, prompt_topk].
@@ -175,11 +174,11 @@ class SampleResult(msgspec.Struct, frozen=True, tag=True):
     topk_logprobs: bytes = b""
 
 
-class CallDone(msgspec.Struct, frozen=True, tag=True):
+class CallDone(Struct, frozen=True, tag=True):
     """Result of a call that returns no values."""
 
 
-class CallFailure(msgspec.Struct, frozen=True, tag=True):
+class CallFailure(Struct, frozen=True, tag=True):
     """Result of a call that failed.
 
     spoiled: the model in the training process is in an unknown state and must be restored; without
@@ -204,6 +203,6 @@ def describe_failure(error: Exception) -> CallFailure:
 Result = ScoreResult | StepResult | SampleResult | CallDone | CallFailure
 
 
-class WorkerReply(msgspec.Struct, frozen=True):
+class WorkerReply(Struct, frozen=True):
     number: int
     result: Result

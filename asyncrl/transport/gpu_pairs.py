@@ -34,6 +34,8 @@ from typing import Any, Literal, cast
 import msgspec
 import torch
 import torch.distributed
+from msgspec import Struct
+from torch import Tensor
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import PeerUnreachable
@@ -54,14 +56,14 @@ IDLE = timedelta(days=365)  # the learner's deadline for a generator's request
 ODD = 0x9E3779B97F4A7C15  # odd factor that mixes the bits of a word
 
 
-class _PairRequest(msgspec.Struct, frozen=True):
+class _PairRequest(Struct, frozen=True):
     """A generator's request for a version."""
 
     label: Label
     digest: str  # "": any version with that label
 
 
-class _PairReply(msgspec.Struct, frozen=True):
+class _PairReply(Struct, frozen=True):
     """The learner's reply, before the bytes."""
 
     digest: str  # "": the ring does not have the version
@@ -69,7 +71,7 @@ class _PairReply(msgspec.Struct, frozen=True):
     mark: int = 0
 
 
-def compute_mark(flat: torch.Tensor) -> int:
+def compute_mark(flat: Tensor) -> int:
     """Compute a 64-bit checksum of `flat` (uint8, multiple of 8 bytes) on its device.
 
     It sums the words, each mixed with an odd factor that depends on its position.
@@ -152,7 +154,7 @@ class GpuPair:
             else self.control
         )
 
-    def write(self, message: msgspec.Struct) -> None:
+    def write(self, message: Struct) -> None:
         """Send a control message. Raises RuntimeError when it takes too long."""
         data = msgspec.msgpack.encode(message)
         padded = torch.zeros(CONTROL_BYTES, dtype=torch.uint8)
@@ -170,7 +172,7 @@ class GpuPair:
         data = padded.numpy().tobytes()
         return msgspec.msgpack.decode(data[2 : 2 + int.from_bytes(data[:2], "little")], type=kind)
 
-    def transfer(self, flat: torch.Tensor) -> None:
+    def transfer(self, flat: Tensor) -> None:
         """Send or receive the flat bytes, uint8 [bytes]."""
         for piece in torch.split(flat, PIECE):
             work = (
@@ -193,7 +195,7 @@ class _StagedVersion:
 
     label: Label
     reply: _PairReply
-    flat: torch.Tensor
+    flat: Tensor
     users: int = 0
 
 
@@ -222,7 +224,7 @@ class PairServer(WeightsServer):
         self.reader = RingReader(directory, "pairs")
         self.lock = threading.Lock()
         self.newest: _StagedVersion | None = None
-        self.spare: list[torch.Tensor] = []
+        self.spare: list[Tensor] = []
         self.host = bytearray(self.size)
         self.ended = False
         self.thread = threading.Thread(target=self._accept, name="weight-pairs", daemon=True)

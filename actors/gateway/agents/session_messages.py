@@ -10,6 +10,7 @@ import socket
 from typing import Any, Literal
 
 import msgspec
+from msgspec import Struct
 
 from actors.reward_worker import check_value, describe_exception, get_first_line
 from asyncrl.contract.messages import Prompt
@@ -18,7 +19,7 @@ from asyncrl.transport.worker_pool import frame
 NO_REWARD = "ended and gave no reward"
 
 
-class AgentSetup(msgspec.Struct, frozen=True):
+class AgentSetup(Struct, frozen=True):
     """The first message.
 
     log: the file for agents' output
@@ -34,7 +35,7 @@ class AgentSetup(msgspec.Struct, frozen=True):
     args: dict[str, Any] = {}
 
 
-class SessionAccess(msgspec.Struct, frozen=True, array_like=True):
+class SessionAccess(Struct, frozen=True, array_like=True):
     """A session as its agent gets it.
 
     url: of the session, for its reward
@@ -60,14 +61,14 @@ class SessionAccess(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.url}/v1"
 
 
-class SessionOrders(msgspec.Struct, frozen=True):
+class SessionOrders(Struct, frozen=True):
     """Sessions to begin, and numbers of those to stop."""
 
     seats: list[SessionAccess] = []
     stop: list[int] = []
 
 
-class SessionResult(msgspec.Struct, frozen=True, array_like=True):
+class SessionResult(Struct, frozen=True, array_like=True):
     """The result of an agent's session.
 
     kind: judge: the config's reward scores it; failed: `why` is the reason

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 
 from actors.gateway.call_tree import CallNode, chain_digest
 from actors.gateway.sessions import (
@@ -45,7 +46,7 @@ from asyncrl.records.append_log import FrameCodec, cut, write_pieces
 FRAMES = FrameCodec(b"", covered=4)
 
 
-class SessionOpening(msgspec.Struct, frozen=True, array_like=True):
+class SessionOpening(Struct, frozen=True, array_like=True):
     """The constants of a session.
 
     date: for the template, ISO 8601
@@ -62,7 +63,7 @@ class SessionOpening(msgspec.Struct, frozen=True, array_like=True):
     opened: float
 
 
-class SessionProgress(msgspec.Struct, frozen=True, array_like=True):
+class SessionProgress(Struct, frozen=True, array_like=True):
     """The state of a session; the newest record is valid.
 
     calls: their number, without the open ones
@@ -93,7 +94,7 @@ NODE_FIELDS = (
 )
 
 
-class CallRecord(msgspec.Struct, frozen=True, array_like=True):
+class CallRecord(Struct, frozen=True, array_like=True):
     """A call and its answer.
 
     tail and ids are int32, logprobs float32, all little-endian.
@@ -122,7 +123,7 @@ class CallRecord(msgspec.Struct, frozen=True, array_like=True):
     images: list[str] = []  # the digests of its tail's images
 
 
-class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
+class SessionRecord(Struct, frozen=True, array_like=True):
     """One frame.
 
     ticket: if it has changed

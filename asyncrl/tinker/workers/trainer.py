@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms import diagnostics, ratios, settings
 from asyncrl.algorithms import loss as step_loss
@@ -145,7 +146,7 @@ class TrainedModel:
             adapters.attach(self.policy, adapter, request.seed)
         parameters = [weight for weight in hf.parameters() if weight.requires_grad]
         self.trainer = Trainer(parameters, SftTraining())
-        self.sums: dict[str, torch.Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
         self.is_weighted = False  # a loss of the current step has its own importance weights
         if request.path:
             self.load(Path(request.path), request.optimizer)
@@ -306,7 +307,7 @@ class ServedModels:
                 )
 
     @staticmethod
-    def score(policy: PolicyModel, data: Sequence[Datum]) -> torch.Tensor:
+    def score(policy: PolicyModel, data: Sequence[Datum]) -> Tensor:
         """Return the log-probabilities [N] of the targets at every position of `data`."""
         tokens = [np.frombuffer(datum.tokens, "<i4") for datum in data]
         targets = np.concatenate([np.frombuffer(datum.targets, "<i4") for datum in data])
@@ -353,7 +354,7 @@ class ServedModels:
         )
 
 
-def split_rows(data: Sequence[Datum], lp: torch.Tensor) -> list[bytes]:
+def split_rows(data: Sequence[Datum], lp: Tensor) -> list[bytes]:
     """Split packed values [N] into the float32 values of each datum."""
     splits = np.cumsum([datum.length for datum in data])[:-1]
     return [values.tobytes() for values in np.split(lp.detach().float().cpu().numpy(), splits)]
@@ -378,7 +379,7 @@ class PackedDatums:
         self.lag = torch.from_numpy(lags).to(device, torch.int64)
         self.inside = (self.mask != 0) & (self.lag != NOT_SAMPLED)
 
-    def read_field(self, name: str, default: float) -> torch.Tensor:
+    def read_field(self, name: str, default: float) -> Tensor:
         """Return a field [N]."""
         values = [
             np.full(datum.length, default, np.float32) if value is None else value
@@ -390,7 +391,7 @@ class PackedDatums:
 
 @torch.no_grad()
 def prepare_method_step(
-    options: Options, data: Sequence[Datum], current: torch.Tensor
+    options: Options, data: Sequence[Datum], current: Tensor
 ) -> tuple[step_loss.PreparedBatch, step_loss.StepPlan]:
     """Prepare the learner's loss of a method; current: [N], the policy's log-probabilities."""
     config = resolve_method(options)
@@ -412,8 +413,8 @@ def prepare_method_step(
 
 
 def compute_policy_loss(
-    request: ForwardBackward, data: Sequence[Datum], lp: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    request: ForwardBackward, data: Sequence[Datum], lp: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of `data` and the sums for its metrics; lp: [N] with gradient."""
     packed = PackedDatums(data, lp.device)
     current = lp.detach().float()
