@@ -26,10 +26,11 @@ from msgspec import Struct
 from actors.scorers.deadline_pause import DeadlinePause, JudgeBudgetSpent, current_pause
 from actors.scorers.user_function import FailureLog, adapt_function, format_last_frame, is_async
 from asyncrl.config.tree import RewardConfig, TaskConfig
-from asyncrl.contract import importing, outcomes
+from asyncrl.contract import outcomes
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.importing import import_function
 from asyncrl.contract.messages import Prompt
-from asyncrl.contract.printable import escape_line
+from asyncrl.contract.printable import describe_exception, escape_line, get_first_line
 from asyncrl.tasks import get_task
 from asyncrl.transport import worker_pool
 from asyncrl.transport.worker_pool import FRAME_BYTES, frame, read_frame
@@ -83,21 +84,6 @@ class RewardReply(Struct, frozen=True, array_like=True):
     ended: float = 0.0
     batched: bool = False  # ready: the function takes lists
     window: int = 1  # ready: units running at once
-
-
-def get_first_line(text: str) -> str:
-    """Return the first line of an exception's text, escaped by `escape_line`."""
-    lines = (line.strip() for line in text.splitlines())
-    return escape_line(next((line for line in lines if line), ""))
-
-
-def describe_exception(error: BaseException) -> str:
-    """Describe an exception or exit on one line: `raised KeyError: 'x'`."""
-    return get_first_line(
-        f"called sys.exit({error.code!r})"
-        if isinstance(error, SystemExit)
-        else f"raised {type(error).__name__}: {error}"
-    )
 
 
 # ---- return values -------------------------------------------------------------------------------
@@ -180,24 +166,6 @@ def split_results(values: Any, calls: list[RewardCall]) -> list[Judged | str]:
 # ---- the function --------------------------------------------------------------------------------
 
 
-def resolve(path: str) -> Callable[..., Any]:
-    """Import a reward function: `module:function` or `file.py:function`.
-
-    Modules are also found in the working directory. Raises ConfigError.
-    """
-    module, _, name = path.rpartition(":")
-    try:
-        function = getattr(importing.import_module(module), name)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"reward.function = {path}: importing it {describe_exception(error)}; write "
-            "module:function, importable from here, or file.py:function"
-        ) from error
-    if not callable(function):
-        raise ConfigError(f"reward.function = {path}: is not a function")
-    return function  # type: ignore[no-any-return]
-
-
 def load_judge(setup: RewardWorkerSetup) -> Callable[..., Any]:
     """Build the reward function that the config asks for. Raises ConfigError."""
     settings = setup.reward
@@ -208,10 +176,11 @@ def load_judge(setup: RewardWorkerSetup) -> Callable[..., Any]:
     function = None
     if settings.function:
         bound_names = ("judge",) if settings.judge.url else ()
-        function = adapt_function(resolve(settings.function), settings.function, bound_names)
+        found = import_function(settings.function, "reward.function")
+        function = adapt_function(found, settings.function, bound_names)
     if settings.functions:
         parts = {
-            name: adapt_function(resolve(path), path, ())
+            name: adapt_function(import_function(path, "reward.function"), path, ())
             for name, path in settings.function_names.items()
         }
         return combine_functions(parts, settings.weights or [1.0] * len(parts))

@@ -40,19 +40,13 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from actors.reward_worker import (
-    RewardCall,
-    RewardReply,
-    RewardUnit,
-    RewardWorkerSetup,
-    call,
-    describe_exception,
-)
+from actors.reward_worker import RewardCall, RewardReply, RewardUnit, RewardWorkerSetup, call
 from actors.scorers.judge_budget import ACCOUNT, read_totals
 from actors.scorers.user_function import LOG, format_text
 from asyncrl.config.tree import Config, RewardConfig
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Prompt, RewardFailure
+from asyncrl.contract.printable import describe_exception
 from asyncrl.tasks.evaluation_sets import resolve_reward_configs
 from asyncrl.transport.worker_pool import Worker, WorkerPool
 

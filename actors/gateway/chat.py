@@ -32,7 +32,7 @@ from actors.gateway.refusals import CallRefused, build_refusal, build_too_long_e
 from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import ImageShape
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.importing import import_module
+from asyncrl.contract.importing import import_function
 from asyncrl.models import image_tokens
 from asyncrl.models.image_tokens import split_image_parts
 from asyncrl.models.tokenizer import encode_text, takes_parts
@@ -445,15 +445,8 @@ def find_parser(name: str) -> Parser:
     """
     if name in PARSERS:
         return PARSERS[name]
-    module_name, colon, function = name.rpartition(":")
-    if not colon:
+    if ":" not in name:
         raise ConfigError(
             f"agent.parser: {name!r} is not one of {', '.join(PARSERS)}, module:function"
         )
-    try:
-        parser = getattr(import_module(module_name), function)
-    except Exception as error:  # an import may raise anything
-        raise ConfigError(f"agent.parser: {name}: {type(error).__name__}: {error}") from error
-    if not callable(parser):
-        raise ConfigError(f"agent.parser: {name} is not a function")
-    return parser  # type: ignore[no-any-return]
+    return import_function(name, "agent.parser")

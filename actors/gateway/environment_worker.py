@@ -23,11 +23,11 @@ from msgspec import Struct
 
 from actors.gateway.hubs import stepped, tools
 from actors.gateway.hubs.tools import LONGEST, ToolLoop
-from actors.reward_worker import describe_exception
 from asyncrl.config.agents import RANDOM, SELF
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.contract.printable import describe_exception
 from asyncrl.tasks import arena, games
 from asyncrl.transport import worker_pool
 from asyncrl.transport.worker_pool import frame, read_frame

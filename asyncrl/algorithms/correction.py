@@ -14,10 +14,8 @@ function and add its line to the dict.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -33,6 +31,7 @@ from asyncrl.algorithms.ratios import (
 )
 from asyncrl.algorithms.settings import Correction
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.importing import import_function
 
 DEFAULT_BOUNDS = {"token": (0.5, 2.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 # a level without an entry above is unbounded until lo and hi are given; the bands below are of the
@@ -348,7 +347,9 @@ def correct(
     lo, hi = DEFAULT_BOUNDS.get(c.level, (0.0, torch.inf))
     token = log_rho.clamp(-CLAMP, CLAMP)
     if c.function:
-        w = torch.as_tensor(load_function(c.function)(token, mask, seq, n, c)).detach()
+        w = torch.as_tensor(
+            import_function(c.function, "correction.function")(token, mask, seq, n, c)
+        ).detach()
     else:
         w = apply_bound(
             compute_weights(log_rho, mask, seq, n, c.level),
@@ -370,19 +371,3 @@ def correct(
         )
         w = w / stats.mean
     return ImportanceWeights(w, kept, veto)
-
-
-def load_function(path: str) -> Callable[..., Any]:
-    """Import `module:name`. Raises ConfigError that names the missing half."""
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise ConfigError(
-            f"correction.function = {path}: cannot import {module}: {error}"
-        ) from error
-    if not callable(function):
-        raise ConfigError(
-            f"correction.function = {path}: {module} has no function {name!r}; write module:name"
-        )
-    return function  # type: ignore[no-any-return]

@@ -393,8 +393,8 @@ class WeightedCorrection(Correction, frozen=True, kw_only=True):
     """Divide the weights by their mean over the batch, after the bound. It keeps the effective
     learning rate constant."""
     function: str = ""
-    """Your own weights: module:function of (log_rho, mask, seq, n, correction), which returns
-    [N]."""
+    """Your own weights: module:function or file.py:function of (log_rho, mask, seq, n, correction),
+    which returns [N]."""
 
 
 class RecomputedCorrection(WeightedCorrection, frozen=True, tag="recompute"):

@@ -8,16 +8,21 @@ queue.py or learner.py shadows nothing, and a user's reward module is still foun
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.printable import describe_exception
 
 PARTS = ("actors", "buffer", "learner")
 INSIDE = Path(__file__).resolve().parents[1]  # the folder of the package asyncrl
@@ -79,6 +84,22 @@ def import_module(name: str) -> ModuleType:
     sys.modules[module_name] = module  # dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
+
+
+@functools.cache
+def import_function(path: str, key: str) -> Callable[..., Any]:
+    """Import `module:function` or `file.py:function`, the value of `key`. Raises ConfigError."""
+    module, _, name = path.rpartition(":")
+    try:
+        function = getattr(import_module(module), name)
+        if not callable(function):
+            raise TypeError(f"{name} is not a function")
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{key} = {path}: importing it {describe_exception(error)}; write module:function or "
+            "file.py:function"
+        ) from error
+    return function  # type: ignore[no-any-return]
 
 
 def find_source(name: str) -> Path | None:

@@ -26,6 +26,21 @@ def escape_line(text: str, most: int = LINE_LENGTH) -> str:
     return line if len(text) <= most and len(line) <= most else line[:most] + "..."
 
 
+def get_first_line(text: str) -> str:
+    """Return the first line of an exception's text, escaped by `escape_line`."""
+    lines = (line.strip() for line in text.splitlines())
+    return escape_line(next((line for line in lines if line), ""))
+
+
+def describe_exception(error: BaseException) -> str:
+    """Describe an exception or exit on one line: `raised KeyError: 'x'`."""
+    return get_first_line(
+        f"called sys.exit({error.code!r})"
+        if isinstance(error, SystemExit)
+        else f"raised {type(error).__name__}: {error}"
+    )
+
+
 def describe_exit(code: int) -> str:
     """Name how a process ended: `exit code 3` or `SIGKILL`.
 

@@ -28,6 +28,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Batch
 from asyncrl.contract.parent import end_with_parent
+from asyncrl.contract.printable import describe_exception
 from asyncrl.models.policy import PolicyModel, build_manifest, resolve_device
 from learner.backend import TorchBackend
 
@@ -117,7 +118,7 @@ class DistributedBackend(TorchBackend):
         except (RuntimeError, ValueError) as error:
             raise RankLost(
                 f"the ranks of the learner did not come together within {limit:g} s: "
-                f"{_get_first_line(error)}"
+                f"{describe_exception(error)}"
             ) from error
         reserved.close()
         self.rank = dist.get_rank()
@@ -218,7 +219,7 @@ class DistributedBackend(TorchBackend):
             )
             raise RankLost(
                 f"{problem} (learner.rank_timeout_s = {self.config.learner.rank_timeout_s:g}): "
-                f"{_get_first_line(error)}"
+                f"{describe_exception(error)}"
             ) from error
         finally:
             self.guarded_since = outer
@@ -286,10 +287,6 @@ class DistributedBackend(TorchBackend):
         if self.own:
             for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"):
                 os.environ.pop(name, None)
-
-
-def _get_first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
 
 
 def exit_rank() -> NoReturn:

@@ -16,6 +16,7 @@ from asyncrl.algorithms import advantages, kl, reductions, reshape, surrogates
 from asyncrl.algorithms import correction as weights
 from asyncrl.algorithms import settings as cf
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.importing import import_function
 
 D = torch.float64
 INF = math.inf
@@ -323,21 +324,14 @@ def test_a_function_is_given_what_it_may_exponentiate_and_its_weights_are_not_bo
 
 
 def test_a_function_that_cannot_be_had_says_which_half_is_missing() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"correction.function = no_such_module_here:f: "
-        r"cannot import no_such_module_here: No module named",
-    ):
-        weights.load_function("no_such_module_here:f")
-    with pytest.raises(
-        ConfigError,
-        match=r"correction.function = math:nothing: "
-        r"math has no function 'nothing'; write module:name",
-    ):
-        weights.load_function("math:nothing")
-    with pytest.raises(ConfigError, match="math has no function 'pi'"):
-        weights.load_function("math:pi")
-    assert weights.load_function("math:sqrt") is math.sqrt
+    for path, problem in {
+        "no_such_module_here:f": "raised ModuleNotFoundError: No module named",
+        "math:nothing": "raised AttributeError: module 'math' has no attribute 'nothing'",
+        "math:pi": "raised TypeError: pi is not a function; write module:function or file.py:",
+    }.items():
+        with pytest.raises(ConfigError, match=f"key = {path}: importing it {problem}"):
+            import_function(path, "key")
+    assert import_function("math:sqrt", "correction.function") is math.sqrt
 
 
 @pytest.mark.parametrize(

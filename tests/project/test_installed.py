@@ -147,8 +147,8 @@ def test_a_reward_file_by_its_path(tmp_path: Path) -> None:
     (tmp_path / "queue.py").write_text("raise RuntimeError('hidden by the standard library')\n")
     (tmp_path / "helper_of_json.py").write_text("VALUE = 0.25\n")
     code = (
-        "import sys; from actors.reward_worker import resolve; import json as before; "
-        f"found = resolve({str(tmp_path / 'json.py')!r} + ':reward'); import json; "
+        "from asyncrl.contract.importing import import_function; import json as before; "
+        f"found = import_function({str(tmp_path / 'json.py')!r} + ':reward', ''); import json; "
         "print(found(None, ''), json is before)"
     )
     done = called([sys.executable, "-c", code], ROOT)

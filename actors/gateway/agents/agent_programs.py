@@ -36,7 +36,7 @@ from actors.gateway.agents.session_messages import (
     parse_outcome,
     send,
 )
-from actors.reward_worker import get_first_line
+from asyncrl.contract.printable import get_first_line
 from asyncrl.transport import worker_pool
 
 KEPT_BYTES = 64 << 10  # the last bytes of each of a program's two streams

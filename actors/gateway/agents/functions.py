@@ -32,9 +32,9 @@ from actors.gateway.agents.session_messages import (
     send,
 )
 from actors.gateway.hubs import self_playing
-from actors.reward_worker import describe_exception
-from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.importing import import_function
+from asyncrl.contract.printable import describe_exception
 from asyncrl.transport import worker_pool
 from asyncrl.transport.worker_pool import read_frame
 
@@ -85,28 +85,6 @@ class SharedLoop:
                 task.cancel()
 
         self.loop.call_soon_threadsafe(cancel)
-
-
-def resolve(path: str) -> Callable[..., Any]:
-    """Import `module:function` or `file.py:function`.  Raises the import's error."""
-    module, _, name = path.rpartition(":")
-    function = getattr(importing.import_module(module), name)
-    if not callable(function):
-        raise TypeError(f"{name} is not a function")
-    return function  # type: ignore[no-any-return]
-
-
-def load_player(setup: AgentSetup) -> Callable[..., Any]:
-    """Import the function or environment that plays sessions.  Raises ConfigError."""
-    if setup.env:
-        return self_playing.load(setup.env, setup.args).play  # type: ignore[no-any-return]
-    try:
-        return resolve(setup.function)
-    except BaseException as error:
-        raise ConfigError(
-            f"agent.function = {setup.function}: importing it {describe_exception(error)}; write "
-            "module:function or file.py:function"
-        ) from error
 
 
 class SessionRunner:
@@ -168,7 +146,11 @@ def serve(wire: socket.socket) -> None:
     stream = wire.makefile("rb")
     setup = msgspec.msgpack.decode(read_frame(stream) or b"", type=AgentSetup)
     try:
-        function = load_player(setup)
+        function = (
+            self_playing.load(setup.env, setup.args).play
+            if setup.env
+            else import_function(setup.function, "agent.function")
+        )
     except ConfigError as error:
         send(wire, SessionResult(-1, "broken", why=str(error)))
         return

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from actors.reward_worker import check_value, describe_exception, get_first_line
+from actors.reward_worker import check_value
 from asyncrl.contract.messages import Prompt
+from asyncrl.contract.printable import describe_exception, get_first_line
 from asyncrl.transport.worker_pool import frame
 
 NO_REWARD = "ended and gave no reward"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from actors.gateway.hubs import SPLITS, self_playing
-from actors.reward_worker import describe_exception
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.printable import describe_exception
 
 
 def write_rows(env: str, rows: Iterator[dict[str, Any]], file: TextIO) -> int:

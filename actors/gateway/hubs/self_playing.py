@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from actors.reward_worker import describe_exception, get_first_line
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.contract.printable import describe_exception, get_first_line
 
 
 def load(env: str, args: Mapping[str, Any]) -> Any:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from actors.reward_worker import describe_exception
 from asyncrl.config.agents import GEM, GYMNASIUM, OPENENV
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.printable import describe_exception
 from asyncrl.tasks.games import SeededRandom
 
 PACKAGES = {GEM: "gem-llm", GYMNASIUM: "gymnasium", OPENENV: "openenv-core"}

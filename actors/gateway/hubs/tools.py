@@ -13,9 +13,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from actors.reward_worker import await_value, get_first_line
+from actors.reward_worker import await_value
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.contract.printable import get_first_line
 
 JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", list: "array"}
 LONGEST = 1 << 20  # characters of an observation or a tool's result

@@ -23,9 +23,9 @@ from verifiers.clients import OpenAIChatCompletionsClient
 from actors.gateway.agents.session_messages import SessionAccess, SessionResult, parse_outcome
 from actors.gateway.hubs import Split
 from actors.gateway.hubs.self_playing import build_text_messages, check_row
-from actors.reward_worker import get_first_line
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.contract.printable import get_first_line
 
 EMPTY_ANSWER = "EmptyModelResponseError"  # an error of the environment for an answer without text
 TIMED_OUT = "timeout_reached"  # the environment's own limit of time

@@ -26,9 +26,9 @@ from verifiers.v1.utils.loaders import harness_class, load_environment, resolve_
 from actors.gateway.agents.session_messages import SessionAccess, SessionResult, parse_outcome
 from actors.gateway.hubs import Split, verifiers_chat
 from actors.gateway.hubs.self_playing import build_text_messages, check_row
-from actors.reward_worker import get_first_line
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.contract.printable import get_first_line
 
 SELECT = "select"  # the key of agent.args beside those of an [env] block
 CONTEXT_EXCEEDED = "maximum context length"  # in the endpoint's error for an overlong prompt

@@ -550,15 +550,16 @@ def test_parsers() -> None:
     ("name", "why"),
     [
         ("nothing", "'nothing' is not one of none, hermes, module:function"),
-        ("no.such.module:f", "no.such.module:f: ModuleNotFoundError: No module named 'no'"),
-        ("json:absent", "json:absent: AttributeError: module 'json' has no attribute 'absent'"),
-        ("json:__name__", "json:__name__ is not a function"),
+        ("no.such.module:f", "ModuleNotFoundError: No module named 'no'"),
+        ("json:absent", "AttributeError: module 'json' has no attribute 'absent'"),
+        ("json:__name__", "TypeError: __name__ is not a function"),
     ],
 )
 def test_parsers_that_are_none(name: str, why: str) -> None:
     with pytest.raises(ConfigError) as error:
         find_parser(name)
-    assert str(error.value) == f"agent.parser: {why}"
+    place = "agent.parser: " if ":" not in name else f"agent.parser = {name}: importing it raised "
+    assert str(error.value).startswith(f"{place}{why}")
 
 
 def test_what_a_parser_returns_is_an_assistants_message() -> None:
