@@ -11,13 +11,7 @@ from algorithms_catalogue_kit import vec, yes
 from surrogate_kit import covariance, term
 
 from asyncrl.algorithms import diagnostics, loss, ratios, reductions
-from asyncrl.algorithms.surrogates import (
-    DUAL,
-    HIGH,
-    LOW,
-    choose_highest,
-    sample_by_covariance,
-)
+from asyncrl.algorithms.surrogates import DUAL, HIGH, LOW, choose_highest, sample_by_covariance
 
 D = torch.float64
 
@@ -199,13 +193,7 @@ def test_sapo_topr_and_dro_by_hand() -> None:
     t = term("topr", x, vec(-1, -1, -1, -1, -1), lp, m, seq)
     assert t.coefficient.tolist() == pytest.approx([-0.4, -0.4, -0.4, -1, -1])
     assert t.objective.tolist() == pytest.approx([0.4, 0.8, 1.2, 4, 5])
-    assert term("topr", x, vec(2, 2, 2, 0, 0), lp, m, seq).coefficient.tolist() == [
-        2,
-        2,
-        2,
-        0,
-        0,
-    ]
+    assert term("topr", x, vec(2, 2, 2, 0, 0), lp, m, seq).coefficient.tolist() == [2, 2, 2, 0, 0]
     far = term("topr", vec(0, 0, 0, -30, -30), vec(-1, -1, -1, -1, -1), lp, m, seq)
     assert far.coefficient.tolist()[3:] == pytest.approx([-math.exp(-20)] * 2)
     t = term("dro", vec(0.4), vec(2), vec(-3))
@@ -261,11 +249,7 @@ def test_kl_cov_and_clip_cov_touch_the_chosen_tokens_alone() -> None:
     assert held.clipped.tolist() == [HIGH, HIGH, HIGH]
     assert term(
         "clip_cov", x, adv, chosen=yes(0, 1, 0), eps_low=0.5, eps_high=0.5
-    ).clipped.tolist() == [
-        0,
-        HIGH,
-        HIGH,
-    ]
+    ).clipped.tolist() == [0, HIGH, HIGH]
     assert term("clip_cov", -x, -adv, chosen=yes(1, 0, 0)).clipped.tolist() == [LOW, 0, LOW]
     assert term("clip_cov", -x, -adv, chosen=yes(0, 0, 0), eps_low=0.9).clipped.tolist() == [
         0,
