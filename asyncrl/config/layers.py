@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
+from asyncrl.contract.toml_writer import RawTable
+
 OFF = (None, False, 0, "", "none", "off")
 
 
@@ -96,7 +98,7 @@ def describe_field(struct: Any, field: msgspec.structs.FieldInfo) -> str:
     return next((meta.description for meta in metas if meta.description), "")
 
 
-def build_schema(root: Any) -> dict[str, Any]:
+def build_schema(root: Any) -> RawTable:
     """Return the JSON schema of a tree of structs, with the descriptions of its fields."""
     schema = msgspec.json.schema(root)
     kinds, structs = [root], set()
@@ -229,7 +231,7 @@ class GivenKey(NamedTuple):
 
 
 def walk(
-    raw: dict[str, Any], root: Any, prefix: str = "", outer: tuple[tuple[str, Any], ...] = ()
+    raw: RawTable, root: Any, prefix: str = "", outer: tuple[tuple[str, Any], ...] = ()
 ) -> Iterator[GivenKey]:
     """Yield every leaf of a table except the tags."""
     fields = map_fields(root)
@@ -252,7 +254,7 @@ def walk(
             yield GivenKey(prefix + name, value, field, root, conditions)
 
 
-def get_value(raw: dict[str, Any], root: Any, key: str) -> Any:
+def get_value(raw: RawTable, root: Any, key: str) -> Any:
     """Return the value at `key` in the table, or its default."""
     table: Any = raw
     struct = root
@@ -279,7 +281,7 @@ def list_conditions(field: msgspec.structs.FieldInfo, section: str) -> Iterator[
             yield (key if "." in key else section + key), values
 
 
-def find_unread(raw: dict[str, Any], root: Any) -> list[UnreadKey]:
+def find_unread(raw: RawTable, root: Any) -> list[UnreadKey]:
     """Return the keys of a table that nothing reads, except keys that no method has."""
     unread_keys = []
     for leaf in walk(raw, root):
@@ -320,7 +322,7 @@ def _report_other_method(root: Any, key: str, struct: Any) -> list[UnreadKey]:
     return [UnreadKey(key, f"{section}.{tag}", problem)]
 
 
-def remove(raw: dict[str, Any], key: str) -> None:
+def remove(raw: RawTable, key: str) -> None:
     """Remove a dotted key from a table if it exists."""
     *sections, name = key.split(".")
     table: Any = raw
@@ -330,7 +332,7 @@ def remove(raw: dict[str, Any], key: str) -> None:
         table.pop(name, None)
 
 
-def put(raw: dict[str, Any], key: str, value: Any) -> bool:
+def put(raw: RawTable, key: str, value: Any) -> bool:
     """Set a dotted key unless the table has it; return whether it was set."""
     *sections, name = key.split(".")
     table: Any = raw
@@ -344,7 +346,7 @@ def put(raw: dict[str, Any], key: str, value: Any) -> bool:
     return True
 
 
-def add_tags(raw: dict[str, Any], root: Any) -> dict[str, Any]:
+def add_tags(raw: RawTable, root: Any) -> RawTable:
     """Return a copy of the table with the tags of default methods, which msgspec requires."""
     tagged = dict(raw)
     for name, field in map_fields(root).items():
@@ -357,7 +359,7 @@ def add_tags(raw: dict[str, Any], root: Any) -> dict[str, Any]:
     return tagged
 
 
-def read_keys(config: msgspec.Struct) -> dict[str, Any]:
+def read_keys(config: msgspec.Struct) -> RawTable:
     """Return the config as a table of its keys that are read and not None."""
     raw = _drop_nones(msgspec.to_builtins(config))
     while unread_keys := find_unread(raw, type(config)):

@@ -18,7 +18,7 @@ from asyncrl.config import bundled_configs, layers, methods, presets, rules
 from asyncrl.config.tree import Config
 from asyncrl.contract import toml_writer
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.toml_writer import flatten
+from asyncrl.contract.toml_writer import RawTable, flatten
 
 # earlier and foreign names of keys, with their replacements
 RENAMED, SPLIT, REMOVED, REMOVED_PRESETS = tomllib.loads(
@@ -105,12 +105,12 @@ class _ConfigSource(NamedTuple):
         return _locate_key(key, self.path, self.text, self.sets)
 
 
-def convert(raw: dict[str, Any], source: str, text: str = "", sets: Sequence[str] = ()) -> Config:
+def convert(raw: RawTable, source: str, text: str = "", sets: Sequence[str] = ()) -> Config:
     """Convert a raw table to a checked Config, with `sets`, method and presets applied."""
     return _apply_layers(RUN, raw, _ConfigSource(source, text, sets))
 
 
-def build(raw: dict[str, Any], source: str = "config") -> Config:
+def build(raw: RawTable, source: str = "config") -> Config:
     """Convert a raw table without the rules that span several keys."""
     return _apply_layers(
         ConfigSchema(Config, lambda config: []), raw, _ConfigSource(source, "", ())
@@ -119,7 +119,7 @@ def build(raw: dict[str, Any], source: str = "config") -> Config:
 
 def _apply_layers(
     tree: ConfigSchema[Struct],
-    raw: dict[str, Any],
+    raw: RawTable,
     source: _ConfigSource,
     note: Callable[[str], None] | None = None,
     origins: dict[str, str] | None = None,
@@ -183,12 +183,12 @@ def _apply_layers(
     return _convert(tree, raw, source)
 
 
-def _format_preset(raw: dict[str, Any], key: str) -> str:
+def _format_preset(raw: RawTable, key: str) -> str:
     section = key.partition(".")[0]
     return f'{section}.preset = "{raw[section]["preset"]}"'
 
 
-def _drop_removed(raw: dict[str, Any], source: _ConfigSource) -> None:
+def _drop_removed(raw: RawTable, source: _ConfigSource) -> None:
     """Drop removed keys with their only value; raise ConfigError for other values."""
     for key, (only_value, replacement) in REMOVED.items():
         section, name = key.split(".")
@@ -214,7 +214,7 @@ def _drop_removed(raw: dict[str, Any], source: _ConfigSource) -> None:
 _WHOLE = {"runs", "wires", "watchdog", "record", "durability", "weights", "evaluation"}
 
 
-def _convert(tree: ConfigSchema[Struct], raw: dict[str, Any], source: _ConfigSource) -> Struct:
+def _convert(tree: ConfigSchema[Struct], raw: RawTable, source: _ConfigSource) -> Struct:
     raw = {
         name: value for name, value in raw.items() if tree.root is not Config or name != "method"
     }
@@ -234,7 +234,7 @@ def _convert(tree: ConfigSchema[Struct], raw: dict[str, Any], source: _ConfigSou
     return config
 
 
-def apply(raw: dict[str, Any], item: str, root: Any = Config) -> str:
+def apply(raw: RawTable, item: str, root: Any = Config) -> str:
     """Set one `key.path=value` in a raw table and return the key.
 
     A text key of the tree `root` accepts a value without quotes.  Raises ConfigError for other
@@ -266,7 +266,7 @@ def apply(raw: dict[str, Any], item: str, root: Any = Config) -> str:
     return key.strip()
 
 
-def _check_known(raw: dict[str, Any], root: Any, source: _ConfigSource) -> None:
+def _check_known(raw: RawTable, root: Any, source: _ConfigSource) -> None:
     """Raise ConfigError for an unknown key, a section given as a value or an unknown method."""
     for leaf in layers.walk(raw, root):
         key = leaf.key
@@ -433,7 +433,7 @@ def dump(config: msgspec.Struct) -> str:
     return toml_writer.dumps(layers.read_keys(config))
 
 
-def build_schema() -> dict[str, Any]:
+def build_schema() -> RawTable:
     """Return the JSON schema of the config for editors.
 
     It accepts a section without a tag, whose method is the default, and the key `method`, which

@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.algorithms import settings
 from asyncrl.config import layers
-from asyncrl.contract.toml_writer import read_table
+from asyncrl.contract.toml_writer import RawTable, read_table
 
 DESCRIPTION = (
     "A published method: it sets all its keys that you do not give. `asyncrl methods` lists them."
@@ -28,7 +28,7 @@ class Method(msgspec.Struct, frozen=True):
 
     summary: str
     source: str
-    keys: dict[str, Any]
+    keys: RawTable
     evidence: str = ""
     stale: bool = False
 
@@ -46,7 +46,7 @@ REMOVED = {
 }
 
 
-def find_method(raw: dict[str, Any]) -> Method | None:
+def find_method(raw: RawTable) -> Method | None:
     """Return the method that a table names, or None."""
     name = raw.get("method")
     return METHODS.get(name) if isinstance(name, str) else None
@@ -83,7 +83,7 @@ def explain_unknown_method(name: Any) -> str:
     )
 
 
-def replace(raw: dict[str, Any]) -> None:
+def replace(raw: RawTable) -> None:
     """Remove from `raw` the keys that a method of a later layer replaces.
 
     These are its own keys, the correction, and the keys that only the earlier surrogate and
@@ -101,7 +101,7 @@ def replace(raw: dict[str, Any]) -> None:
         layers.remove(raw, key)
 
 
-def fill(raw: dict[str, Any]) -> None:
+def fill(raw: RawTable) -> None:
     """Set the keys of `raw`'s method that `raw` does not have."""
     if method := find_method(raw):
         for key, value in method.keys.items():

@@ -6,12 +6,11 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config import layers
-from asyncrl.contract.toml_writer import read_table
+from asyncrl.contract.toml_writer import RawTable, read_table
 
-PRESET_TABLES: dict[str, dict[str, dict[str, Any]]] = read_table(__file__)
+PRESET_TABLES: dict[str, dict[str, RawTable]] = read_table(__file__)
 PRESETS = PRESET_TABLES["correction"]
 
 # most parameters of a model -> its learning rate with AdamW; smaller ones have the default
@@ -19,7 +18,7 @@ RATES = ((10_000_000, None), (1_000_000_000, 1e-5), (math.inf, 1e-6))
 LORA_FACTOR = 10  # of the learning rate of adapters to that of all weights
 
 
-def fill(raw: dict[str, Any]) -> None:
+def fill(raw: RawTable) -> None:
     """Fill the missing keys of every section with a preset."""
     for section, values_by_preset in PRESET_TABLES.items():
         table = raw.get(section)
@@ -31,7 +30,7 @@ def fill(raw: dict[str, Any]) -> None:
                 layers.put(raw, f"{section}.{key}", value)
 
 
-def forget(raw: dict[str, Any], sets: Sequence[str]) -> None:
+def forget(raw: RawTable, sets: Sequence[str]) -> None:
     """Remove the file's keys that a preset on the command line replaces.
 
     A resolved file has all of them, so that the preset would otherwise change nothing."""
@@ -42,7 +41,7 @@ def forget(raw: dict[str, Any], sets: Sequence[str]) -> None:
                 layers.remove(raw, key)
 
 
-def read_headers(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+def read_headers(path: Path) -> Iterator[tuple[Path, int, RawTable]]:
     """Yield each safetensors file of a directory with the offset of its data and its header.
 
     The header maps names to dtype, shape and data_offsets."""
@@ -76,14 +75,14 @@ def choose_learning_rate(path: str, *, lora: bool) -> tuple[float | None, str]:
     return rate, f"default for {size}"
 
 
-def fill_learning_rate(raw: dict[str, Any]) -> None:
+def fill_learning_rate(raw: RawTable) -> None:
     """Set `learner.lr` by the model's size if it is absent."""
     rate, _ = choose_rate(raw)
     if rate is not None and isinstance(raw.get("learner", {}), dict):
         layers.put(raw, "learner.lr", rate)
 
 
-def choose_rate(raw: dict[str, Any]) -> tuple[float | None, str]:
+def choose_rate(raw: RawTable) -> tuple[float | None, str]:
     """Return the learning rate for the model of `raw`, or None, and the reason."""
     tables = {name: raw.get(name) for name in ("model", "learner", "lora")}
     model, learner, lora = (x if isinstance(x, dict) else {} for x in tables.values())

@@ -22,16 +22,16 @@ from asyncrl.config.tree import (
     TaskSource,
     interpolate_weight,
 )
-from asyncrl.contract.toml_writer import read_table
+from asyncrl.contract.toml_writer import RawTable, read_table
 
 
 class Rule(Section, frozen=True, kw_only=True):
     """A rule of rules.toml, which explains its fields."""
 
     text: str
-    when: dict[str, Any] = {}
-    some: dict[str, Any] = {}
-    unless: dict[str, Any] = {}
+    when: RawTable = {}
+    some: RawTable = {}
+    unless: RawTable = {}
     title: str = ""
     sets: tuple[str, ...] = ()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+RawTable = dict[str, Any]  # of TOML
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -27,18 +28,18 @@ def dumps(table: Mapping[str, Any]) -> str:
     return tomli_w.dumps(table)
 
 
-def read_table(module: str, kind: Any = dict[str, Any]) -> Any:
+def read_table(module: str, kind: Any = RawTable) -> Any:
     """Read NAME.toml beside NAME.py as a `kind`.  module: the `__file__` of NAME.py."""
     return msgspec.toml.decode(Path(module).with_suffix(".toml").read_bytes(), type=kind)
 
 
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(table: Mapping[str, Any], prefix: str = "") -> RawTable:
     """Return {dotted key: value} of nested tables.
 
     >>> flatten({"a": {"b": 1}, "c": [2]})
     {'a.b': 1, 'c': [2]}
     """
-    flat: dict[str, Any] = {}
+    flat: RawTable = {}
     for key, value in table.items():
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}.")

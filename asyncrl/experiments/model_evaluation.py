@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -25,6 +24,7 @@ from asyncrl.models import model_check
 from asyncrl.models.policy import load_policy
 from asyncrl.records import metrics, rundir
 from asyncrl.records.health_checks import compute_half_interval
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.supervise import live
 
 ASK_S = 1.0  # between two status requests to the buffer of an evaluation in sessions
@@ -68,7 +68,7 @@ def evaluate(
     names: Sequence[str],
     prompts: int | None,
     progress: EvaluationProgress,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Evaluate a model directory by the config `source`: return {model, sets: {name: metrics}}.
 
     names: the sets; empty means all. prompts: of each set; None means as many as at the end of a
@@ -94,7 +94,7 @@ def evaluate(
     evaluator = OfflineEvaluator(config, engine, progress.report)
     try:
         evaluator.load(load_policy(config.model.path, config.model.dtype, config.model.device), 0)
-        results: dict[str, Any] = {}
+        results: JsonObject = {}
         for name, planned in evaluator.plan.list_due(0, 0):
             start = time.monotonic()
             values = evaluator.measure(evaluator.plan.find_set(name), count(name, planned))
@@ -139,7 +139,7 @@ def _evaluate_sessions(
     names: Sequence[str],
     count: Callable[[str, int], int],
     progress: EvaluationProgress,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Evaluate by a run without steps in its own directory, which remains if the run fails.
 
     count: the prompts of a set, of those planned.
@@ -175,7 +175,7 @@ def _evaluate_sessions(
         stop.set()
         follower.join()
     rows = metrics.read(run_dir)
-    results: dict[str, Any] = {}
+    results: JsonObject = {}
     for name in ("heldout", "ood", *(one.name for one in evaluation.sets)):
         values = [
             (metric, value)
@@ -192,7 +192,7 @@ def _evaluate_sessions(
     return {"model": config.model.path, "sets": results}
 
 
-def format_evaluation(evaluation: dict[str, Any]) -> str:
+def format_evaluation(evaluation: JsonObject) -> str:
     """Format the result, one line for each set."""
     width = max(map(len, evaluation["sets"]))
     lines = []

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -24,6 +24,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Prompt, SamplingSettings, Ticket
 from asyncrl.contract.versions import Label
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks import get_task
 
 POLL_S = 0.01
@@ -53,7 +54,7 @@ class PlayerAnswer(msgspec.Struct, frozen=True):
     """One response. ids: the sampled tokens, empty for a human player."""
 
     text: str
-    message: dict[str, Any]
+    message: JsonObject
     ids: list[int] = []
 
 
@@ -66,9 +67,7 @@ class HumanPlayer:
         self.most = config.agent.max_calls
         self.calls = 0
 
-    def receive_event(
-        self, event: EnvironmentEvent, tools: list[dict[str, Any]]
-    ) -> tuple[int, bool]:
+    def receive_event(self, event: EnvironmentEvent, tools: list[JsonObject]) -> tuple[int, bool]:
         """Receive the next observation, of either side of a game.
 
         Returns the number of tokens in the context, and whether the response starts another
@@ -121,9 +120,7 @@ class ModelPlayer:
         self.sides = SessionPlayers(templated)
         self.call: SessionCall | None = None
 
-    def receive_event(
-        self, event: EnvironmentEvent, tools: list[dict[str, Any]]
-    ) -> tuple[int, bool]:
+    def receive_event(self, event: EnvironmentEvent, tools: list[JsonObject]) -> tuple[int, bool]:
         self.sides.set_turn(event.asked)
         now = time.monotonic()
         sequences = self.session.tree.count_rows()

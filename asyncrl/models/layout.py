@@ -6,9 +6,9 @@ Does not import torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from asyncrl.contract.errors import ConfigError
+from asyncrl.records.jsonl import JsonObject
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -40,11 +40,11 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 
 
-def compute_head_dim(raw: dict[str, Any]) -> int:
+def compute_head_dim(raw: JsonObject) -> int:
     return int(raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"])
 
 
-def list_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def list_shapes(raw: JsonObject) -> dict[str, tuple[int, ...]]:
     """Return every parameter's name and shape, tied ones once."""
     width = raw["hidden_size"]
     intermediate = raw["intermediate_size"]
@@ -108,7 +108,7 @@ def select_targets(names: Sequence[str], target_modules: Sequence[str]) -> list[
     return [name for name in names if not target_modules or f".{name}".endswith(ends)]
 
 
-def is_plain_config(raw: dict[str, Any]) -> bool:
+def is_plain_config(raw: JsonObject) -> bool:
     """Return whether config.json fully describes a model that the packed forward covers."""
     family = raw.get("model_type", "")
     sliding = (
@@ -127,7 +127,7 @@ def is_plain_config(raw: dict[str, Any]) -> bool:
     )
 
 
-def find_rope_base(raw: dict[str, Any]) -> float | None:
+def find_rope_base(raw: JsonObject) -> float | None:
     """Return the base of plain rotary embeddings; None if they are scaled or it is missing."""
     rope = raw.get("rope_parameters")
     if rope is None:

@@ -30,6 +30,7 @@ from asyncrl.models.tokenizer import (
     describe_missing_weights,
     load_tokenizer,
 )
+from asyncrl.records.jsonl import JsonObject
 
 OTHER_HEADS = (
     "ForMaskedLM",
@@ -143,7 +144,7 @@ def list_references(config: Config) -> list[tuple[str, Path]]:
     return [(key, Path(path)) for key, path in candidates if path]
 
 
-def read_settings(path: Path, key: str, name: str = "config.json") -> dict[str, Any]:
+def read_settings(path: Path, key: str, name: str = "config.json") -> JsonObject:
     """Read a JSON file of a model. Raises ConfigError, with `key` in the message."""
     try:
         raw = json.loads((path / name).read_bytes())
@@ -156,13 +157,13 @@ def read_settings(path: Path, key: str, name: str = "config.json") -> dict[str, 
     return raw
 
 
-def get_language_config(raw: dict[str, Any]) -> dict[str, Any]:
+def get_language_config(raw: JsonObject) -> JsonObject:
     """Return the language model's part of a config."""
     part = raw.get("text_config")
     return part if isinstance(part, dict) else raw
 
 
-def check_kind(raw: dict[str, Any], path: Path, key: str) -> None:
+def check_kind(raw: JsonObject, path: Path, key: str) -> None:
     """Raise ConfigError for encoders and models with another head."""
     for name in raw.get("architectures") or []:
         if str(name).endswith(OTHER_HEADS):
@@ -173,7 +174,7 @@ def check_kind(raw: dict[str, Any], path: Path, key: str) -> None:
         )
 
 
-def check_vocabulary(raw: dict[str, Any], path: Path, tokenizer: Any) -> None:
+def check_vocabulary(raw: JsonObject, path: Path, tokenizer: Any) -> None:
     """Raise ConfigError for a tokenizer with tokens that the model has no embedding for."""
     size = get_language_config(raw).get("vocab_size")
     largest = max(tokenizer.get_vocab().values(), default=-1)
@@ -185,7 +186,7 @@ def check_vocabulary(raw: dict[str, Any], path: Path, tokenizer: Any) -> None:
         )
 
 
-def find_max_positions(raw: dict[str, Any]) -> int | None:
+def find_max_positions(raw: JsonObject) -> int | None:
     """Return the model's longest context in tokens; None if its config does not give it."""
     raw = get_language_config(raw)
     longest = next((raw[k] for k in POSITIONS if isinstance(raw.get(k), int)), None)
@@ -223,7 +224,7 @@ def check_finite(path: Path, key: str) -> None:
 
 
 def check_complete(
-    raw: dict[str, Any], path: Path, dtype: str, key: str, device: str, *, compares: bool = False
+    raw: JsonObject, path: Path, dtype: str, key: str, device: str, *, compares: bool = False
 ) -> str:
     """Raise ConfigError for missing weights, wrong log-probabilities and encoders.
 
@@ -322,7 +323,7 @@ def compare_with_eager(path: Path, dtype: str, device: str) -> str:
 
 
 def _sample_compared(
-    raw: dict[str, Any], model: Any, mark: int | None
+    raw: JsonObject, model: Any, mark: int | None
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return random prompts and responses of text, int32, for `compare_with_eager`.
 

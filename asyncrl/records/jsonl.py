@@ -12,10 +12,11 @@ from typing import Any
 
 from asyncrl.records.append_log import AppendLog
 
+JsonObject = dict[str, Any]
 _reported: set[tuple[str, int]] = set()  # (file, line) of damage that was reported
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> JsonObject:
     """Read a file of one JSON object, or return {} if it has none."""
     try:
         content = json.loads(path.read_bytes())
@@ -24,12 +25,12 @@ def read_object(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[JsonObject]:
     """Read the rows of a file, or none if there is no file.
 
     Damaged lines are left out and reported once.  An incomplete last line is left out."""
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     damaged: list[int] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -84,7 +85,7 @@ class GrowingFile:
         return data
 
 
-def read_new_rows(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
+def read_new_rows(path: Path, offset: int) -> Iterator[tuple[JsonObject, int]]:
     """Yield each whole row from `offset` on, with the offset behind it."""
     if not path.exists():
         return
@@ -101,12 +102,12 @@ def read_new_rows(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int
                 continue  # a damaged row
 
 
-def encode(rows: Iterable[dict[str, Any]]) -> bytes:
+def encode(rows: Iterable[JsonObject]) -> bytes:
     """Encode rows as lines."""
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def note(path: Path, row: dict[str, Any]) -> None:
+def note(path: Path, row: JsonObject) -> None:
     """Append a row that is only informative: a file that cannot be written is ignored."""
     with contextlib.suppress(OSError), path.open("ab") as file:
         file.write(encode([row]))
@@ -123,5 +124,5 @@ class JsonlAppender(AppendLog):
         if size and os.pread(self.fd, 1, size - 1) != b"\n":
             self.append(b"\n")
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: JsonObject) -> None:
         self.append(encode([row]))

@@ -20,6 +20,7 @@ from asyncrl.contract.messages import DISPOSITIONS
 from asyncrl.contract.toml_writer import read_table
 from asyncrl.records import health_checks, jsonl
 from asyncrl.records.append_log import make_disk_full_error
+from asyncrl.records.jsonl import JsonObject
 
 
 class MetricInfo(NamedTuple):
@@ -265,7 +266,7 @@ class MetricsWriter:
                     file=sys.stderr,
                 )
                 self.not_finite |= not_finite
-        row: dict[str, Any] = {"step": step, "t": round(seconds, 4)} | values
+        row: JsonObject = {"step": step, "t": round(seconds, 4)} | values
         counts = {name: Counter(numbers) for name, numbers in (histograms or {}).items()}
         texts = {name: {f"{x:g}": n for x, n in count.items()} for name, count in counts.items()}
         evaluation = name_evaluation(values)
@@ -280,7 +281,7 @@ class MetricsWriter:
         else:
             self.newest = step
 
-    def _start_session(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def _start_session(self, step: int, rows: list[JsonObject]) -> None:
         """Make TensorBoard drop its events from `step` on; add those of `rows` from there again.
 
         rows: all valid ones."""
@@ -314,7 +315,7 @@ OPTIMIZER_STEPS = "optimizer_steps.jsonl"  # of a run: a row for each optimizer 
 OLD_NAMES = {"adv/mean": "advantage/mean", "adv/abs_max": "advantage/abs_max"}
 
 
-def read(run_dir: Path) -> list[dict[str, Any]]:
+def read(run_dir: Path) -> list[JsonObject]:
     """Read the rows of metrics.jsonl that no later row replaces, in order.
 
     Damaged lines are left out.  Renamed metrics have their present names."""
@@ -327,14 +328,14 @@ def name_evaluation(row: Mapping[str, Any]) -> str:
     return ",".join(sorted(names)) if all(name.startswith("eval/") for name in names) else ""
 
 
-def select_valid_rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def select_valid_rows(lines: Iterable[JsonObject]) -> list[JsonObject]:
     """Leave out the rows that later ones replace.
 
     After a resume the later row of a step wins.  A training row of step s replaces the earlier
     training rows from s on and the evaluations of versions above s, which belong to the abandoned
     branch.  An evaluation replaces an earlier one of the same version and split."""
     # (step, "" for training or the names of an evaluation)
-    valid: dict[tuple[int, str], dict[str, Any]] = {}
+    valid: dict[tuple[int, str], JsonObject] = {}
     newest = -1  # step of training
     for line in lines:
         row = {OLD_NAMES.get(name, name): value for name, value in line.items()}

@@ -25,6 +25,7 @@ from typing import IO, Any, Literal
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.records import jsonl, machine_memory, rundir
+from asyncrl.records.jsonl import JsonObject
 
 # exit codes: asked to stop, nothing left to do, replaced by another process
 INTERRUPTED = 130
@@ -57,13 +58,13 @@ def append_event(run_dir: Path, name: str, pid: int, event: str, **details: Any)
     jsonl.note(get_path(run_dir), row)
 
 
-def read_events(run_dir: Path) -> list[dict[str, Any]]:
+def read_events(run_dir: Path) -> list[JsonObject]:
     """Read all rows, oldest first; incomplete rows are left out."""
     rows = jsonl.read(get_path(run_dir))
     return [row for row in rows if {"at", "name", "pid", "event"} <= row.keys()]
 
 
-def read_latest_events(run_dir: Path) -> dict[str, dict[str, Any]]:
+def read_latest_events(run_dir: Path) -> dict[str, JsonObject]:
     """Return the newest row of each process.
 
     The end of a replaced process is ignored: it may come long after its successor's start."""
@@ -81,7 +82,7 @@ def find_shared_cores(run_dir: Path) -> int | None:
     return machines.pop()[1] if len(machines) == 1 else None
 
 
-def list_failed_ends(run_dir: Path) -> list[dict[str, Any]]:
+def list_failed_ends(run_dir: Path) -> list[JsonObject]:
     """Return the newest row of each process that failed or vanished, oldest first."""
     bad = [
         r
@@ -139,7 +140,7 @@ def find_previous_end(run_dir: Path, pid: int) -> PreviousEnd:
     return "outside"  # the machine has changed or rebooted
 
 
-def describe_end(row: dict[str, Any]) -> str:
+def describe_end(row: JsonObject) -> str:
     """Describe the end of a process in one line.
 
     >>> row = {"at": 0.0, "name": "learner", "pid": 7, "event": "ended", "code": 1}

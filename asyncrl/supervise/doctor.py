@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -15,6 +14,7 @@ from asyncrl.contract.messages import RunStatus
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.waits import ProgressWatchdog
 from asyncrl.records import health_checks, metrics, process_log, rundir
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.supervise import live
 from asyncrl.supervise.hosts import find_last_words, read_last_lines
 from asyncrl.supervise.report.advice import list_advice
@@ -23,8 +23,8 @@ SHOWN = ("reward/mean", "eval/heldout", "lag/mean", "optim/grad_norm")
 
 
 def describe_process(
-    name: str, event: dict[str, Any] | None, pid: object, log: Path | None
-) -> dict[str, Any]:
+    name: str, event: JsonObject | None, pid: object, log: Path | None
+) -> JsonObject:
     """Describe whether a process runs, how it ended, and the last line of its log.
 
     event: its latest. pid: its process id, or None if it does not run. log: None without one."""
@@ -47,7 +47,7 @@ def describe_process(
 
 def describe_processes(
     config: Config, run_dir: Path, peers: Iterable[str] = ()
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Describe every process that the run has, had or should have.
 
     peers: names that are connected to the buffer, perhaps from another machine."""
@@ -77,7 +77,7 @@ def describe_processes(
     return described
 
 
-def find_checkpoint(run_dir: Path) -> dict[str, Any] | None:
+def find_checkpoint(run_dir: Path) -> JsonObject | None:
     """Return version and path of the newest checkpoint without reading it, or None."""
     paths = [
         p
@@ -92,7 +92,7 @@ def find_checkpoint(run_dir: Path) -> dict[str, Any] | None:
     )
 
 
-def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict[str, Any]:
+def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> JsonObject:
     """Collect the run's state as `asyncrl doctor --json` prints it.
 
     advice: what limited the speed, whether staleness hurt, which health checks fired.
@@ -145,7 +145,7 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict
     }
 
 
-def list_missing(state: dict[str, Any]) -> list[str]:
+def list_missing(state: JsonObject) -> list[str]:
     """List the stopped processes that the run needs; [] if a supervisor restarts them."""
     running = {p["name"] for p in state["processes"] if p["alive"] or p["connected"]}
     has_generator = any(n.startswith("generator") for n in running)  # any generator will do
@@ -158,7 +158,7 @@ def list_missing(state: dict[str, Any]) -> list[str]:
     return [] if "supervisor" in running or state["ended"] else stopped
 
 
-def advise(run_dir: Path, state: dict[str, Any]) -> str:
+def advise(run_dir: Path, state: JsonObject) -> str:
     """Recommend the next step in one line."""
     running = {p["name"] for p in state["processes"] if p["alive"]}
     config_path = run_dir / "config.toml"
@@ -188,7 +188,7 @@ def advise(run_dir: Path, state: dict[str, Any]) -> str:
     )
 
 
-def describe_refusals(state: dict[str, Any]) -> list[str]:
+def describe_refusals(state: JsonObject) -> list[str]:
     """List what the buffer refused: messages, one line per reason, and excluded batches.
 
     >>> state = {"refused": {"number": 2, "token": 1}, "set_aside": ["R/set_aside/batch_3.jsonl"]}
@@ -202,7 +202,7 @@ def describe_refusals(state: dict[str, Any]) -> list[str]:
     ] + [f"excluded, as the learner repeatedly failed on it: {path}" for path in state["set_aside"]]
 
 
-def format_lines(run_dir: Path, state: dict[str, Any]) -> list[str]:
+def format_lines(run_dir: Path, state: JsonObject) -> list[str]:
     """Describe a run whose buffer does not reply, as lines of text."""
     lines = [
         *state["advice"],

@@ -13,6 +13,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, health_checks, jsonl, metrics
 from asyncrl.records.health_checks import compute_half_interval
+from asyncrl.records.jsonl import JsonObject
 
 PARTIAL = (
     "the buffer could not write its summary: the numbers come from metrics.jsonl and "
@@ -69,17 +70,17 @@ def find_task_signs(config: Config) -> list[health_checks.Finding]:
     return [health_checks.make_finding("answers_missing", said)]
 
 
-def read(config: Config, run_dir: Path) -> dict[str, Any]:
+def read(config: Config, run_dir: Path) -> JsonObject:
     """Read the summary of a run that has ended, or compose that of any other run."""
     return jsonl.read_object(run_dir / "summary.json") or compose(config, run_dir)
 
 
-def read_buffer_summary(run_dir: Path) -> dict[str, Any]:
+def read_buffer_summary(run_dir: Path) -> JsonObject:
     """Read the summary that the last buffer wrote, or build a partial one."""
     return jsonl.read_object(run_dir / "buffer_summary.json") or build_partial_summary(run_dir)
 
 
-def build_partial_summary(run_dir: Path) -> dict[str, Any]:
+def build_partial_summary(run_dir: Path) -> JsonObject:
     """Build the buffer's part of the summary from trained.jsonl and metrics.jsonl.
 
     Its ledger has only the line `trained`, because these files have no other."""
@@ -140,14 +141,14 @@ def find_evaluation(rows: Sequence[Mapping[str, Any]], split: str, end: str) -> 
     return rewards[0 if end == "start" else -1] if rewards else None
 
 
-def compose(config: Config, run_dir: Path) -> dict[str, Any]:
+def compose(config: Config, run_dir: Path) -> JsonObject:
     """Build the summary from the files of buffer and learner.
 
     It has the key "partial" only if the buffer was killed."""
     totals = read_buffer_summary(run_dir)
     lines = jsonl.read(run_dir / "metrics.jsonl")
     all_rows = metrics.select_valid_rows(lines)
-    last_batch: dict[str, Any] = ([{}] + [r for r in all_rows if "reward/mean" in r])[-1]
+    last_batch: JsonObject = ([{}] + [r for r in all_rows if "reward/mean" in r])[-1]
     wall_s = max(totals["wall_s"], 1e-9)
     # up to the last commit, as the seconds; a partial ledger has only the trained tokens
     generated = sum(n for name, n in last_batch.items() if name.startswith("ledger/"))
@@ -218,7 +219,7 @@ def find_judge_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {}
 
 
-def write(config: Config, run_dir: Path) -> dict[str, Any]:
+def write(config: Config, run_dir: Path) -> JsonObject:
     """Write the summary to RUN/summary.json and return it."""
     summary = compose(config, run_dir)
     atomic_write.write(run_dir / "summary.json", json.dumps(summary, indent=1))

@@ -6,12 +6,13 @@ import json
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import health_checks, jsonl, metrics, process_log
 from asyncrl.records.health_checks import Finding
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import Block, CardBlock, ListBlock, TableBlock, format_number
 from asyncrl.supervise.doctor import describe_process
 from asyncrl.supervise.report.run_view import RunView, format_item, read_settings
@@ -71,7 +72,7 @@ def sum_lags(model: Path) -> LagTotals:
     return LagTotals(lags, unknown, rows[-1]["batch"] + 1 if rows else 0)
 
 
-def read_model_record(model: Path) -> dict[str, Any]:
+def read_model_record(model: Path) -> JsonObject:
     """Read the record of a model's creation.  Raises ConfigError."""
     try:
         return dict(json.loads((model / MODEL).read_bytes()))
@@ -79,7 +80,7 @@ def read_model_record(model: Path) -> dict[str, Any]:
         raise ConfigError(f"{model / MODEL}: {error}") from None
 
 
-def describe_processes(server: Path) -> list[dict[str, Any]]:
+def describe_processes(server: Path) -> list[JsonObject]:
     """Describe the processes of a server like `doctor.describe_processes`."""
     server_runs = is_running(server)
     events = process_log.read_latest_events(server)
@@ -95,7 +96,7 @@ def describe_processes(server: Path) -> list[dict[str, Any]]:
     return described
 
 
-def examine(path: Path) -> dict[str, Any]:
+def examine(path: Path) -> JsonObject:
     """Describe a server or one of its models.  Raises ConfigError."""
     is_one_model = (path / MODEL).exists()
     folders = [path] if is_one_model else sorted(note.parent for note in path.glob(f"*/{MODEL}"))
@@ -114,7 +115,7 @@ def examine(path: Path) -> dict[str, Any]:
     }
 
 
-def _describe_model(folder: Path) -> dict[str, Any]:
+def _describe_model(folder: Path) -> JsonObject:
     record = read_model_record(folder)
     totals = sum_lags(folder)
     ledger = jsonl.read_object(folder / LEDGER)
@@ -141,7 +142,7 @@ def run_health_checks(model: Path) -> list[Finding]:
     return [finding._replace(try_this=ADVICE) for finding in results if finding is not None]
 
 
-def format_lines(state: dict[str, Any]) -> list[str]:
+def format_lines(state: JsonObject) -> list[str]:
     """Describe the state as lines of text."""
     address = f" at {state['url']}" if state["url"] else ""
     lines = [f"the server is running{address}" if state["running"] else "the server is not running"]
@@ -187,7 +188,7 @@ class TinkerModelView(RunView):
         self.home = self.path.parent  # the server's
         self._findings: tuple[int, list[Finding]] = (-1, [])  # rows of metrics.jsonl, health checks
 
-    def read_summary(self) -> dict[str, Any]:
+    def read_summary(self) -> JsonObject:
         return {}
 
     def read_progress(self) -> tuple[str, int, int]:
@@ -197,7 +198,7 @@ class TinkerModelView(RunView):
     def count_steps(self) -> int:
         return int(self.series.axes["step"].values[-1]) + 1 if self.series.rows else 0
 
-    def list_overview(self, summary: dict[str, Any]) -> list[Block]:
+    def list_overview(self, summary: JsonObject) -> list[Block]:
         """Return ended processes, the health checks that fired, and the main figures."""
         state = self.describe_state()
         ledger = jsonl.read_object(self.path / LEDGER)
@@ -229,10 +230,10 @@ class TinkerModelView(RunView):
             self._findings = rows, run_health_checks(self.path)
         return self._findings[1]
 
-    def describe_processes(self) -> list[dict[str, Any]]:
+    def describe_processes(self) -> list[JsonObject]:
         return describe_processes(self.home)
 
-    def list_ledger(self, summary: dict[str, Any]) -> list[Block]:
+    def list_ledger(self, summary: JsonObject) -> list[Block]:
         """Return two tables: sequences by their number of trainings, trained tokens by lag."""
         counts = jsonl.read_object(self.path / LEDGER)
         totals = sum_lags(self.path)
@@ -269,7 +270,7 @@ class TinkerModelView(RunView):
         """List no keys: the defaults of a server are not known here."""
         return []
 
-    def read_settings(self) -> dict[str, Any]:
+    def read_settings(self) -> JsonObject:
         """Return the server's settings and those that the model was created with."""
         record = read_model_record(self.path)
         record["time"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))

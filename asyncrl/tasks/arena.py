@@ -15,6 +15,7 @@ from typing import Any
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks.games import SeededRandom
 from asyncrl.tasks.synthetic import FIXED
 
@@ -75,14 +76,14 @@ class ArenaGame:
     def __init__(self, name: str) -> None:
         self.game = make_game(name)
 
-    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: int, options: JsonObject) -> tuple[str, JsonObject]:
         """Start a game.  Raises the game's errors, for instance if it needs more players."""
         self.random = SeededRandom(seed)
         with self.random:
             self.game.reset(num_players=1, seed=seed)
             return self.take_observation(), {}
 
-    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, text: str) -> tuple[str, float, bool, bool, JsonObject]:
         with self.random:
             done, _ = self.game.step(action=self.format_action(text))
             if not done:
@@ -119,7 +120,7 @@ class ArenaDuel:
     def __init__(self, name: str) -> None:
         self.game = make_game(name)
 
-    def reset(self, *, seed: int, options: dict[str, Any]) -> None:
+    def reset(self, *, seed: int, options: JsonObject) -> None:
         self.listed: dict[int, list[str]] = {}
         self.game.reset(num_players=2, seed=seed)
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import re
 from random import Random
-from typing import Any
 
 from asyncrl.contract.messages import Prompt
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks.synthetic import PlayedTask, SyntheticTask
 
 END = "<eos>"  # between a call and the calculator's reply
@@ -116,12 +116,12 @@ class Calculator:
     The reward is 1 for the right answer, otherwise 0.  After TURNS completions without an answer,
     the episode is truncated."""
 
-    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: int, options: JsonObject) -> tuple[str, JsonObject]:
         self.prompt: Prompt = options["prompt"]
         self.turns = 0
         return self.prompt.text, {}
 
-    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, text: str) -> tuple[str, float, bool, bool, JsonObject]:
         self.turns += 1
         if text.startswith("#"):
             return "", float(text == self.prompt.answer), True, False, {}

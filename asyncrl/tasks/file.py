@@ -18,6 +18,7 @@ import msgspec
 from asyncrl.contract.blobs.images import digest
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import TEMPLATE_COLUMNS, Prompt
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks.data.image_columns import IMAGE_COLUMNS, holds_images, read_images
 from asyncrl.tasks.data.rows import find_files, read_rows
 
@@ -29,7 +30,7 @@ RIGHT = 0.75  # share of correct demonstrations in a warm start
 MOST_SYMBOLS = 256  # most characters of a model whose tokens are characters
 
 
-def parse_turns(where: str, value: Any) -> list[dict[str, Any]]:
+def parse_turns(where: str, value: Any) -> list[JsonObject]:
     """Return chat turns as the chat template takes them.  Raises ConfigError for invalid turns.
 
     A turn with `tool_calls` needs no content.  Other keys that are null are left out."""
@@ -69,11 +70,11 @@ def to_text(value: Any) -> str:
     )
 
 
-def _rename_columns(where: str, row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def _rename_columns(where: str, row: JsonObject, columns: Mapping[str, str]) -> JsonObject:
     """Apply `task.columns` (our name -> the file's) and move chat turns in `prompt` to `messages`.
 
     TRL stores chat turns in `prompt`.  Raises ConfigError for a missing column."""
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for name, column in columns.items():
         try:
             values[name] = _find_value(row, column)
@@ -103,7 +104,7 @@ def _find_value(row: Any, column: str) -> Any:
 
 def suggest_answer_column(prompt: Prompt) -> str:
     """Suggest the setting for a prompt whose answer is in another column; "" without one."""
-    values: dict[str, Any] = {**prompt.meta}
+    values: JsonObject = {**prompt.meta}
     for name, text in prompt.meta.items():
         with contextlib.suppress(ValueError):
             if isinstance(inner := json.loads(text), dict):
@@ -186,7 +187,7 @@ def read_prompts(path: str, split: str, columns: Mapping[str, str] = {}) -> list
     return prompts
 
 
-def _identify_turn(turn: dict[str, Any]) -> list[Any]:
+def _identify_turn(turn: JsonObject) -> list[Any]:
     others = {key: value for key, value in turn.items() if key not in ("role", "content")}
     content = (turn.get("content") or "").strip()
     return [turn["role"], content, *([others] if others else [])]

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from asyncrl.config.agents import RANDOM
 from asyncrl.contract.errors import ConfigError
+from asyncrl.records.jsonl import JsonObject
 
 NEEDS = ("reset", "turn", "play")  # methods of every game
 DEALT = 100  # most games in a row that may end before the policy's first turn
@@ -32,7 +33,7 @@ class TwoPlayerGame(Protocol):
     opponent also needs `moves()`, the list of legal moves.  Optional: `parts(player)`, named
     numbers for the metrics."""
 
-    def reset(self, *, seed: int, options: dict[str, Any]) -> Any:
+    def reset(self, *, seed: int, options: JsonObject) -> Any:
         """Start a game; options are those of an environment."""
 
     def turn(self) -> tuple[int, str]:
@@ -126,7 +127,7 @@ class GameMatch:
         self.asked = self.games_started = 0
         self.opponent_moves: list[OpponentMove] = []
 
-    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: int, options: JsonObject) -> tuple[str, JsonObject]:
         """Start a session.  Raises the game's errors, and RuntimeError for the opponent's."""
         self.seed, self.options = seed, options
         self.side = seed % 2
@@ -138,7 +139,7 @@ class GameMatch:
             observation, _ = self._advance(None)
         return observation, {}
 
-    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, text: str) -> tuple[str, float, bool, bool, JsonObject]:
         """Play the response of the side whose turn it is.  Raises like `reset`."""
         self.opponent_moves = []
         with self.random:

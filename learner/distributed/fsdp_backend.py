@@ -35,6 +35,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import DamagedDataError
 from asyncrl.models.policy import PolicyModel, list_named_weights, read_flat, recompute_modules
 from asyncrl.models.trainer import Trainer
+from asyncrl.records.jsonl import JsonObject
 from learner.distributed.ranks import DistributedBackend
 from learner.gradients import sum_squares
 
@@ -228,14 +229,14 @@ class FsdpBackend(DistributedBackend):
         with self.guard():  # a forward pass of every rank
             return super().probe()
 
-    def _collect_tensors(self, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _collect_tensors(self, stored: Mapping[str, Any] | None = None) -> JsonObject:
         """Return all trained parts by their names: PART.NAME and PART.NAME/STATE.
 
         stored: the names of a checkpoint that is to be read. The optimizers get the states that it
         has.
         """
         self.release_gathered()
-        tensors: dict[str, Any] = {}
+        tensors: JsonObject = {}
         for part, (parameters, optimizer) in self.parts.items():
             for name, parameter in parameters.items():
                 prefix = f"{part}.{name}"
@@ -275,14 +276,14 @@ class FsdpBackend(DistributedBackend):
             }
         return tensors
 
-    def save(self, directory: Path) -> dict[str, Any]:
+    def save(self, directory: Path) -> JsonObject:
         with self.guard():
             state_dict_saver.save(self._collect_tensors(), checkpoint_id=directory / FOLDER)
             # every rank's part is on disk before rank 0 writes the manifest
             dist.barrier()
         return {FOLDER: self.ranks}
 
-    def load(self, state: dict[str, Any], directory: Path) -> None:
+    def load(self, state: JsonObject, directory: Path) -> None:
         saved = directory / FOLDER
         reader = FileSystemReader(saved)
         stored = reader.read_metadata().state_dict_metadata

@@ -21,6 +21,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.blobs.images import read_size
 from asyncrl.contract.messages import Batch
 from asyncrl.models import image_tokens, pictures
+from asyncrl.records.jsonl import JsonObject
 from learner.batch import PackedBatch
 from learner.records.batch_log import BatchLog
 
@@ -51,7 +52,7 @@ class SampleLog(BatchLog):
 
     def build_rows(
         self, batch: Batch, packed: PackedBatch, prep: PreparedBatch
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         """Build the rows of the batch's chosen samples, after its update."""
         columns = {
             "behavior": packed.behavior,
@@ -131,7 +132,7 @@ def build_sequence(
     ids: Sequence[int],
     versions: list[list[Any]],
     columns: Mapping[str, np.ndarray],
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return a training sequence of a row; values of `columns` that are not finite become None."""
     return {
         "prompt": tokenizer.decode(prompt),
@@ -149,7 +150,7 @@ def build_sequence(
     }
 
 
-def build_row(head: dict[str, Any], sequences: list[dict[str, Any]]) -> dict[str, Any]:
+def build_row(head: JsonObject, sequences: list[JsonObject]) -> JsonObject:
     """Return a row of the log: `head`, the lags of the sampled tokens, and the sequences."""
     lags = [
         lag

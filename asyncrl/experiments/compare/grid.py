@@ -43,6 +43,7 @@ from asyncrl.experiments.compare.arms import (
 from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.models import devices
 from asyncrl.records import health_checks, metrics
+from asyncrl.records.jsonl import JsonObject
 from buffer import training_log
 
 USUAL_SD = 0.02  # assumed standard deviation of the reward between seeds, for the power line
@@ -75,12 +76,12 @@ class CellResult:
 
     arm: str
     seed: int
-    summary: dict[str, Any]
+    summary: JsonObject
     steps: list[float] = field(default_factory=list)  # of the evaluations
     accuracy: list[float] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[JsonObject] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
-    batches: Sequence[dict[str, Any]] = ()
+    batches: Sequence[JsonObject] = ()
     warm: bool = False
     # step -> mean reward on out-of-distribution prompts
     ood: dict[float, float] = field(default_factory=dict)
@@ -688,7 +689,7 @@ class GridProgress:
         arm, _, seed = name.rpartition("-seed")
         return self.grid.read(arm, int(seed)) if arm else None
 
-    def on_event(self, name: str, event: dict[str, Any]) -> None:
+    def on_event(self, name: str, event: JsonObject) -> None:
         """Record a run's event.
 
         name: the run.

@@ -20,6 +20,7 @@ from torch import Tensor
 from asyncrl.algorithms import advantages, correction, kl, ratios
 from asyncrl.experiments.lab.page import LabFindings, make_table
 from asyncrl.experiments.lab.policy import ResponseSpace, compute_relative_error, differentiate
+from asyncrl.records.jsonl import JsonObject
 
 DISTANCES = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)
 UPDATES = (0, 1, 2, 4, 8, 16)
@@ -259,12 +260,12 @@ def sample_error(
     return total / draws / float(case.exact.square().sum())
 
 
-def average(trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def average(trees: Sequence[JsonObject]) -> JsonObject:
     """Average equal trees of numbers over seeds.
 
     A leaf `relative_bias` also gets the worst seed's value as `relative_bias_max`.
     """
-    means: dict[str, Any] = {}
+    means: JsonObject = {}
     for key, value in trees[0].items():
         means[key] = (
             average([e[key] for e in trees])
@@ -284,13 +285,13 @@ def measure(
     ref_kl: float,
     draws: int,
     say: Callable[[str], None],
-) -> dict[str, Any]:
+) -> JsonObject:
     """Run the experiment and return the result in the form of the JSON.
 
     Values are means over `seeds` random policies.
     """
     space = ResponseSpace(vocabulary, length)
-    results: list[dict[str, Any]] = []
+    results: list[JsonObject] = []
     for seed in range(seeds):
         say(f"seed {seed + 1} of {seeds}")
         theta = space.draw_table(1000 * seed)
@@ -308,7 +309,7 @@ def measure(
 
 def _measure_case(
     space: ResponseSpace, theta: Tensor, ref: Tensor, distance: float, draws: int, seed: int
-) -> dict[str, Any]:
+) -> JsonObject:
     on_policy, off_policy, *cases = (
         EstimatorCase(space, theta, ref, space.find_policy(theta, d, seed))
         for d in (0.0, distance, *DISTANCES)
@@ -367,12 +368,12 @@ def _compute_errors(
     judged: dict[str, dict[str, dict[str, float]]],
     draws: int,
     seed: int,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return relative_bias^2 + relative_variance / n for each batch size n.
 
     Some values are sampled instead, to check the formula or where no formula exists.
     """
-    errors: dict[str, Any] = {
+    errors: JsonObject = {
         policy: {
             name: {str(n): j["relative_bias"] ** 2 + j["relative_variance"] / n for n in SIZES}
             for name, j in by_name.items()
@@ -400,7 +401,7 @@ def _compute_errors(
 # ---- the presentation ----------------------------------------------------------------------------
 
 
-def present_findings(r: dict[str, Any]) -> LabFindings:
+def present_findings(r: JsonObject) -> LabFindings:
     """Present the result of `measure`: prior claims and tables."""
     setting = (
         f"{r['vocabulary']} symbols, {r['length']} tokens: {r['answers']} responses, all "
@@ -452,7 +453,7 @@ def present_findings(r: dict[str, Any]) -> LabFindings:
     return LabFindings("bias", setting, r, [*_check_on_policy(r), *_check_off_policy(r)], tables)
 
 
-def _check_on_policy(r: dict[str, Any]) -> list[tuple[str, bool]]:
+def _check_on_policy(r: JsonObject) -> list[tuple[str, bool]]:
     on, errors = r["estimators"]["on_policy"], r["identities"]
     bias = {n: judged["relative_bias"] for n, judged in on.items()}
     worst = on["k1_in_reward"]["relative_bias_max"]
@@ -490,7 +491,7 @@ def _check_on_policy(r: dict[str, Any]) -> list[tuple[str, bool]]:
     ]
 
 
-def _check_off_policy(r: dict[str, Any]) -> list[tuple[str, bool]]:
+def _check_off_policy(r: JsonObject) -> list[tuple[str, bool]]:
     off = r["estimators"]["off_policy"]
     clamped = [d for d, share in r["clamped"].items() if share > 0]
     cases = [

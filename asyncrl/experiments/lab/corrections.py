@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from asyncrl.config.presets import PRESETS
 from asyncrl.experiments.lab.bias import EXACT, average
 from asyncrl.experiments.lab.page import LabFindings, make_table
 from asyncrl.experiments.lab.policy import ResponseSpace, differentiate
+from asyncrl.records.jsonl import JsonObject
 
 DISTANCES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
 LAGS = range(5)
@@ -175,7 +175,7 @@ def judge_proximal(
     return by_lag
 
 
-def measure(vocabulary: int, length: int, seeds: int, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(vocabulary: int, length: int, seeds: int, say: Callable[[str], None]) -> JsonObject:
     """Return estimators[length][distance][name].
 
     Values are means over `seeds` random policies, directions of mu, and rewards.
@@ -212,7 +212,7 @@ def measure(vocabulary: int, length: int, seeds: int, say: Callable[[str], None]
 # ---- the presentation ----------------------------------------------------------------------------
 
 
-def present_findings(r: dict[str, Any]) -> LabFindings:
+def present_findings(r: JsonObject) -> LabFindings:
     """Present the result of `measure`: prior claims and tables."""
     setting = (
         f"{r['vocabulary']} symbols, responses of up to {r['length']} tokens, all summed; "
@@ -286,7 +286,7 @@ def present_findings(r: dict[str, Any]) -> LabFindings:
     return LabFindings("corrections", setting, r, _check_claims(by_length), tables)
 
 
-def _check_claims(e: dict[str, Any]) -> list[tuple[str, bool]]:
+def _check_claims(e: JsonObject) -> list[tuple[str, bool]]:
     longest, by_distance = list(e.items())[-1]
     away = [x[d] for x in e.values() for d in x if d != "0"]
     worst = max(

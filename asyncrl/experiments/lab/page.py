@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.records import atomic_write, page_kit
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import ListBlock, ListItem, PagePlot, PlotBlock, TableBlock
 
 
@@ -22,7 +23,7 @@ class LabFindings:
 
     name: str
     setting: str
-    result: dict[str, Any]
+    result: JsonObject
     claims: list[tuple[str, bool]]
     tables: list[TableBlock]
     plots: Sequence[PagePlot] = ()
@@ -40,9 +41,9 @@ class LabFindings:
         tables = (table.as_text() for table in self.tables)
         return "\n\n".join([self.setting, *tables, f"Verdict{verdict}"])
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         verdict = [{"text": text, "holds": holds} for text, holds in self.claims]
-        values: dict[str, Any] = convert_value(self.result | {"verdict": verdict})
+        values: JsonObject = convert_value(self.result | {"verdict": verdict})
         return values
 
 

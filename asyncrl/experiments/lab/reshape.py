@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Callable
 from math import nan
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from asyncrl.contract.toml_writer import read_table
 from asyncrl.experiments.lab.corrections import draw_rewards
 from asyncrl.experiments.lab.page import LabFindings, make_table
 from asyncrl.experiments.lab.policy import ResponseSpace, compute_cosine
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import PagePlot, PlotLine
 
 GROUP = 8
@@ -42,7 +42,7 @@ MAIN = (  # arms of the plot
     "D global",
     "gamma 0.001",
 )
-ARMS: dict[str, dict[str, Any]] = read_table(__file__)
+ARMS: dict[str, JsonObject] = read_table(__file__)
 
 
 def make_config(arm: str, epochs: int, minibatches: int) -> Config:
@@ -211,7 +211,7 @@ def measure(
     samples: int,
     rates: dict[str, float],
     say: Callable[[str], None],
-) -> dict[str, Any]:
+) -> JsonObject:
     """Run the experiment.
 
     - runs[optimizer][arm][quantity]: mean over seeds at every step
@@ -222,8 +222,8 @@ def measure(
         (space.draw_table(1000 * seed), draw_rewards(space, 1000 * seed + 1))
         for seed in range(seeds)
     ]
-    runs: dict[str, Any] = {}
-    highest: dict[str, Any] = {}
+    runs: JsonObject = {}
+    highest: JsonObject = {}
     for optimizer, rate in rates.items():
         runs[optimizer], highest[optimizer] = {}, {}
         for arm in ARMS:
@@ -269,7 +269,7 @@ def _average(x: list[float]) -> float:
 # ---- the presentation ----------------------------------------------------------------------------
 
 
-def present_findings(r: dict[str, Any]) -> LabFindings:
+def present_findings(r: JsonObject) -> LabFindings:
     """Present the result of `measure`: prior claims, a plot of the drift and a table a rate."""
     rates = ", ".join(f"{o} {x:g}" for o, x in r["rates"].items())
     setting = (
@@ -298,7 +298,7 @@ def present_findings(r: dict[str, Any]) -> LabFindings:
     return LabFindings("reshape", setting, r, claims, tables, [plot])
 
 
-def _check_optimizer(r: dict[str, Any], o: str) -> list[tuple[str, bool]]:
+def _check_optimizer(r: JsonObject, o: str) -> list[tuple[str, bool]]:
     budget, run = r["budget"], r["runs"][o]
     kl = {a: _average(h["kl_first"]) for a, h in r["highest"][o].items()}
     agree = min(run["v3.1"]["cosine"][1 : r["epochs"] * r["minibatches"]])
@@ -347,7 +347,7 @@ def _check_optimizer(r: dict[str, Any], o: str) -> list[tuple[str, bool]]:
     ]
 
 
-def _describe_arm(run: dict[str, Any], highest: dict[str, Any]) -> dict[str, float | str]:
+def _describe_arm(run: JsonObject, highest: JsonObject) -> dict[str, float | str]:
     norms, gammas, cosines, noise = (
         [v for v in run[name] if not math.isnan(v)] or [nan]
         for name in ("grad_norm", "gamma", "cosine", "coefficient_var")

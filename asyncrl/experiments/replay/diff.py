@@ -10,13 +10,13 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare.arms import find_config_differences
 from asyncrl.experiments.compare.grid import CellResult
 from asyncrl.experiments.compare.page import CURVES, plot_curves
 from asyncrl.records import atomic_write, metrics, page_kit, rundir
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import PlotBlock, TextBlock
 
 # metrics of speed and waiting, which do not depend on the computation
@@ -41,7 +41,7 @@ METRICS_SHOWN = 6  # of those that differ
 NAMES = ("name", "runs")  # settings that only locate a run
 
 
-def read(run_dir: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]], str | None]:
+def read(run_dir: Path) -> tuple[JsonObject, dict[int, dict[str, float]], str | None]:
     """Return (config, step -> metrics, digest of the final weights) of a run.
 
     Raises ConfigError if `run_dir` is not a run directory.
@@ -66,7 +66,7 @@ def read(run_dir: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]], st
 
 def find_first_difference(
     rows_a: dict[int, dict[str, float]], rows_b: dict[int, dict[str, float]]
-) -> dict[str, Any] | None:
+) -> JsonObject | None:
     """Return the first step at which metrics differ, with these metrics.
 
     The relatively largest difference comes first. Metrics of the machine are ignored.
@@ -85,7 +85,7 @@ def find_first_difference(
     return None
 
 
-def diff(run_a: Path, run_b: Path) -> dict[str, Any]:
+def diff(run_a: Path, run_b: Path) -> JsonObject:
     """Compare two runs.
 
     `equal` means bitwise equal final weights, the same steps, and every common metric equal.
@@ -109,7 +109,7 @@ def diff(run_a: Path, run_b: Path) -> dict[str, Any]:
     }
 
 
-def format_diff(comparison: dict[str, Any]) -> str:
+def format_diff(comparison: JsonObject) -> str:
     """Format the comparison for a reader."""
     lines = [f"A {comparison['a']}", f"B {comparison['b']}"]
     lines += [f"  {x}" for x in comparison["config"]] or ["  configs are the same"]
@@ -131,7 +131,7 @@ def format_diff(comparison: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def format_first_difference(difference: dict[str, Any], unit: str, shown: int) -> list[str]:
+def format_first_difference(difference: JsonObject, unit: str, shown: int) -> list[str]:
     """Format the result of `find_first_difference`, with `shown` of its metrics."""
     differing = difference["metrics"]
     return [
@@ -143,7 +143,7 @@ def format_first_difference(difference: dict[str, Any], unit: str, shown: int) -
     ]
 
 
-def write(comparison: dict[str, Any], path: Path) -> None:
+def write(comparison: JsonObject, path: Path) -> None:
     """Write a page with the curves of both runs overlaid. comparison: the result of `diff`."""
     runs = {name: read(Path(comparison[name.lower()]))[1] for name in "AB"}
     write_page("Two runs", format_diff(comparison), runs, comparison, path, "diff")
@@ -153,7 +153,7 @@ def write_page(
     heading: str,
     text: str,
     runs: Mapping[str, Mapping[int, Mapping[str, float]]],
-    result: dict[str, Any],
+    result: JsonObject,
     path: Path,
     blob: str,
 ) -> None:

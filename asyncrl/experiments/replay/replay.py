@@ -18,7 +18,6 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -34,6 +33,7 @@ from asyncrl.experiments.offline_eval import OfflineEvaluator
 from asyncrl.experiments.replay import diff
 from asyncrl.models import policy
 from asyncrl.records import atomic_write, metrics, stream
+from asyncrl.records.jsonl import JsonObject
 from learner import checkpoint
 from learner.step import LearnerCore
 
@@ -285,7 +285,7 @@ def replay(
     start: int | None = None,
     until: int | None = None,
     evaluate: bool = True,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Run `asyncrl replay` and return the content of replay.json.
 
     Raises ConfigError for a run without a recording, a key that may not change or missing versions,
@@ -344,7 +344,7 @@ def judge(
     result: ReplayResult,
     recorded: dict[int, dict[str, float]],
     digests: dict[int, str],
-) -> dict[str, Any]:
+) -> JsonObject:
     """Compare the replay with the recorded run: its metrics and digests.
 
     The result has the first difference, final values, stability by rule, and the distance from the
@@ -367,7 +367,7 @@ def judge(
         for n, row in sorted(result.rows.items())
         if row.get("eval/heldout_n") == recorded.get(n, {}).get("eval/heldout_n", 0)
     ]
-    comparison: dict[str, Any] = {
+    comparison: JsonObject = {
         "run_dir": str(source.run_dir),
         "from": source.start,
         "to": source.end,
@@ -386,7 +386,7 @@ def judge(
     return comparison | {"verdict": state_verdict(comparison), "warning": state_warning(comparison)}
 
 
-def summarize_ends(rows: dict[int, dict[str, float]], evaluated: Sequence[int]) -> dict[str, Any]:
+def summarize_ends(rows: dict[int, dict[str, float]], evaluated: Sequence[int]) -> JsonObject:
     """Summarize final values.
 
     Means of the last tenth of the steps, first and last held-out reward, and broken stability
@@ -398,7 +398,7 @@ def summarize_ends(rows: dict[int, dict[str, float]], evaluated: Sequence[int]) 
     train = [rows[n] for n in sorted(rows) if "loss/policy" in rows[n]]
     tail = train[-max(1, len(train) // 10) :]
     rewards = [rows[n]["eval/heldout"] for n in evaluated]
-    means: dict[str, Any] = {
+    means: JsonObject = {
         k: sum(x[k] for x in tail if k in x) / max(1, sum(k in x for x in tail))
         for k in WATCHED
         if any(k in x for x in tail)
@@ -412,7 +412,7 @@ def summarize_ends(rows: dict[int, dict[str, float]], evaluated: Sequence[int]) 
     }
 
 
-def state_verdict(comparison: dict[str, Any]) -> str:
+def state_verdict(comparison: JsonObject) -> str:
     """Put the comparison into one sentence: reproduced, stable or unstable."""
     if comparison["reproduced"]:
         return (
@@ -452,7 +452,7 @@ def state_verdict(comparison: dict[str, Any]) -> str:
     )
 
 
-def state_warning(comparison: dict[str, Any]) -> str:
+def state_warning(comparison: JsonObject) -> str:
     """Describe the limits of a replay and the distance from the behavior policies."""
     if comparison["equal"] or not comparison["changed"]:
         return ""
@@ -479,7 +479,7 @@ def state_warning(comparison: dict[str, Any]) -> str:
     )
 
 
-def format_replay(comparison: dict[str, Any]) -> str:
+def format_replay(comparison: JsonObject) -> str:
     """Format the result for a reader."""
     lines = [
         f"{comparison['run_dir']}, batches {comparison['from']} to {comparison['to'] - 1}, "

@@ -7,7 +7,7 @@ import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.simulate.times import TimeModel, change
 from asyncrl.models.devices import has_cuda
 from asyncrl.records import jsonl, metrics, process_log, rundir, trace
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.trace import TraceSpan
 
 FEWEST = 20  # decode calls that a fit needs, besides 5 batches
@@ -151,7 +152,7 @@ def solve(columns: Numbers, seconds: Sequence[float] | Numbers) -> tuple[Numbers
     return solution
 
 
-def _fit_decode(calls: Sequence[EngineCall], trains: Sequence[TraceSpan]) -> dict[str, Any]:
+def _fit_decode(calls: Sequence[EngineCall], trains: Sequence[TraceSpan]) -> JsonObject:
     """Fit step, row, admit, look, finish, beside and noise."""
     from scipy.optimize import minimize_scalar
 
@@ -192,7 +193,7 @@ def _fit_decode(calls: Sequence[EngineCall], trains: Sequence[TraceSpan]) -> dic
 
 def _fit_train(
     times: TimeModel, trains: Sequence[TraceSpan], calls: Sequence[EngineCall]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Fit train and train_tokens.
 
     Each batch's seconds are scaled to the mean number of tokens and to idle generators, in the
@@ -253,11 +254,11 @@ def _fit_waits(
     }
 
 
-def _fit_lengths(run_dir: Path, config: Config) -> dict[str, Any]:
+def _fit_lengths(run_dir: Path, config: Config) -> JsonObject:
     """Fit group_lengths to the samples, otherwise lengths to samples or metrics; and no_spread."""
     rows = [row for row in metrics.read(run_dir) if "reward/mean" in row]
     shares = [row["reward/no_spread_share"] for row in rows if "reward/no_spread_share" in row]
-    fitted: dict[str, Any] = {"no_spread": statistics.mean(shares)} if shares else {}
+    fitted: JsonObject = {"no_spread": statistics.mean(shares)} if shares else {}
     groups: dict[int, list[int]] = {}
     for sample in jsonl.read(run_dir / "samples.jsonl"):
         groups.setdefault(sample["ticket"], []).append(len(sample["tokens"]))

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -26,6 +26,7 @@ from asyncrl.experiments.simulate.fit import fit
 from asyncrl.experiments.simulate.simulation import Outcome, Simulation
 from asyncrl.experiments.simulate.times import TimeModel
 from asyncrl.records import atomic_write, page_kit, rundir
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import ListBlock, PagePlot, PlotBlock, PlotLine, TableBlock, TextBlock
 from asyncrl.supervise.report import advice
 
@@ -148,7 +149,7 @@ def answer(
     base: Sequence[Outcome],
     changed: Sequence[Outcome],
     drifted: Sequence[Outcome] = (),
-) -> dict[str, Any]:
+) -> JsonObject:
     """Compare `changed` with `base`, paired by seed.
 
     instead: the setting of the base.
@@ -190,7 +191,7 @@ def answer_questions(
     limits: Sequence[float],
     added_generators: Sequence[int],
     syncs: Sequence[float],
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Answer each question. base: the outcomes of `config`."""
     answers = []
     for limit in limits:
@@ -330,7 +331,7 @@ def simulate(
     steps: int | None = None,
     evaluate: bool,
     plot: Path | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the result of the command, as the object of `--json`. source: of the times."""
     if steps is not None:
         config = replace(config, learner=replace(config.learner, steps=steps))
@@ -363,7 +364,7 @@ def simulate(
         added_generators, syncs = [1], [2.0]
     answers = answer_questions(config, run, base, limits, added_generators, syncs)
     average = average_outcomes(base)
-    result: dict[str, Any] = {
+    result: JsonObject = {
         "tokens_per_s": average["tokens_per_s"],
         "idle_share": {side: average[f"idle_{side}"] for side in ("generator", "learner")},
         "lag": {key: average[f"lag_{key}"] for key in ("mean", "p95", "max", "closed_form")},
@@ -410,7 +411,7 @@ def make_table(
     return TableBlock(tuple(columns), rows, heading=heading, text_columns=0)
 
 
-def format_result(result: dict[str, Any]) -> str:
+def format_result(result: JsonObject) -> str:
     """Format the result for a reader."""
     base = result["base"]
     limit, mean, sampled = base["max_lag"], base["limit_mean"], max(base["generated"], 1)
@@ -445,7 +446,7 @@ def format_result(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_page(path: Path, name: str, result: dict[str, Any], config: str) -> None:
+def write_page(path: Path, name: str, result: JsonObject, config: str) -> None:
     """Write the page of a result atomically. config: as TOML."""
     points = result["sweep"]
     counts = sorted({point["generators"] for point in points})

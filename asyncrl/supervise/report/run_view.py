@@ -22,6 +22,7 @@ from asyncrl.contract.printable import escape_line
 from asyncrl.contract.toml_writer import flatten, read_table
 from asyncrl.records import jsonl, metrics, process_log, rundir
 from asyncrl.records.health_checks import Finding, match_rules
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import (
     Block,
     CardBlock,
@@ -67,7 +68,7 @@ class RunView:
     samples: SampleStore = field(init=False)
     steps: Series = field(init=False)  # of optimizer_steps.jsonl, read on demand
     problem: str = ""  # why its files cannot be read
-    _summary: dict[str, Any] = field(default_factory=dict)
+    _summary: JsonObject = field(default_factory=dict)
     _next_summary: float = 0.0
     _config: tuple[tuple[int, int], Config] | None = None
 
@@ -110,7 +111,7 @@ class RunView:
             self._config = (version, load.load(path))
         return self._config[1]
 
-    def read_summary(self) -> dict[str, Any]:
+    def read_summary(self) -> JsonObject:
         """Return the run's summary object; {} until it exists.
 
         A thread composes that of a run in progress, at most every COMPOSE_S seconds, and one that
@@ -135,7 +136,7 @@ class RunView:
         end = time.monotonic()
         self._next_summary = end + max(COMPOSE_S, (end - start) / COMPOSE_SHARE)
 
-    def describe_state(self) -> dict[str, Any]:
+    def describe_state(self) -> JsonObject:
         """Return the run's row of the list: state, steps, newest held-out reward, mean lag."""
         problem, state, step, planned = self.problem, "unreadable", 0, 0
         try:
@@ -175,7 +176,7 @@ class RunView:
             return 0
         return int(self.series.axes["step"].values[trained.rows[-1]]) + 1
 
-    def list_overview(self, summary: dict[str, Any]) -> list[Block]:
+    def list_overview(self, summary: JsonObject) -> list[Block]:
         """Return advice, waits, the health checks that fired, and the main figures."""
         advice, fired = self.list_advice(summary.get("signs", []))
         latest = self.series.read_latest()
@@ -196,7 +197,7 @@ class RunView:
             ended = rundir.is_finished(self.path, config.learner.steps)
         return advice.list_advice(config, self.path, ended=ended, series=self.series, signs=signs)
 
-    def list_ledger(self, summary: dict[str, Any]) -> list[Block]:
+    def list_ledger(self, summary: JsonObject) -> list[Block]:
         """Return the ledger: tokens by their end, by task and by length, and failures."""
         if not summary:
             return []
@@ -225,10 +226,10 @@ class RunView:
             if rows
         ]
 
-    def describe_processes(self) -> list[dict[str, Any]]:
+    def describe_processes(self) -> list[JsonObject]:
         return doctor.describe_processes(self.config, self.path)
 
-    def list_processes(self) -> list[dict[str, Any]]:
+    def list_processes(self) -> list[JsonObject]:
         """Return every process: state, last end, restarts, host, memory, last line of its log."""
         events = process_log.read_events(self.home)
         rows = self.describe_processes()
@@ -246,7 +247,7 @@ class RunView:
         self.steps.refresh()
         return self.steps
 
-    def read_settings(self) -> dict[str, Any]:
+    def read_settings(self) -> JsonObject:
         """Return the run's settings as {dotted key: value}."""
         return read_settings(self.home / "config.toml")
 
@@ -278,7 +279,7 @@ class RunView:
         return "\n".join(escape_line(line, 2000) for line in text.splitlines())
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> JsonObject:
     """Return the settings in a file as {dotted key: value}.  Raises ConfigError."""
     try:
         with path.open("rb") as file:
@@ -306,7 +307,7 @@ def describe_state(run_dir: Path, planned: int) -> str:
     return "finished" if rundir.is_finished(run_dir, planned) else "stopped"
 
 
-def list_differences(runs: list[RunView]) -> list[dict[str, Any]]:
+def list_differences(runs: list[RunView]) -> list[JsonObject]:
     """Return the settings in which the runs differ, as {key, values by run}."""
     settings = {run.id: run.read_settings() for run in runs}
     keys = sorted({key for values in settings.values() for key in values})
@@ -340,7 +341,7 @@ def list_early_stops(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     ]
 
 
-def build_cards(series: Series, summary: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+def build_cards(series: Series, summary: JsonObject) -> list[tuple[str, str, str, str]]:
     """Return (label, value, id, note below the value) of each card; none without a summary."""
     if not summary:
         return []
@@ -388,7 +389,7 @@ def describe_limit_moves(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"limit {earlier}{'; '.join(moves[-MOVES:])}" if moves else ""
 
 
-def _build_ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+def _build_ledger(summary: JsonObject) -> list[tuple[str, ...]]:
     total = max(summary["ledger"]["generated"], 1)
     rows: list[tuple[str, ...]] = [
         ("generated", f"{summary['ledger']['generated']:,}", "", "", "", "")
@@ -410,7 +411,7 @@ def _build_ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def build_task_ledger(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return a header, then a row per task of a mixture with its tokens in each ledger line."""
-    tables: dict[str, dict[str, Any]] = summary.get("ledger_by_task", {})
+    tables: dict[str, JsonObject] = summary.get("ledger_by_task", {})
     line_names = [
         line
         for line in next(iter(tables.values()), {})
@@ -424,7 +425,7 @@ def build_task_ledger(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def build_length_ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+def build_length_ledger(summary: JsonObject) -> list[tuple[str, ...]]:
     """Return a header, then a row per range of completion lengths.
 
     A row has the number of tokens and their share in each non-empty ledger line.
@@ -453,7 +454,7 @@ def build_length_ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
 # ---- the runs of a folder ------------------------------------------------------------------------
 
 
-def list_runs(directory: Path) -> list[dict[str, Any]]:
+def list_runs(directory: Path) -> list[JsonObject]:
     """Describe each run directory in `directory`, oldest first.
 
     Raises ConfigError if it has none."""
@@ -480,13 +481,13 @@ def _is_run(run_dir: Path) -> bool:
     return (run_dir / "run_id").is_file()
 
 
-def describe_run(run_dir: Path) -> dict[str, Any]:
+def describe_run(run_dir: Path) -> JsonObject:
     """Read a run's state, steps, newest mean reward on held-out prompts and mean lag.
 
     accuracy: that reward, an accuracy where rewards are 0 or 1.
     state: `running`, `finished`, `stopped` or `unreadable`.
     A value that does not exist yet is None."""
-    row: dict[str, Any] = {"run": escape_line(run_dir.name), "state": "unreadable"}
+    row: JsonObject = {"run": escape_line(run_dir.name), "state": "unreadable"}
     row |= dict.fromkeys(("steps", "of", "accuracy", "lag"))
     try:
         config = tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))

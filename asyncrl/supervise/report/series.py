@@ -8,19 +8,20 @@ import math
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
 from numpy import ndarray
 
 from asyncrl.records import health_checks, jsonl, metrics
+from asyncrl.records.jsonl import JsonObject
 
 Axis = Literal["step", "time", "tokens"]
 AXES: tuple[Axis, ...] = ("step", "time", "tokens")
 TRAINED = "reward/mean"  # in every row of a batch, in no row of an evaluation
 POINTS = 1200  # most points of a line that is sent to a page
-_decoder = msgspec.json.Decoder(dict[str, Any])
+_decoder = msgspec.json.Decoder(JsonObject)
 
 
 class Column:
@@ -92,7 +93,7 @@ class Series:
         self.axes = {axis: Column() for axis in AXES}
         self.damaged, self._newest = 0, -1
 
-    def _decode_lines(self, data: bytes) -> list[dict[str, Any]]:
+    def _decode_lines(self, data: bytes) -> list[JsonObject]:
         """Return the rows of complete lines; damaged lines are skipped and counted."""
         try:
             rows = _decoder.decode_lines(data)
@@ -110,7 +111,7 @@ class Series:
                 self.damaged += 1
         return rows
 
-    def _add(self, rows: list[dict[str, Any]]) -> None:
+    def _add(self, rows: list[JsonObject]) -> None:
         """Append rows column by column."""
         if not rows:
             return
@@ -193,7 +194,7 @@ class Series:
         return kept_x.tolist(), kept_y.tolist()
 
 
-def _build_columns(rows: list[dict[str, Any]]) -> dict[str, tuple[ndarray, ndarray]]:
+def _build_columns(rows: list[JsonObject]) -> dict[str, tuple[ndarray, ndarray]]:
     """Return name -> (positions of rows, finite values), both [n], of every number in the rows.
 
     Rows with the same names become one matrix, which is several times faster than a loop.
@@ -218,7 +219,7 @@ def _build_columns(rows: list[dict[str, Any]]) -> dict[str, tuple[ndarray, ndarr
     return merged
 
 
-def _build_matrix(names: tuple[str, ...], rows: list[dict[str, Any]]) -> ndarray:
+def _build_matrix(names: tuple[str, ...], rows: list[JsonObject]) -> ndarray:
     """Return the values of rows with the same names, float64 [rows, names]; nan if not a number."""
     numeric = [name for name in names if isinstance(rows[0][name], int | float)]
     matrix = np.full((len(rows), len(names)), math.nan)

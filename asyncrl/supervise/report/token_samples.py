@@ -19,12 +19,13 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.toml_writer import read_table
 from asyncrl.records import jsonl
+from asyncrl.records.jsonl import JsonObject
 
 FILE = "token_samples.jsonl"
 RULES = ("group", "best", "worst", "off_policy", "longest", "random")
 ORDERS = ("batch", "reward", "lag", "length", "kl", "weight")  # by a value of the rows
 SHADES: dict[str, str] = read_table(__file__)
-_decoder = msgspec.json.Decoder(dict[str, Any])
+_decoder = msgspec.json.Decoder(JsonObject)
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _is_inside(value: float | None, bounds: tuple[float | None, float | None]) -
     return (low is None or value >= low) and (high is None or value <= high)
 
 
-def measure_token_kl(row: dict[str, Any]) -> float:
+def measure_token_kl(row: JsonObject) -> float:
     """Return the mean k3 = r - 1 - log r (Schulman 2020) of the start policy, in nats a token."""
     terms: list[float] = [
         math.exp(min(start - behavior, 50.0)) - 1 - (start - behavior)
@@ -86,7 +87,7 @@ class SampleStore:
 
     path: Path
     offsets: list[tuple[int, int]] = field(default_factory=list)  # (offset, bytes) of each row
-    heads: list[dict[str, Any]] = field(default_factory=list)  # rows without their tokens
+    heads: list[JsonObject] = field(default_factory=list)  # rows without their tokens
     damaged: int = 0
 
     def __post_init__(self) -> None:
@@ -150,12 +151,12 @@ class SampleStore:
         matches.sort(key=lambda number: self.heads[number][value] or 0.0, reverse=True)
         return matches[: query.limit]
 
-    def read_row(self, number: int) -> dict[str, Any]:
+    def read_row(self, number: int) -> JsonObject:
         """Read a complete row with the shades of each token."""
         offset, length = self.offsets[number]
         with self.path.open("rb") as file:
             file.seek(offset)
-            row: dict[str, Any] = _decoder.decode(file.read(length))
+            row: JsonObject = _decoder.decode(file.read(length))
         for sequence in row["sequences"]:
             sequence["shades"] = compute_shades(sequence)
         return row | {"number": number, "kl": self.heads[number]["kl"]}
@@ -170,7 +171,7 @@ def _subtract(left: Sequence[Any] | None, right: Sequence[Any] | None) -> list[f
     ]
 
 
-def compute_shades(sequence: dict[str, Any]) -> dict[str, list[Any]]:
+def compute_shades(sequence: JsonObject) -> dict[str, list[Any]]:
     """Return the value of each of SHADES for every token, without shades that were not measured."""
     versions: list[str | None] = [None] * len(sequence["tokens"])
     for label, start, end in sequence["versions"]:
@@ -197,7 +198,7 @@ BLUE, WHITE, RED = (59, 130, 246), (148, 148, 148), (239, 68, 68)
 PALETTE = ((59, 130, 246), (217, 119, 6), (5, 150, 105), (190, 24, 93), (124, 58, 237))
 
 
-def format_terminal(row: dict[str, Any], shade: str, color: bool) -> str:
+def format_terminal(row: JsonObject, shade: str, color: bool) -> str:
     """Format a sample as text: a head line, then prompt and response of each sequence.
 
     Control characters are escaped, so that sampled text cannot move the cursor or forge lines.
