@@ -24,6 +24,7 @@ from asyncrl.contract.importing import append_working_directory
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.contract.toml_writer import read_table
 
+Decorator = Callable[[Any], Any]  # of a command
 PATH = click.Path(path_type=Path)
 KINDS = {
     "path": PATH,
@@ -184,7 +185,7 @@ def json_option(command: Any) -> Any:
     )(command)
 
 
-def option_table(name: str) -> Callable[[Any], Any]:
+def option_table(name: str) -> Decorator:
     """Add the arguments and options of a table of base.toml, which explains their fields."""
 
     def add_all(command: Any) -> Any:
@@ -205,7 +206,7 @@ def option_table(name: str) -> Callable[[Any], Any]:
     return add_all
 
 
-def set_option(help_text: str) -> Callable[[Any], Any]:
+def set_option(help_text: str) -> Decorator:
     """Add --set KEY=VALUE, which completes config keys."""
     return click.option(
         "--set",
@@ -217,7 +218,7 @@ def set_option(help_text: str) -> Callable[[Any], Any]:
     )
 
 
-def config_argument(*, required: bool = True) -> Callable[[Any], Any]:
+def config_argument(*, required: bool = True) -> Decorator:
     """Add CONFIG, a file or the name of a bundled config."""
     return click.argument(
         "source",
@@ -228,7 +229,7 @@ def config_argument(*, required: bool = True) -> Callable[[Any], Any]:
     )
 
 
-def options(*, source: bool = True) -> Callable[[Any], Any]:
+def options(*, source: bool = True) -> Decorator:
     """Add CONFIG, --set and --json.  source: CONFIG is required."""
 
     def add(command: Any) -> Any:

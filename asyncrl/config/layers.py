@@ -23,6 +23,7 @@ from msgspec import Meta
 
 from asyncrl.contract.toml_writer import RawTable
 
+Conditions = tuple[tuple[str, Any], ...]  # (key, values) of every `read_with`
 OFF = (None, False, 0, "", "none", "off")
 
 
@@ -179,13 +180,11 @@ class KeyPlace(NamedTuple):
 
     field: msgspec.structs.FieldInfo
     struct: Any
-    conditions: tuple[tuple[str, Any], ...]
+    conditions: Conditions
 
 
 @functools.cache
-def map_places(
-    root: Any, prefix: str = "", outer: tuple[tuple[str, Any], ...] = ()
-) -> dict[str, list[KeyPlace]]:
+def map_places(root: Any, prefix: str = "", outer: Conditions = ()) -> dict[str, list[KeyPlace]]:
     """Return the fields of every dotted key, sections included: one for each method that has it.
 
     A tag has none."""
@@ -227,12 +226,10 @@ class GivenKey(NamedTuple):
     value: Any
     field: msgspec.structs.FieldInfo | None
     struct: Any
-    conditions: tuple[tuple[str, Any], ...]
+    conditions: Conditions
 
 
-def walk(
-    raw: RawTable, root: Any, prefix: str = "", outer: tuple[tuple[str, Any], ...] = ()
-) -> Iterator[GivenKey]:
+def walk(raw: RawTable, root: Any, prefix: str = "", outer: Conditions = ()) -> Iterator[GivenKey]:
     """Yield every leaf of a table except the tags."""
     fields = map_fields(root)
     for name, value in raw.items():

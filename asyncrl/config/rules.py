@@ -24,6 +24,8 @@ from asyncrl.config.tree import (
 )
 from asyncrl.contract.toml_writer import RawTable, read_table
 
+Problems = Iterator[str]  # each begins with its key
+
 
 class Rule(Section, frozen=True, kw_only=True):
     """A rule of rules.toml, which explains its fields."""
@@ -78,7 +80,7 @@ def _matches(config: msgspec.Struct, value: Any, choice: Any) -> bool:
     return None not in (value, other) and COMPARISONS[sign](value, other)
 
 
-def apply_table(table: str, config: msgspec.Struct) -> Iterator[str]:
+def apply_table(table: str, config: msgspec.Struct) -> Problems:
     """Yield the text of each rule of a table that applies to a config, or to a part of one."""
     for rule in TABLES[table]:
         when, some, unless = (
@@ -118,7 +120,7 @@ def check_name_and_device(config: Any) -> list[str]:
     return [*apply_table("every", config)]
 
 
-def _check_staleness(config: Config) -> Iterator[str]:
+def _check_staleness(config: Config) -> Problems:
     """Check the injected lag."""
     inject = config.staleness.inject
     largest = len(inject) - 1 if isinstance(inject, list) else inject or 0
@@ -134,7 +136,7 @@ def _check_staleness(config: Config) -> Iterator[str]:
         )
 
 
-def _check_weight_slots(config: Config) -> Iterator[str]:
+def _check_weight_slots(config: Config) -> Problems:
     versions = config.staleness.limit + 2
     if config.correction.proximal == "version" and config.weights.slots < versions < math.inf:
         yield (
@@ -144,7 +146,7 @@ def _check_weight_slots(config: Config) -> Iterator[str]:
         )
 
 
-def _find_unread_advantage(config: Config) -> Iterator[str]:
+def _find_unread_advantage(config: Config) -> Problems:
     """Find keys of [advantage] that have no effect with the supervised loss."""
     advantage = config.advantage
     by_default = {field.name: field.default for field in msgspec.structs.fields(Config)}
@@ -162,7 +164,7 @@ def _find_unread_advantage(config: Config) -> Iterator[str]:
         )
 
 
-def _check_advantage(config: Config) -> Iterator[str]:
+def _check_advantage(config: Config) -> Problems:
     if config.loss.surrogate == "sft":
         yield from _find_unread_advantage(config)
     advantage = config.advantage
@@ -194,7 +196,7 @@ def _check_advantage(config: Config) -> Iterator[str]:
             )
 
 
-def _check_prompt_sources(config: Config) -> Iterator[str]:
+def _check_prompt_sources(config: Config) -> Problems:
     """Check the sources of prompts and rewards."""
     reward = config.reward
     yield from (f"reward.{problem}" for problem in apply_table("judges", reward.judge))
@@ -212,7 +214,7 @@ def _check_prompt_sources(config: Config) -> Iterator[str]:
 WITHOUT_ANSWERS = ("env", "seeds", "reasoning_gym:")  # prefixes of task.name
 
 
-def _check_prompts(task: TaskSource, agent: AgentSource) -> Iterator[str]:
+def _check_prompts(task: TaskSource, agent: AgentSource) -> Problems:
     """Check that a task and an environment together give prompts and rewards."""
     if task.name in ("seeds", "guess", "nim") and not agent.env:
         yield (
@@ -231,7 +233,7 @@ def _check_prompts(task: TaskSource, agent: AgentSource) -> Iterator[str]:
         )
 
 
-def _check_sessions(config: Config) -> Iterator[str]:
+def _check_sessions(config: Config) -> Problems:
     """Refuse settings that sessions do not support, or were never tested with."""
     for title, agent in config.agents.items():
         prefix = f"task.mixture: {title}: " if title else ""
@@ -256,7 +258,7 @@ def _check_sessions(config: Config) -> Iterator[str]:
         ]
 
 
-def _check_command(agent: AgentConfig) -> Iterator[str]:
+def _check_command(agent: AgentConfig) -> Problems:
     if agent.command and not all(agent.command):
         yield ('agent.command: a word is empty; write a list like ["python", "agent.py"]')
     if invalid := [name for name in agent.env_pass if not name or "=" in name]:
@@ -266,7 +268,7 @@ def _check_command(agent: AgentConfig) -> Iterator[str]:
         )
 
 
-def _check_mixture(config: Config) -> Iterator[str]:
+def _check_mixture(config: Config) -> Problems:
     """Check the parts of a mixture of tasks."""
     task = config.task
     if bool(task.mixture) != (task.name == "mixture"):
@@ -296,7 +298,7 @@ def _check_mixture(config: Config) -> Iterator[str]:
             )
 
 
-def _check_part(config: Config, part: MixedTaskConfig) -> Iterator[str]:
+def _check_part(config: Config, part: MixedTaskConfig) -> Problems:
     """Check a part of a mixture; the problems do not contain its name."""
     yield from apply_table("parts", part)
     agent = part.agent if part.agent.uses_sessions else config.agent
@@ -321,7 +323,7 @@ def _check_part(config: Config, part: MixedTaskConfig) -> Iterator[str]:
         yield "model.warm_start: it has no answers to learn from; set model.path to your own model"
 
 
-def _check_evaluation(config: Config) -> Iterator[str]:
+def _check_evaluation(config: Config) -> Problems:
     """Check the evaluation sets and the generators reserved for them."""
     names: set[str] = set()
     for eval_set in config.evaluation.sets:
@@ -332,7 +334,7 @@ def _check_evaluation(config: Config) -> Iterator[str]:
         names.add(eval_set.name)
 
 
-def _check_evaluation_set(config: Config, eval_set: EvaluationSetConfig) -> Iterator[str]:
+def _check_evaluation_set(config: Config, eval_set: EvaluationSetConfig) -> Problems:
     yield from apply_table("evaluation_sets", eval_set)
     if large := [count for count in eval_set.pass_at if count > eval_set.samples]:
         yield f"pass_at = {large[0]} needs at least as many samples, not {eval_set.samples}"
@@ -345,7 +347,7 @@ def _check_evaluation_set(config: Config, eval_set: EvaluationSetConfig) -> Iter
         yield "the environment (agent.env) gives prompts and rewards; remove file, task and reward"
 
 
-def _check_devices(config: Config) -> Iterator[str]:
+def _check_devices(config: Config) -> Problems:
     """Check the GPUs of the ranks, and the keys that only some engines read."""
     if config.learner.gpus and (
         len(config.learner.gpus) != config.learner.ranks
@@ -382,7 +384,7 @@ def find_warnings(config: Config) -> list[str]:
     return [*_find_rate_warnings(config), *apply_table("warnings", config)]
 
 
-def _find_rate_warnings(config: Config) -> Iterator[str]:
+def _find_rate_warnings(config: Config) -> Problems:
     """Warn about a learning rate that is far above that of the model's size."""
     if config.learner.optimizer != "adamw" or config.model.path.startswith("hf://"):
         return

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from asyncrl.models import expert_layers
 
+Weights = Mapping[str, Tensor]
 ROWS = 16
 KEYS = 16
 BLOCK = 128  # MKL sums over 193 to 383 keys in two halves, in an order that depends on the width
@@ -109,7 +110,7 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
     return _ExactRotation.apply(x, turns)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def interleave_halves(lay: Any, fused: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def interleave_halves(lay: Any, fused: Weights) -> dict[str, Tensor]:
     """Reorder the columns of `fuse_layer` for rotation by one complex product.
 
     In each head of queries and keys, columns that rotary embedding combines become neighbors.
@@ -130,7 +131,7 @@ def interleave_halves(lay: Any, fused: Mapping[str, Tensor]) -> dict[str, Tensor
     return reordered
 
 
-def fuse_layer(lay: Any, i: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def fuse_layer(lay: Any, i: int, weights: Weights) -> dict[str, Tensor]:
     """Return the matrices [in, out] of layer i, with norm weights folded into the next matrix.
 
     A sparse layer has a router, and `up` and `down` of all its experts [E, in, out].
@@ -159,7 +160,7 @@ def fuse_layer(lay: Any, i: int, weights: Mapping[str, Tensor]) -> dict[str, Ten
     return fused
 
 
-def fuse_top(weights: Mapping[str, Tensor], tied: bool) -> dict[str, Tensor]:
+def fuse_top(weights: Weights, tied: bool) -> dict[str, Tensor]:
     """Return embed [V, H] and head [H, V], with the last norm folded into the head."""
     embed = weights["model.embed_tokens.weight"]
     head = embed if tied else weights["lm_head.weight"]
@@ -168,7 +169,7 @@ def fuse_top(weights: Mapping[str, Tensor], tied: bool) -> dict[str, Tensor]:
 
 def project(
     lay: Any,
-    w: Mapping[str, Tensor],
+    w: Weights,
     x: Tensor,
     turns: Any,
     normalize: Callable[..., Tensor] = normalize,
@@ -197,7 +198,7 @@ def project(
 
 def finish(
     lay: Any,
-    w: Mapping[str, Tensor],
+    w: Weights,
     x: Tensor,
     attended: Tensor,
     replayed: Tensor | None = None,

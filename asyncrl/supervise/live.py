@@ -18,6 +18,7 @@ from asyncrl.records.health_checks import HELD_UP, is_explained_by_calls, match_
 from asyncrl.records.page_kit import TableBlock
 from asyncrl.transport.sockets import PeerSocket
 
+Metrics = Mapping[str, float]  # the newest value of each
 PLAIN_S = 10.0
 LIVE_S = 0.25
 UNUSED = 0.01  # smallest share of unused tokens in trained batches that is shown
@@ -90,7 +91,7 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days"
 
 
-def format_sets(metrics: Mapping[str, float]) -> str:
+def format_sets(metrics: Metrics) -> str:
     """Format the newest results of the evaluation sets, without bounds; "" without any.
 
     The results of a mixture's tasks are shown with the task.
@@ -115,7 +116,7 @@ TASK_COLUMNS = (
 )
 
 
-def build_task_rows(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
+def build_task_rows(metrics: Metrics) -> list[tuple[str, ...]]:
     """Return a row for each task of a mixture, from the last step with its samples.
 
     The columns are title, share of the batch, reward, lag, ESS, removed groups, held-out reward.
@@ -145,7 +146,7 @@ def build_task_rows(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
 class TaskTable:
     """The tasks of a mixture in columns, or one below the other on a narrow terminal."""
 
-    def __init__(self, metrics: Mapping[str, float]) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         self.rows = [(*row[:3], row[-1], *row[3:-1]) for row in build_task_rows(metrics)]
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
@@ -167,7 +168,7 @@ class TaskTable:
             yield Text("\n".join(lines))
 
 
-def format_tasks(metrics: Mapping[str, float]) -> str:
+def format_tasks(metrics: Metrics) -> str:
     """Format the tasks of a mixture with share, reward and held-out reward; "" without one.
 
     >>> shares = {"task/a_share": 0.5, "task/b_share": 0.5}
@@ -198,7 +199,7 @@ def label_set(metric: str) -> tuple[str, str]:
     return name, f"{name} {suffix}".strip() if suffix in ("", "greedy") else ""
 
 
-def describe_reward_wait(metrics: Mapping[str, float]) -> str:
+def describe_reward_wait(metrics: Metrics) -> str:
     """Describe how rewards hold up the run at its last step; "" if they do not.
 
     >>> last = {"time/reward_wait_share": 0.42, "reward/queue": 120.0, "reward/call_s": 0.2}
@@ -221,7 +222,7 @@ def describe_reward_wait(metrics: Mapping[str, float]) -> str:
     )
 
 
-def describe(table: str, metrics: Mapping[str, float]) -> str:
+def describe(table: str, metrics: Metrics) -> str:
     """Describe what a table of health_checks.toml finds in the last step; "" for nothing.
 
     `link`: links that hold the run up.  `limit`: the adaptive lag limit.  `window`: the admission
@@ -239,7 +240,7 @@ def describe(table: str, metrics: Mapping[str, float]) -> str:
     return ("; " if table == "link" else "").join(x.said for x in match_rules(table, values))
 
 
-def describe_unused_tokens(ledger: Mapping[str, Mapping[str, float]]) -> str:
+def describe_unused_tokens(ledger: Mapping[str, Metrics]) -> str:
     """Describe the tokens of trained batches that changed no weight; "" if they are few.
 
     >>> ledger = {"trained": {"tokens": 60.0}, "skipped": {"tokens": 30.0}}

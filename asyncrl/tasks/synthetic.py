@@ -12,6 +12,7 @@ import xxhash
 
 from asyncrl.contract.messages import Prompt
 
+Demonstrations = list[tuple[str, str]]  # (text before, completion)
 FIXED = 2048  # problems in a held-out or out-of-distribution set
 _FIXED: dict[tuple[str, str], list[str]] = {}  # (task, split) -> its problems
 
@@ -94,7 +95,7 @@ class SyntheticTask:
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
         return float(text == prompt.answer)
 
-    def make_demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
+    def make_demonstrations(self, number: int, seed: int) -> Demonstrations:
         """Return `number` pairs (prompt, answer) for the warm start, with deliberate mistakes."""
         solved = self._solve_demonstrations(number, seed)
         return [(self.format_text(problem), answer) for problem, answer in solved]
@@ -104,7 +105,7 @@ class SyntheticTask:
         solved = self._solve_demonstrations(number, seed)
         return [self.draw_images(problem) for problem, _ in solved]
 
-    def _solve_demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
+    def _solve_demonstrations(self, number: int, seed: int) -> Demonstrations:
         """Return `number` pairs (problem, answer)."""
         rng = Random(f"{self.name}:demo:{seed}")
         pairs = []
@@ -130,7 +131,7 @@ class PlayedTask(SyntheticTask):
     def make_environment(self) -> Any:
         raise AssertionError  # pragma: no cover - each task has its own
 
-    def _demonstrate_session(self, rng: Random) -> list[tuple[str, str]]:
+    def _demonstrate_session(self, rng: Random) -> Demonstrations:
         """Return the turns of a session as (text before, completion)."""
         raise AssertionError  # pragma: no cover
 
@@ -140,10 +141,10 @@ class PlayedTask(SyntheticTask):
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
         raise ValueError(f"task.name = {self.name} has no reward: the environment gives it")
 
-    def make_demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
+    def make_demonstrations(self, number: int, seed: int) -> Demonstrations:
         """Return turns as (text before, completion), with deliberate mistakes."""
         rng = Random(f"{self.name}:demo:{seed}")
-        turns: list[tuple[str, str]] = []
+        turns: Demonstrations = []
         while len(turns) < number:
             turns += self._demonstrate_session(rng)
         return turns[:number]

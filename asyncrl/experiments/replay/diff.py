@@ -19,6 +19,7 @@ from asyncrl.records import atomic_write, metrics, page_kit, rundir
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import PlotBlock, TextBlock
 
+MetricsByStep = dict[int, dict[str, float]]
 # metrics of speed and waiting, which do not depend on the computation
 MACHINE = (
     "time/",
@@ -41,13 +42,13 @@ METRICS_SHOWN = 6  # of those that differ
 NAMES = ("name", "runs")  # settings that only locate a run
 
 
-def read(run_dir: Path) -> tuple[JsonObject, dict[int, dict[str, float]], str | None]:
+def read(run_dir: Path) -> tuple[JsonObject, MetricsByStep, str | None]:
     """Return (config, step -> metrics, digest of the final weights) of a run.
 
     Raises ConfigError if `run_dir` is not a run directory.
     """
     rundir.require_run(run_dir)
-    by_step: dict[int, dict[str, float]] = {}
+    by_step: MetricsByStep = {}
     # rows of training and evaluation may share a step; after a resume the later value wins
     for row in metrics.read(run_dir):
         values = {
@@ -64,9 +65,7 @@ def read(run_dir: Path) -> tuple[JsonObject, dict[int, dict[str, float]], str | 
     )
 
 
-def find_first_difference(
-    rows_a: dict[int, dict[str, float]], rows_b: dict[int, dict[str, float]]
-) -> JsonObject | None:
+def find_first_difference(rows_a: MetricsByStep, rows_b: MetricsByStep) -> JsonObject | None:
     """Return the first step at which metrics differ, with these metrics.
 
     The relatively largest difference comes first. Metrics of the machine are ignored.

@@ -31,6 +31,7 @@ from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.verdict import list_instabilities
 from asyncrl.experiments.offline_eval import OfflineEvaluator
 from asyncrl.experiments.replay import diff
+from asyncrl.experiments.replay.diff import MetricsByStep
 from asyncrl.models import policy
 from asyncrl.records import atomic_write, metrics, stream
 from asyncrl.records.jsonl import JsonObject
@@ -45,7 +46,7 @@ REPORT_S = 10.0  # between two progress messages
 class ReplayResult:
     """The result of a replay. digests: version -> weights."""
 
-    rows: dict[int, dict[str, float]] = field(default_factory=dict)
+    rows: MetricsByStep = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     failed: str = ""
 
@@ -322,12 +323,12 @@ def replay(
 # ---- the difference ------------------------------------------------------------------------------
 
 
-def read_recorded(source: Replay) -> tuple[dict[int, dict[str, float]], dict[int, str]]:
+def read_recorded(source: Replay) -> tuple[MetricsByStep, dict[int, str]]:
     """Return the recorded metrics by step and the digests of weights by version.
 
     The evaluations are those of metrics.jsonl.
     """
-    rows: dict[int, dict[str, float]] = {}
+    rows: MetricsByStep = {}
     digests = {}
     for step in source.recording.read_steps(source.start, source.end):
         rows[step.batch.number] = dict(step.metrics)
@@ -342,7 +343,7 @@ def read_recorded(source: Replay) -> tuple[dict[int, dict[str, float]], dict[int
 def judge(
     source: Replay,
     result: ReplayResult,
-    recorded: dict[int, dict[str, float]],
+    recorded: MetricsByStep,
     digests: dict[int, str],
 ) -> JsonObject:
     """Compare the replay with the recorded run: its metrics and digests.
@@ -386,7 +387,7 @@ def judge(
     return comparison | {"verdict": state_verdict(comparison), "warning": state_warning(comparison)}
 
 
-def summarize_ends(rows: dict[int, dict[str, float]], evaluated: Sequence[int]) -> JsonObject:
+def summarize_ends(rows: MetricsByStep, evaluated: Sequence[int]) -> JsonObject:
     """Summarize final values.
 
     Means of the last tenth of the steps, first and last held-out reward, and broken stability

@@ -37,6 +37,7 @@ from asyncrl.supervise.report import advice
 from asyncrl.supervise.report.series import Series
 from asyncrl.supervise.report.token_samples import FILE, SampleStore
 
+TableRow = tuple[str, ...]
 CARDS: dict[str, tuple[str, str]] = read_table(__file__)["cards"]
 ENDS = ("start", "end")
 LEDGER = ("line", "tokens", "share", "samples", "mean length", "mean reward")
@@ -202,7 +203,7 @@ class RunView:
         if not summary:
             return []
         latest = self.series.read_latest()
-        tables: list[tuple[list[tuple[str, ...]], str, str]] = [
+        tables: list[tuple[list[TableRow], str, str]] = [
             ([LEDGER, *_build_ledger(summary)], "", "ledger"),
             ([TASKS, *live.build_task_rows(latest)], "Tasks, at the last step", "tasks"),
             (build_task_ledger(summary), "Ledger by task", "ledger-by-task"),
@@ -389,11 +390,9 @@ def describe_limit_moves(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"limit {earlier}{'; '.join(moves[-MOVES:])}" if moves else ""
 
 
-def _build_ledger(summary: JsonObject) -> list[tuple[str, ...]]:
+def _build_ledger(summary: JsonObject) -> list[TableRow]:
     total = max(summary["ledger"]["generated"], 1)
-    rows: list[tuple[str, ...]] = [
-        ("generated", f"{summary['ledger']['generated']:,}", "", "", "", "")
-    ]
+    rows: list[TableRow] = [("generated", f"{summary['ledger']['generated']:,}", "", "", "", "")]
     for name, line in summary["ledger_lines"].items():
         has_samples = line["samples"] > 0
         rows.append(
@@ -409,7 +408,7 @@ def _build_ledger(summary: JsonObject) -> list[tuple[str, ...]]:
     return rows
 
 
-def build_task_ledger(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def build_task_ledger(summary: Mapping[str, Any]) -> list[TableRow]:
     """Return a header, then a row per task of a mixture with its tokens in each ledger line."""
     tables: dict[str, JsonObject] = summary.get("ledger_by_task", {})
     line_names = [
@@ -417,7 +416,7 @@ def build_task_ledger(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
         for line in next(iter(tables.values()), {})
         if any(table[line]["tokens"] for table in tables.values())
     ]
-    rows: list[tuple[str, ...]] = [("task", "tokens", *line_names)]
+    rows: list[TableRow] = [("task", "tokens", *line_names)]
     for title, table in tables.items():
         total = sum(line["tokens"] for line in table.values())
         shares = (f"{table[line]['tokens'] / max(total, 1):.2%}" for line in line_names)
@@ -425,7 +424,7 @@ def build_task_ledger(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def build_length_ledger(summary: JsonObject) -> list[tuple[str, ...]]:
+def build_length_ledger(summary: JsonObject) -> list[TableRow]:
     """Return a header, then a row per range of completion lengths.
 
     A row has the number of tokens and their share in each non-empty ledger line.
@@ -438,7 +437,7 @@ def build_length_ledger(summary: JsonObject) -> list[tuple[str, ...]]:
                 lines.setdefault("faded" if prefix else name, {})[int(bound)] = tokens
     faded = lines.pop("faded", {})
     columns = lines | ({"faded": faded} if faded else {})
-    rows: list[tuple[str, ...]] = [("completion length", "tokens", *columns)]
+    rows: list[TableRow] = [("completion length", "tokens", *columns)]
     for bound in sorted({k for line in lines.values() for k in line}):
         total = sum(line.get(bound, 0) for line in lines.values())
         rows.append(

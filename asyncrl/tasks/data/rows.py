@@ -17,6 +17,7 @@ from typing import Any
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import TEMPLATE_COLUMNS
 
+LocatedRow = tuple[str, Any]  # FILE:LINE or the like, and the row
 # JSON's escape of a lone surrogate, which UTF-8 text cannot contain otherwise
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 SUFFIXES = (".parquet", ".jsonl", ".csv", ".arrow")
@@ -29,7 +30,7 @@ SPLITS = {"train": "train", "test": "test", "validation": "validation"} | {
 }
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_jsonl(path: Path) -> Iterator[LocatedRow]:
     for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if line.strip():
             where = f"{path}:{number}"
@@ -64,7 +65,7 @@ def require_encodable(where: str, row: Any) -> None:
             ) from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_parquet(path: Path) -> Iterator[LocatedRow]:
     try:
         import pyarrow.parquet as pq
     except ImportError as error:
@@ -118,7 +119,7 @@ def _decode_rows(path: Path, table: Any) -> list[Any]:
     return rows
 
 
-def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_csv(path: Path) -> Iterator[LocatedRow]:
     try:
         text = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
@@ -139,7 +140,7 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
 
 
-def _read_arrow(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_arrow(path: Path) -> Iterator[LocatedRow]:
     try:
         import pyarrow as pa
     except ImportError as error:
@@ -156,7 +157,7 @@ def _read_arrow(path: Path) -> Iterator[tuple[str, Any]]:
 READERS = {".parquet": _read_parquet, ".csv": _read_csv, ".arrow": _read_arrow}
 
 
-def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
+def read_rows(file: Path) -> Iterator[LocatedRow]:
     """Yield (location, row) for each row of a file.  Raises ConfigError."""
     return READERS.get(file.suffix, _read_jsonl)(file)
 
