@@ -119,7 +119,11 @@ def read(path: Path) -> Iterator[bytes]:
         yield frame.payload
         end = frame.end
     is_torn = end < len(data)
-    if _count_durable_bytes(path) > end or (
+    position = parse_position(path)
+    *newest, durable = max(map(_read_sure_file, path.parent.glob("*sure")), default=(0, 0, 0))
+    if tuple(newest) > position:
+        raise DamagedDataError(f"{make_segment_path(path.parent, *newest)} is missing: restore it")
+    if (tuple(newest) == position and durable > end) or (
         is_torn and (not end or any(later.number > end for later in FRAMES.find_later(data, end)))
     ):
         raise DamagedDataError(
@@ -129,18 +133,6 @@ def read(path: Path) -> Iterator[bytes]:
         )
     if is_torn:
         cut(path, end)
-
-
-def _count_durable_bytes(path: Path) -> int:
-    """Count the durable bytes of a segment by the files `sure`; 0: unknown.
-
-    Raises DamagedDataError if a file `sure` names a newer segment."""
-    newest = max(map(_read_sure_file, path.parent.glob("*sure")), default=(0, 0, 0))
-    if newest[:2] > parse_position(path):
-        raise DamagedDataError(
-            f"{make_segment_path(path.parent, *newest[:2])} is missing: restore it"
-        )
-    return newest[2] if newest[:2] == parse_position(path) else 0
 
 
 def _read_sure_file(path: Path) -> tuple[int, int, int]:
@@ -607,19 +599,20 @@ class RecordedStore(Store):
         evaluations: Evaluations,
         mixer: TaskMixer | None = None,
         now: float,
-        segment_bytes: int = 0,
+        segment_bytes: int = SEGMENT_BYTES,
         term: BufferTerm | None = None,
     ) -> RecordedStore:
         """Restore the store from the journal of earlier processes (of terms before `term`).
 
         sync: whether a record is durable only once the disk has it.
-        segment_bytes: size at which a segment is replaced; 0: the default.
+        segment_bytes: size at which a segment is replaced.
         Raises DamagedDataError if the journal does not replay, BufferTakenOver if there is a later
         term."""
         store = cls(settings, prompt, evaluations, mixer)
         plan = evaluations.plan
+        term_number = term.number if term else 0
         try:
-            store._replay_newest(directory, term.number if term else 0)
+            store._replay_newest(directory, term_number)
         finally:
             if term is not None:
                 term.check()  # a later buffer may have removed or extended the segments
@@ -630,12 +623,7 @@ class RecordedStore(Store):
         evaluations.fresh = []
         store.mixer.events = []
         store.renew_all_leases(now)
-        store.journal = Journal(
-            directory,
-            sync=sync,
-            term=term.number if term else 0,
-            **({"segment_bytes": segment_bytes} if segment_bytes else {}),
-        )
+        store.journal = Journal(directory, sync=sync, term=term_number, segment_bytes=segment_bytes)
         store.journal.rotate(_encode(store.snapshot()))
         return store
 

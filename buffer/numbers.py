@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl.config.tree import RecordConfig
 from asyncrl.contract.admission import AdaptiveLimit
 from asyncrl.contract.messages import Batch, TrainingSequence, Trajectory
+from asyncrl.records.metrics import METRICS
 from buffer.sessions import PeerState
 from buffer.store import Store
 from buffer.training_log import TrainingLog, mean, quantile
@@ -212,20 +213,8 @@ def compute_reward_metrics(
     return load | means | {"time/reward_wait_share": min(1.0, totals["reward_idle_s"] / spent)}
 
 
-def compute_engine_metrics(
-    stats: Sequence[Mapping[str, float]], totals: Mapping[str, float]
-) -> dict[str, float]:
-    """Compute the metrics of the engines' prefix caches and drafts; {} if there are none.
-
-    stats: the generators' numbers.
-    totals: the growth of their sums since the last step."""
-    reported = {name for entry in stats for name in entry}
-    names = [name for name in SUMS if name in reported and name.startswith(("prefix/", "draft/"))]
-    return {name: totals[name.partition("/")[2]] for name in names}
-
-
 def compute_judge_metrics(machines: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, float]:
-    """Compute the numbers of the judge's requests in the whole run.
+    """Compute the numbers of the judge's requests in the whole run; drop unknown names.
 
     machines: (machine, numbers) of each generator. All generators of a machine report the same
         budget, so that only the newest report of each machine counts.
@@ -238,7 +227,7 @@ def compute_judge_metrics(machines: Iterable[tuple[str, Mapping[str, float]]]) -
     newest: dict[tuple[str, str], float] = {}
     for machine, stats in machines:
         for name, value in stats.items():
-            if name.startswith("judge/"):
+            if name.startswith("judge/") and name in METRICS:
                 choose_newer = min if name.endswith("_left") else max
                 newest[name, machine] = choose_newer(newest.get((name, machine), value), value)
     totals: dict[str, float] = {}

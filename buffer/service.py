@@ -379,11 +379,15 @@ class BufferService:
 
         Any other session has to wait (None) or is refused (None, with a `Refusal`)."""
         now = time.monotonic()
-        holder = self.sessions.get_holder(name)
+        holder = self.sessions.names.get(name)
         if holder is None:
             message_checks.check_producer(name)
         known = self.generators.get(name, PeerState())
-        holder_ended = holder not in (None, session) and has_process_ended(known.pid, known.host)
+        holder_ended = (
+            holder is not None
+            and holder.token != session
+            and has_process_ended(known.pid, known.host)
+        )
         state = self.sessions.on_message(name, session, now, holder_ended=holder_ended)
         if state == "new":
             self.store.end_sessions(name, session)
@@ -969,7 +973,9 @@ class BufferService:
                 self.samples.write(row)
         values |= (
             self.compute_generator_metrics(now)
-            | self.compute_judge_metrics()
+            | numbers.compute_judge_metrics(
+                (entry.host, entry.stats) for entry in self.generators.values()
+            )
             | {
                 "buffer/groups": len(self.store.alive),
                 "buffer/bytes": self.store.stored_bytes,
@@ -989,12 +995,6 @@ class BufferService:
         self.latest |= values
         self.metrics.write(commit.number, values, self.clock.seconds_at(now), histogram)
 
-    def compute_judge_metrics(self) -> dict[str, float]:
-        """Compute the numbers of the judge's requests so far; drop names that are not metrics."""
-        stats = [(entry.host, entry.stats) for entry in self.generators.values()]
-        values = numbers.compute_judge_metrics(stats)
-        return {name: value for name, value in values.items() if name in metrics.METRICS}
-
     def compute_generator_metrics(self, now: float) -> dict[str, float]:
         """Compute the metrics of the generators since the last step.
 
@@ -1010,6 +1010,9 @@ class BufferService:
         span = now - (self.last_metrics or self.clock.started_at or now)
         self.last_metrics = now
         stats = [entry.stats for entry in self.generators.values()]
+        engine_sums = {
+            name for entry in stats for name in entry if name.startswith(("prefix/", "draft/"))
+        }
         return (
             {
                 "throughput/generator_tokens_per_s": totals["tokens"] / max(span, 1e-9),
@@ -1018,7 +1021,7 @@ class BufferService:
                 "time/swap": totals["swap_s"],
             }
             | numbers.compute_reward_metrics(stats, totals, spent)
-            | numbers.compute_engine_metrics(stats, totals)
+            | {name: totals[name.partition("/")[2]] for name in numbers.SUMS if name in engine_sums}
             | numbers.compute_link_metrics(totals, spent)
         )
 

@@ -149,11 +149,6 @@ class PeerSessions:
             holder.ended.append(holder.token)
         holder.token = None
 
-    def get_holder(self, name: str) -> int | None:
-        """Return the session that holds `name`, or None."""
-        holder = self.names.get(name)
-        return None if holder is None else holder.token
-
     def forget(self, now: float) -> list[str]:
         """Forget names that have been silent for very long; return them."""
         silent = [

@@ -301,12 +301,8 @@ class Store(StoreRules):
         for ticket, attempt in judging:
             if ticket >= EVAL_BASE:
                 self.evaluations.renew(attempt, expires)
-            elif (
-                (group := self.alive.get(ticket)) is not None
-                and group.lease is not None
-                and group.lease.attempt == attempt
-            ):
-                group.lease.expires = expires
+            elif (lease := self._find_lease(ticket, attempt)) is not None:
+                lease.expires = expires
         has_progress = False
         queued_leases = []
         for ticket, attempt, tokens in progress:
@@ -315,14 +311,15 @@ class Store(StoreRules):
                 has_progress = has_progress or tokens > 0
             elif (group := self.find_group(ticket)) is not None and attempt in group.attempts:
                 counts = group.attempts[attempt]
+                lease = self._find_lease(ticket, attempt)
                 if tokens > counts[0]:
                     counts[0] = tokens
                     has_progress = True
                     self._mark_changed(ticket)
-                    if group.lease is not None and group.lease.attempt == attempt:
-                        group.lease.expires = expires
-                elif tokens == 0 and group.lease is not None and group.lease.attempt == attempt:
-                    queued_leases.append(group.lease)
+                    if lease is not None:
+                        lease.expires = expires
+                elif tokens == 0 and lease is not None:
+                    queued_leases.append(lease)
             elif (stray := self.strays.get(ticket, attempt)) is not None:
                 self._correct_stray(stray, tokens, 0)
         if has_progress:
@@ -404,10 +401,14 @@ class Store(StoreRules):
         for ticket, attempt in attempts:
             if ticket >= EVAL_BASE:
                 self.evaluations.requeue_jobs([attempt])
-            elif (group := self.alive.get(ticket)) is not None and (
-                group.lease is not None and group.lease.attempt == attempt
-            ):
-                self._end_lease(group)
+            elif self._find_lease(ticket, attempt) is not None:
+                self._end_lease(self.alive[ticket])
+
+    def _find_lease(self, ticket: int, attempt: int) -> Lease | None:
+        """Find the lease of an attempt; None: it has ended."""
+        group = self.alive.get(ticket)
+        lease = None if group is None else group.lease
+        return lease if lease is not None and lease.attempt == attempt else None
 
     def _end_lease(self, group: Group) -> None:
         if (lease := group.lease) is not None:
@@ -579,9 +580,6 @@ class Store(StoreRules):
         for stored in group.list_stored_samples():
             group.other.append((line, stored.length, stored.trajectory.reward))
             group.finals[stored.trajectory.sample, stored.trajectory.attempt] = line
-        self.stored_bytes -= group.count_stored_bytes()
-        group.empty()
-        group.images = {}
         self._retire(group, trained=False)
 
     def _replace_group(self, group: Group) -> None:
@@ -612,7 +610,13 @@ class Store(StoreRules):
             self.cursor += 1
 
     def _retire(self, group: Group, *, trained: bool) -> None:
-        """Add a group's final lines to `past`; keep its samples' dispositions for late copies."""
+        """Add a group's final lines to `past`; keep its samples' dispositions for late copies.
+
+        trained: whether its samples count as trained; those of a removed group have other lines."""
+        self.stored_bytes -= group.count_stored_bytes()
+        if not trained:
+            group.empty()
+            group.images = {}
         group.fold(self.past, trained=trained)
         if group.task:
             group.fold(self.mixer.state.past.setdefault(group.task, Ledger()), trained=trained)
@@ -713,7 +717,6 @@ class Store(StoreRules):
         Groups of those batches that are still alive here are not trained again."""
         for group in self.retained.values():
             self._retire(group, trained=True)
-            self.stored_bytes -= group.count_stored_bytes()
         above = set(hello.trained_above)
         for group in [
             group
@@ -773,7 +776,9 @@ class Store(StoreRules):
     def make_batch(self, groups: list[Group], epoch: int, number: int) -> Batch:
         """Make the message for composed, complete groups."""
         trained = self.list_tickets_up_to(number)
-        ledger = self.compute_checkpoint_totals(trained)
+        # for a checkpoint from which a new buffer (`memory`) can continue: samples that are stored
+        # but not trained then end with this process
+        ledger = self.make_ledger(trained, "lost_with_process").compute_totals()
         position = self.mixer.make_position(
             (
                 (group.task, group.index)
@@ -860,7 +865,6 @@ class Store(StoreRules):
                 self.composed.discard(ticket)
                 if (group := self.retained.pop(ticket, None)) is not None:
                     self._retire(group, trained=True)
-                    self.stored_bytes -= group.count_stored_bytes()
             self.base += 1
             self._retained_sums = None
         if self.base != previous_base:
@@ -897,41 +901,26 @@ class Store(StoreRules):
         Each generated token that the buffer knows is in exactly one line."""
         return self.make_ledger().compute_totals()
 
-    def make_ledger(self) -> Ledger:
-        """Make the ledger of final and current dispositions."""
-        ledger = self._make_trained_ledger()
-        for group in self.alive.values():
-            group.fold(ledger, trained=False)
-        return ledger
+    def make_ledger(
+        self, trained: Set[int] = frozenset(), rest: LedgerLine = "left_over"
+    ) -> Ledger:
+        """Make the ledger of final and current dispositions.
 
-    def _make_trained_ledger(self) -> Ledger:
-        """Make the ledger without the alive groups."""
+        trained: tickets of alive groups that count as trained.
+        rest: the line of samples that are stored but not trained."""
         ledger = self.carried.copy()
         ledger.merge(self.past)
         ledger.merge(self._sum_retained())
-        return ledger
-
-    def compute_checkpoint_totals(self, trained: set[int]) -> dict[str, dict[str, float]]:
-        """Compute the totals for a checkpoint from which a new buffer (`memory`) can continue.
-
-        Samples that are stored but not trained count as lost, because they end with this process.
-
-        trained: tickets that are committed when the checkpoint is written.
-        """
-        ledger = self._make_trained_ledger()
         for group in self.alive.values():
-            group.fold(ledger, trained=group.ticket in trained, rest="lost_with_process")
-        return ledger.compute_totals()
+            group.fold(ledger, trained=group.ticket in trained, rest=rest)
+        return ledger
 
     def make_task_ledgers(
         self, trained: Set[int] = frozenset(), rest: LedgerLine = "left_over"
     ) -> dict[str, Ledger]:
-        """Make the ledger of each task of a mixture; {} without one.
+        """Make the ledger of each task of a mixture, as `make_ledger` does; {} without one.
 
-        Late copies of samples of removed groups are only in the run's ledger.
-
-        trained: tickets that count as trained.
-        rest: the line of samples that are stored but not trained."""
+        Late copies of samples of removed groups are only in the run's ledger."""
         if not self.mixer:
             return {}
         past = self.mixer.state.past

@@ -624,7 +624,7 @@ def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch)
     first.send(m.LeaseRenewal("generator-0", 50, [], {}, None, drawn=9))
     ask(first, m.StatusRequest(), m.RunStatus)
     assert drawn["generator-0", 50] == 9
-    assert run.service.sessions.get_holder("generator-0") == 3
+    assert run.service.sessions.names["generator-0"].token == 3
     expected = "taken over the name"
     assert expected in ask(first, m.TicketRequest("generator-0", 50, 2, 9, None), m.Refusal).reason
 
@@ -713,7 +713,7 @@ def test_a_process_of_another_machine_is_not_looked_up_here(begin: Any) -> None:
     ask(first, m.StatusRequest(), m.RunStatus)
     second.send(greeting(run, 2, os.getpid()))
     ask(second, m.StatusRequest(), m.RunStatus)
-    assert run.service.sessions.get_holder("generator-0") == 1
+    assert run.service.sessions.names["generator-0"].token == 1
 
 
 BAD_FRAMES = {

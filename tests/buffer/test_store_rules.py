@@ -480,13 +480,13 @@ def test_the_ledger_of_a_checkpoint_calls_lost_what_it_would_lose() -> None:
     store.renew("g", 1, [(c.ticket, c.attempt, 3)], 1.0)
     assert store.sum_ledger()["left_over"]["tokens"] == 7
     assert store.sum_ledger()["trained"]["tokens"] == 4
-    kept = store.compute_checkpoint_totals({0, 1})
+    kept = store.make_ledger({0, 1}, "lost_with_process").compute_totals()
     assert (
         kept["trained"]["tokens"],
         kept["lost_with_process"]["tokens"],
         kept["left_over"]["tokens"],
     ) == (8, 3, 0)
-    kept = store.compute_checkpoint_totals({0})
+    kept = store.make_ledger({0}, "lost_with_process").compute_totals()
     assert (
         kept["trained"]["tokens"],
         kept["lost_with_process"]["tokens"],

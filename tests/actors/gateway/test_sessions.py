@@ -63,7 +63,7 @@ def play(seed: int) -> tuple[int, int]:
                 assert x is not holder
                 x.told = said
             assert (said in ("new", "holds")) == (x is holder)
-            assert s.get_holder("g") == (holder.token if holder else None)
+            assert s.names["g"].token == (holder.token if holder else None)
         waiting = [
             x
             for x in lives
@@ -93,7 +93,7 @@ def test_one_burst_of_late_frames_does_not_prove_a_life() -> None:
 def test_who_leaves_frees_the_name_at_once_and_for_good() -> None:
     s = PeerSessions(SILENT_S)
     assert s.on_message("g", 1, 0.0) == "new" and not s.end_session("g", 2)
-    assert s.end_session("g", 1) and s.get_holder("g") is None
+    assert s.end_session("g", 1) and s.names["g"].token is None
     assert s.on_message("g", 1, 0.1) == "over" and s.on_message("g", 2, 0.2) == "new"
     assert s.end_session("nobody", 7) and s.is_over("g", 1) and not s.is_over("nobody", 1)
 
