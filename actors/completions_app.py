@@ -54,15 +54,18 @@ from asyncrl.contract.versions import Label
 from asyncrl.models import model_check
 from asyncrl.models.policy import load_policy
 from asyncrl.models.tokenizer import collect_stop_tokens, encode_prompt, read_vocabulary_size
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.transport.http_server import HttpServer, ListenAddress, authorize
 
 MOST_LIKELY = 20  # tokens a position whose log-probabilities a client may ask for
 MOST_COMPLETIONS = 1024  # of one request
 DEFAULT_TOKENS = 16  # of a completion; OpenAI's default
+MostLikely = Annotated[int, Meta(ge=0, le=MOST_LIKELY)]
+NonNegative = Annotated[int, Meta(ge=0)]
 # options without effect here, from clients that always send them
 QUIET = ("user", "store", "metadata", "stream_options", "best_of")
 # options whose default changes nothing: key -> that value
-NEUTRAL: dict[str, Any] = {
+NEUTRAL: JsonObject = {
     "stream": False,
     "suffix": None,
     "frequency_penalty": 0,
@@ -80,17 +83,17 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     prompt: Any = None
     messages: Any = None
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: NonNegative | None = None
+    max_completion_tokens: NonNegative | None = None
     temperature: Annotated[float, Meta(ge=0)] = 1.0  # 0 is greedy
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=0)] = 0
+    top_k: NonNegative = 0
     count: Annotated[int, Meta(ge=1)] = msgspec.field(name="n", default=1)  # of each prompt
     seed: int | None = None
     stop: Any = None
     echo: bool = False
-    logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELY)] | bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELY)] | None = None
+    logprobs: MostLikely | bool | None = None
+    top_logprobs: MostLikely | None = None
 
 
 @dataclass(frozen=True)
@@ -449,7 +452,7 @@ class CompletionsApp:
         index: int,
         *,
         chat: bool,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Build one choice, which ends before a stop text."""
         prompt, tokens = sample.prompt.tolist(), sample.tokens.tolist()
         visible = [token for token in tokens if token not in self.stops]
@@ -478,7 +481,7 @@ class CompletionsApp:
                 "logprobs": None if rows is None else {"content": rows, "refusal": None},
                 "finish_reason": finish,
             }
-        columns: dict[str, Any] | None = None
+        columns: JsonObject | None = None
         if rows is not None:
             names = [row["token"] for row in rows]
             # of two tokens with the same text the more likely one is named
@@ -503,7 +506,7 @@ class CompletionsApp:
 
     def _describe_tokens(
         self, ids: Sequence[int], scores: PromptScores, most_likely: int
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         """Describe each token as chat completions do.
 
         The first token of a prompt has no log-probability.

@@ -27,9 +27,12 @@ MASKED = -1e30
 BLOCK = 64  # steps between two searches for free columns; granularity of attention's columns
 SCORES = 1 << 24  # attention scores in memory while prompts are encoded: 64 MiB, plus copies
 KEPT_BLOCK = 8  # tokens whose keys and values are kept, found and evicted together
+BlockName = tuple[int, bytes]  # number of the block before it or -1, its tokens int32
+KeysAndValues = tuple[Tensor, Tensor]
+RoutedLayers = list[Tensor] | None  # receives the experts of each sparse layer; None: not recorded
 
 
-Turns = Tensor | tuple[Tensor, Tensor]
+Turns = Tensor | KeysAndValues
 
 
 class FusedWeights:
@@ -87,7 +90,7 @@ class FusedWeights:
         i: int,
         x: Tensor,
         attended: Tensor,
-        routed: list[Tensor] | None,
+        routed: RoutedLayers,
         replayed: Tensor | None = None,
     ) -> Tensor:
         """Compute the rest of layer i: output projection and MLP or experts.
@@ -284,7 +287,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Drop everything."""
         # (predecessor's number or -1, tokens int32) -> number, least recently used first
-        self.blocks: OrderedDict[tuple[int, bytes], int] = OrderedDict()
+        self.blocks: OrderedDict[BlockName, int] = OrderedDict()
         self.free_blocks = list(range(self.k.shape[2] // KEPT_BLOCK))
 
     @property
@@ -357,8 +360,8 @@ class PrefixCache:
         columns: np.ndarray = (first[:, None] + np.arange(KEPT_BLOCK)).flatten()
         return columns
 
-    def _find_path(self, blocks: Sequence[bytes]) -> list[tuple[int, bytes]]:
-        path: list[tuple[int, bytes]] = []
+    def _find_path(self, blocks: Sequence[bytes]) -> list[BlockName]:
+        path: list[BlockName] = []
         previous = -1
         for block in blocks:
             number = self.blocks.get((previous, block))
@@ -369,7 +372,7 @@ class PrefixCache:
         self._mark_used(path)
         return path
 
-    def _mark_used(self, path: Sequence[tuple[int, bytes]]) -> None:
+    def _mark_used(self, path: Sequence[BlockName]) -> None:
         for name in reversed(path):
             self.blocks.move_to_end(name)
 
@@ -401,7 +404,7 @@ def decode(
     positions: Tensor,
     column: int,
     seen: int,
-    routed: list[Tensor] | None = None,
+    routed: RoutedLayers = None,
 ) -> Tensor:
     """Run one decode step for the first n rows and write cache column `column`.
 
@@ -443,7 +446,7 @@ def verify(
     tokens: Tensor,
     positions: Tensor,
     end: int,
-    routed: list[Tensor] | None = None,
+    routed: RoutedLayers = None,
 ) -> Tensor:
     """Run m tokens a row at once, each row's keys at the columns of their positions.
 
@@ -522,9 +525,7 @@ def _select_causal_columns(
     return positions, width, bias
 
 
-def count_accepted(
-    sampled: Tensor, drafts: Tensor, stop: Tensor, left: Tensor
-) -> tuple[Tensor, Tensor]:
+def count_accepted(sampled: Tensor, drafts: Tensor, stop: Tensor, left: Tensor) -> KeysAndValues:
     """Count the accepted tokens of each row [n] and decide whether it stops [n].
 
     A row accepts its sampled tokens up to the first one that differs from the draft, that one
@@ -565,9 +566,9 @@ def encode(
     w: FusedWeights,
     ids: Tensor,
     prefix: PrefilledPrefix | None = None,
-    routed: list[Tensor] | None = None,
+    routed: RoutedLayers = None,
     replayed: Tensor | None = None,
-) -> list[tuple[Tensor, Tensor]]:
+) -> list[KeysAndValues]:
     """Compute keys and values [B, kv heads, L, d] of every layer for ids [B, L].
 
     Rows are padded at the right. They start at position 0 or, with `prefix`, behind its keys. In
@@ -576,7 +577,7 @@ def encode(
     The experts of each sparse layer but a last one, int64 [B * L, k], are appended to `routed`.
     replayed: int64 [sparse layers, B * L, k], see `expert_layers.route`.
     """
-    layers: list[tuple[Tensor, Tensor]] = []
+    layers: list[KeysAndValues] = []
     _run_layers(w, ids, prefix, layers, routed, replayed)
     return layers
 
@@ -590,8 +591,8 @@ def _run_layers(
     w: FusedWeights,
     ids: Tensor,
     prefix: PrefilledPrefix | None,
-    layers: list[tuple[Tensor, Tensor]] | None,
-    routed: list[Tensor] | None = None,
+    layers: list[KeysAndValues] | None,
+    routed: RoutedLayers = None,
     replayed: Tensor | None = None,
 ) -> Tensor:
     """Run the layers over ids [B, L] and return the residuals [B * L, H].
@@ -690,7 +691,7 @@ def sample(
     logits: Tensor,
     u: Tensor,
     scale: Tensor | None,
-    cut: tuple[Tensor, Tensor] | None,
+    cut: KeysAndValues | None,
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sample one token a row by inverse CDF.

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from asyncrl.config.tree import WiresConfig
 from asyncrl.contract import outcomes
+from asyncrl.contract.blobs.images import Blobs
 from asyncrl.contract.messages import (
     EVAL_BASE,
+    AttemptTokens,
     Delivery,
     DeliveryAcks,
+    IntPair,
+    Numbers,
     TrainingSequence,
     Trajectory,
 )
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
 LINGER_S = 0.02  # how long a small frame waits for further samples
-NO_IMAGES: Mapping[str, bytes] = {}
+NO_IMAGES: Blobs = {}
 REMEMBERED = 20_000  # attempts whose counts may still grow
 
 
@@ -64,7 +68,7 @@ class TokenReport:
     def __init__(self) -> None:
         self.total = 0
         # (ticket, attempt) -> [reported, delivered]
-        self.attempts: OrderedDict[tuple[int, int], list[int]] = OrderedDict()
+        self.attempts: OrderedDict[IntPair, list[int]] = OrderedDict()
 
     def _add(self, ticket: int, attempt: int, reported: int, delivered: int) -> None:
         if ticket < EVAL_BASE:
@@ -80,7 +84,7 @@ class TokenReport:
         count = self.attempts.setdefault((ticket, attempt), [0, 0])
         count[0] += tokens
 
-    def on_report(self, progress: Iterable[tuple[int, int, int]]) -> int:
+    def on_report(self, progress: Iterable[AttemptTokens]) -> int:
         """Count reported (ticket, attempt, tokens); return the sum over all attempts."""
         for ticket, attempt, tokens in progress:
             self._add(ticket, attempt, tokens, 0)
@@ -120,7 +124,7 @@ class Outbox:
         self.fresh: list[Trajectory] = []
         self.fresh_since = 0.0
         self.sent: dict[Key, UnackedSample] = {}
-        self.images: dict[Key, Mapping[str, bytes]] = {}  # of unacknowledged samples
+        self.images: dict[Key, Blobs] = {}  # of unacknowledged samples
         self.sizes: dict[Key, int] = {}  # estimated bytes of the same samples, with their images
         self.fresh_bytes = self.unacked_bytes = 0
         self.acked = 0  # samples
@@ -140,7 +144,7 @@ class Outbox:
         """Return the (ticket, sample, attempt) keys of unacknowledged samples."""
         return {sample.key for sample in self.fresh} | self.sent.keys()
 
-    def add(self, sample: Trajectory, images: Mapping[str, bytes] = NO_IMAGES) -> None:
+    def add(self, sample: Trajectory, images: Blobs = NO_IMAGES) -> None:
         """Queue a sample; a sample that cannot be encoded is queued as failed.
 
         Otherwise its frame could not be encoded, or would be refused with all its samples.
@@ -157,7 +161,7 @@ class Outbox:
         self.fresh_bytes += self.sizes[key]
         self.fresh.append(sample)
 
-    def collect_metrics(self) -> dict[str, float]:
+    def collect_metrics(self) -> Numbers:
         """Return metrics for the buffer, summed since the start."""
         return {"link/acked": float(self.acked), "link/ack_waited_s": self.waited_s}
 

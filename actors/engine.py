@@ -15,13 +15,14 @@ import numpy as np
 from actors.decoding.constraints import TokenConstraint
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import VersionSpan
+from asyncrl.contract.messages import IntPair, Numbers, VersionSpan
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import PolicyModel, compute_weights_digest, list_named_weights
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
+TokenCounts = dict[Key, int]
 VersionMark = tuple[int, Label, str]  # the first token, label and digest of a span
 Finish = Literal["stop", "length"]
 
@@ -43,7 +44,7 @@ class CompletionRequest:
     stop: tuple[int, ...]
     seed: int  # of the run, see `draw_uniform_rows`
     beside: int = 0  # selects another stream for a further call of the same sample
-    drawn_for: tuple[int, int] | None = None  # (ticket, sample) of the stream, if not the key's
+    drawn_for: IntPair | None = None  # (ticket, sample) of the stream, if not the key's
     # the grammar that it is decoded under, which the engine advances; None: any tokens
     constraint: TokenConstraint | None = None
     images: tuple[bytes, ...] = ()  # the blobs of the prompt's image tokens, in their order
@@ -142,13 +143,13 @@ class Engine(Protocol):
         engine that does not score.
         """
 
-    def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
+    def abort(self, keys: Iterable[Key]) -> TokenCounts:
         """Drop requests and return the number of tokens that each had."""
 
-    def count_tokens(self) -> dict[Key, int]:
+    def count_tokens(self) -> TokenCounts:
         """Return the tokens generated so far of every request in the engine."""
 
-    def collect_metrics(self) -> dict[str, float]:
+    def collect_metrics(self) -> Numbers:
         """Return metrics, summed since the engine's start."""
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from actors import decoder
+from actors.decoder import RoutedLayers
 from actors.decoding import constraints
 from actors.decoding.constraints import TokenConstraint
 from actors.decoding.drafts import DraftBook, DraftPolicy
@@ -32,6 +33,7 @@ from actors.engine import (
     Engine,
     Key,
     PromptScores,
+    TokenCounts,
     VersionMark,
     build_spans,
     draw_uniform_rows,
@@ -50,6 +52,8 @@ from asyncrl.models.adapters import AdapterBase
 from asyncrl.models.policy import PolicyModel, load_policy
 from asyncrl.models.weight_rounding import WeightRounder
 from asyncrl.records import machine_memory
+
+TokenRows = list[np.ndarray]
 
 CHUNK = 64  # rows refilled at a time: an admission costs about as much as a few decode steps
 TOGETHER = 1 << 15  # prompt tokens encoded in one batch
@@ -70,7 +74,7 @@ class EngineRow:
     loads: int
     marks: list[VersionMark] = field(default_factory=list)
     # int32, the tokens that were kept at each position, where the request has a support; empty: all
-    kept: list[np.ndarray] = field(default_factory=list)
+    kept: TokenRows = field(default_factory=list)
     # uint16 [P - 1, layers, k], the experts of the prompt without its last token; None: no record
     routed: np.ndarray | None = None
     sampled: int = 0  # tokens so far, where rows advance by different numbers of them
@@ -277,7 +281,7 @@ class EmbeddedEngine:
                 scores[index] = PromptScores(logprobs, likely.astype(np.int32), likely_logprobs)
         return [scores[index] for index in range(len(prompts))]
 
-    def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
+    def abort(self, keys: Iterable[Key]) -> TokenCounts:
         aborted_keys = set(keys)
         tokens = {}
         for request in [request for request in self.queue if request.key in aborted_keys]:
@@ -305,7 +309,7 @@ class EmbeddedEngine:
         for tensor in (*self.cache.stored, self.out_logprob):
             tensor.zero_()
 
-    def count_tokens(self) -> dict[Key, int]:
+    def count_tokens(self) -> TokenCounts:
         return {row.request.key: self._count_sampled(row) for _, row in self.live_rows}
 
     def collect_metrics(self) -> dict[str, float]:
@@ -478,7 +482,7 @@ class EmbeddedEngine:
     def _encode(
         self,
         ids: np.ndarray,
-        routed: list[Tensor] | None = None,
+        routed: RoutedLayers = None,
         replayed: Sequence[RoutedExperts] | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
         """Compute keys and values for padded token rows ids [B, L], L columns wide.
@@ -514,7 +518,7 @@ class EmbeddedEngine:
             table[:, :, layer] = of_rows.cpu().numpy()
         return table
 
-    def _write_prompts(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
+    def _write_prompts(self, rows: list[int], prompts: TokenRows, groups: list[Any]) -> None:
         """Fill each row with its prompt's keys and values, and keep them for later.
 
         The last prompt token is excluded: it is the first decode input.
@@ -559,7 +563,7 @@ class EmbeddedEngine:
     def _write_continued(
         self,
         owners: Mapping[int, int],
-        prompts: list[np.ndarray],
+        prompts: TokenRows,
         blocks: list[list[int]],
     ) -> None:
         """Write prompts as `_write_new` does, each encoded behind its kept prefix, its blocks."""
@@ -578,7 +582,7 @@ class EmbeddedEngine:
         row, source = (torch.from_numpy(x).to(self.device) for x in (slots, owner))
         for cached, prefix_tensor in ((self.cache.k, prefix.k), (self.cache.v, prefix.v)):
             cached[:, row, :, : past.shape[1]] = prefix_tensor[:, source]
-        routed: list[Tensor] | None = None if self.routing is None else []
+        routed: RoutedLayers = None if self.routing is None else []
         self.hits += len(prompts)
         self.reused += int(prefix_lengths.sum())
         self.encoded += sum(map(len, suffixes))
@@ -621,7 +625,7 @@ class EmbeddedEngine:
         bias = torch.where(visible.to(self.device), 0.0, decoder.MASKED)
         self.cache.bias[row, 0, : bias.shape[1]] = bias
 
-    def _write_new(self, owners: Mapping[int, int], prompts: list[np.ndarray]) -> None:
+    def _write_new(self, owners: Mapping[int, int], prompts: TokenRows) -> None:
         """Encode distinct prompts without their last tokens, for all rows that share them.
 
         owners: slot of a row -> index of its prompt.
@@ -630,7 +634,7 @@ class EmbeddedEngine:
         self.encoded += int(lengths.sum())
         row, owner = (torch.tensor(list(x), device=self.device) for x in (owners, owners.values()))
         width = ids.shape[1]
-        routed: list[Tensor] | None = None if self.routing is None else []
+        routed: RoutedLayers = None if self.routing is None else []
         for layer, (keys, values) in enumerate(self._encode(ids, routed)):
             self.cache.k[layer, row, :, :width] = keys[owner]
             self.cache.v[layer, row, :, :width] = values[owner]
@@ -685,7 +689,7 @@ class EmbeddedEngine:
         column = self.columns.allocate(
             self.clock, lambda: min(row.born for _, row in self.live_rows)
         )
-        routed: list[Tensor] | None = None if self.routing is None else []
+        routed: RoutedLayers = None if self.routing is None else []
         if self.fixed:
             logits = decoder.verify(
                 self.weights,
@@ -750,7 +754,7 @@ class EmbeddedEngine:
         width = 1 + drafts.shape[1]
         steps = torch.arange(width, device=self.device)
         tokens = torch.cat([self.token[:count, None], drafts.clamp(min=0)], 1)
-        routed: list[Tensor] | None = None if self.routing is None else []
+        routed: RoutedLayers = None if self.routing is None else []
         logits = decoder.verify(
             self.weights,
             self.cache,
@@ -978,7 +982,7 @@ def group_into_batches(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def pad_token_rows(rows: list[np.ndarray]) -> np.ndarray:
+def pad_token_rows(rows: TokenRows) -> np.ndarray:
     """Pad token rows with zeros at the right: int64 [rows, length of the longest]."""
     padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
     for target, row in zip(padded, rows, strict=True):

@@ -23,6 +23,7 @@ from actors.engine import (
     CompletionRequest,
     Key,
     PromptScores,
+    TokenCounts,
     VersionMark,
     build_spans,
     draw_uniform_rows,
@@ -272,7 +273,7 @@ class GenericEngine:
             )
         return scores
 
-    def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
+    def abort(self, keys: Iterable[Key]) -> TokenCounts:
         aborted_keys = set(keys)
         tokens = {r.key: 0 for r in self.queue if r.key in aborted_keys} | {
             r.request.key: len(r.tokens) for r in self.rows if r.request.key in aborted_keys
@@ -281,7 +282,7 @@ class GenericEngine:
         self.rows = [r for r in self.rows if r.request.key not in aborted_keys]
         return tokens
 
-    def count_tokens(self) -> dict[Key, int]:
+    def count_tokens(self) -> TokenCounts:
         return {r.request.key: len(r.tokens) for r in self.rows}
 
     def collect_metrics(self) -> dict[str, float]:

@@ -38,6 +38,7 @@ from actors.engine import (
     Completion,
     CompletionRequest,
     Key,
+    TokenCounts,
     find_finish,
     require_room,
 )
@@ -271,14 +272,14 @@ class ServeEngine(ProbedEngine):
         self.steps_made += 1
         return completions
 
-    def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
+    def abort(self, keys: Iterable[Key]) -> TokenCounts:
         counts = self.count_tokens()
         aborted = [self.requests.pop(key) for key in set(keys) & self.requests.keys()]
         for live in aborted:
             live.answer.cancel()  # closes the connection, and the server aborts it
         return {live.request.key: counts[live.request.key] for live in aborted}
 
-    def count_tokens(self) -> dict[Key, int]:
+    def count_tokens(self) -> TokenCounts:
         return {
             # the buffer takes no more of a sample
             key: min(live.lost + len(live.tokens), live.request.max_new_tokens)

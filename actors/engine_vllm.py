@@ -38,6 +38,7 @@ from actors.engine import (
     CompletionRequest,
     Key,
     PromptScores,
+    TokenCounts,
     draw_uniform_rows,
     find_finish,
     require_room,
@@ -45,7 +46,7 @@ from actors.engine import (
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, ProtocolError
 from asyncrl.contract.importing import pause_collection
-from asyncrl.contract.messages import VersionSpan
+from asyncrl.contract.messages import Numbers, VersionSpan
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 from asyncrl.models.adapters import AdapterBase
@@ -770,7 +771,7 @@ class VllmEngine(ProbedEngine):
                 self.unprobed.clear()
         return completions
 
-    def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
+    def abort(self, keys: Iterable[Key]) -> TokenCounts:
         aborted_keys = set(keys)
         tokens = {}
         live = self.count_tokens()
@@ -789,7 +790,7 @@ class VllmEngine(ProbedEngine):
         self._drop(names)
         return tokens
 
-    def count_tokens(self) -> dict[Key, int]:
+    def count_tokens(self) -> TokenCounts:
         states = self.llm.output_processor.request_states
         count = {
             s.external_req_id: s.detokenizer.num_output_tokens()
@@ -798,7 +799,7 @@ class VllmEngine(ProbedEngine):
         }
         return {request.key: count.get(name, 0) for name, (request, _) in self.requests.items()}
 
-    def collect_metrics(self) -> dict[str, float]:
+    def collect_metrics(self) -> Numbers:
         if not self.kept_tokens:
             return {}
         return {

@@ -32,7 +32,7 @@ from actors.turn import (
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, PeerUnreachable
-from asyncrl.contract.messages import WeightsSource
+from asyncrl.contract.messages import AttemptTokens, IntPair, Numbers, WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import ProcessWait
 from asyncrl.models.devices import bind
@@ -81,7 +81,7 @@ class WeightsReceiver:
         self.bytes_over_socket = 0
         self.fetch_s = self.fetched_mb = 0.0  # seconds and megabytes over a socket, summed
 
-    def collect_metrics(self) -> dict[str, float]:
+    def collect_metrics(self) -> Numbers:
         """Return metrics for the buffer, summed since the start."""
         return {"link/fetch_s": self.fetch_s, "link/fetched_mb": self.fetched_mb}
 
@@ -190,7 +190,7 @@ class GeneratorUsage:
     swaps: float = 0.0
     reward_idle_s: float = 0.0  # the part of idle_s that waited for rewards
 
-    def collect_metrics(self) -> dict[str, float]:
+    def collect_metrics(self) -> Numbers:
         """Return the metrics, by name."""
         return {f"generator/{name}": value for name, value in asdict(self).items()}
 
@@ -452,19 +452,19 @@ class Generator(TicketHolder):
         elif not self.engine.active and self.rewards.waiting:
             self.set_wait(m.REWARDS_WAITED_FOR)
 
-    def list_judging(self) -> list[tuple[int, int]]:
+    def list_judging(self) -> list[IntPair]:
         """List the fully generated (ticket, attempt) pairs that wait only for rewards."""
         if not self.rewards.is_working:
             return []
         return list({(t, a) for t, _, a in self.unscored} - self.schedule.held.keys())
 
-    def list_unacknowledged(self) -> set[tuple[int, int]]:
+    def list_unacknowledged(self) -> set[IntPair]:
         return {(t, a) for t, _, a in self.unscored} | super().list_unacknowledged()
 
-    def list_progress(self) -> list[tuple[int, int, int]]:
+    def list_progress(self) -> list[AttemptTokens]:
         return self.turn.list_progress() if self.calls is None else []
 
-    def collect_metrics(self) -> dict[str, float]:
+    def collect_metrics(self) -> Numbers:
         sources = (self.usage, self.rewards, self.weights, self.outbox, self.engine)
         return {name: x for source in sources for name, x in source.collect_metrics().items()}
 

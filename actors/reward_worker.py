@@ -29,13 +29,15 @@ from asyncrl.config.tree import RewardConfig, TaskConfig
 from asyncrl.contract import outcomes
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.importing import import_function
-from asyncrl.contract.messages import Prompt
+from asyncrl.contract.messages import Numbers, Prompt
 from asyncrl.contract.printable import describe_exception, escape_line, get_first_line
 from asyncrl.tasks import get_task
 from asyncrl.transport import worker_pool
 from asyncrl.transport.worker_pool import FRAME_BYTES, frame, read_frame
 
-Judged = tuple[float, dict[str, float], list[float] | None]
+Judged = tuple[float, Numbers, list[float] | None]
+Outcome = Judged | str  # of one response: its reward, or an error
+RewardFunction = Callable[..., Any]
 BEAT_S = 1.0  # how often a process of coroutines reports that its loop is not blocked
 
 
@@ -78,7 +80,7 @@ class RewardReply(Struct, frozen=True, array_like=True):
 
     kind: Literal["ready", "broken", "ok", "failed", "hung", "alive"]
     id: int = -1
-    results: list[Judged | str] = []
+    results: list[Outcome] = []
     why: str = ""
     began: float = 0.0
     ended: float = 0.0
@@ -96,7 +98,7 @@ def check_value(value: Any, tokens: int) -> Judged:
     names the defect: not a number, not finite, too large, a dict without `reward`, a wrong count of
     token rewards.
     """
-    reward_parts: dict[str, float] = {}
+    reward_parts: Numbers = {}
     per_token = None
     if isinstance(value, ValueError):  # of one of several functions
         raise value
@@ -129,7 +131,7 @@ def check_number(value: Any, name: str) -> float:
     return number
 
 
-def check_or_explain(value: Any, tokens: int) -> Judged | str:
+def check_or_explain(value: Any, tokens: int) -> Outcome:
     """Return `check_value`, or its error as text."""
     try:
         return check_value(value, tokens)
@@ -143,7 +145,7 @@ def check_or_explain(value: Any, tokens: int) -> Judged | str:
 NOT_APPLICABLE = check_or_explain(None, 0)
 
 
-def split_results(values: Any, calls: list[RewardCall]) -> list[Judged | str]:
+def split_results(values: Any, calls: list[RewardCall]) -> list[Outcome]:
     """Split the return value of a function that takes lists by response.
 
     Without one value for each, all have failed: no value belongs to a response.
@@ -166,7 +168,7 @@ def split_results(values: Any, calls: list[RewardCall]) -> list[Judged | str]:
 # ---- the function --------------------------------------------------------------------------------
 
 
-def load_judge(setup: RewardWorkerSetup) -> Callable[..., Any]:
+def load_judge(setup: RewardWorkerSetup) -> RewardFunction:
     """Build the reward function that the config asks for. Raises ConfigError."""
     settings = setup.reward
     if settings.model.path:
@@ -201,16 +203,14 @@ def load_judge(setup: RewardWorkerSetup) -> Callable[..., Any]:
     return bound
 
 
-def combine_functions(
-    functions: dict[str, Callable[..., Any]], weights: list[float]
-) -> Callable[..., Any]:
+def combine_functions(functions: dict[str, RewardFunction], weights: list[float]) -> RewardFunction:
     """Combine reward functions into one that returns their weighted sum, with them as its parts.
 
     It takes lists if one of them does, and is a coroutine function if one of them is. As in TRL,
     the sum is over the functions that do not return None. functions: by their names as parts.
     """
 
-    async def judge_unit(function: Callable[..., Any], unit: list[RewardCall]) -> list[Any]:
+    async def judge_unit(function: RewardFunction, unit: list[RewardCall]) -> list[Any]:
         value = call_function(function, unit)
         value = await value if inspect.isawaitable(value) else value
         return check_results(function, value, unit)
@@ -235,7 +235,7 @@ def combine_functions(
         return value
 
     batched = any(map(takes_lists, functions.values()))
-    combined: Callable[..., Any] = judge_lists if batched else judge_one
+    combined: RewardFunction = judge_lists if batched else judge_one
     combined.batched = batched  # type: ignore[attr-defined]
     if any(map(is_async, functions.values())):
         return combined
@@ -247,9 +247,9 @@ def combine_functions(
     return begin
 
 
-def _add_parts(names: list[str], judged: Sequence[Judged | str], weights: list[float]) -> Any:
+def _add_parts(names: list[str], judged: Sequence[Outcome], weights: list[float]) -> Any:
     """Return the dict of a weighted sum, None without a term, or the ValueError of a failed one."""
-    parts: dict[str, float] = {}
+    parts: Numbers = {}
     total = 0.0
     for name, result, weight in zip(names, judged, weights, strict=True):
         if result == NOT_APPLICABLE:
@@ -264,7 +264,7 @@ def _add_parts(names: list[str], judged: Sequence[Judged | str], weights: list[f
     return {"reward": total, **parts} if parts else None
 
 
-def takes_lists(function: Callable[..., Any]) -> bool:
+def takes_lists(function: RewardFunction) -> bool:
     """Whether the function is marked by `function.batched = True`.
 
     Such a function maps (list of prompts, list of texts) to a list of rewards.
@@ -273,7 +273,7 @@ def takes_lists(function: Callable[..., Any]) -> bool:
 
 
 @functools.cache
-def takes_tokens(function: Callable[..., Any]) -> bool:
+def takes_tokens(function: RewardFunction) -> bool:
     """Whether the function has a parameter `tokens`."""
     try:
         return "tokens" in inspect.signature(function).parameters
@@ -281,7 +281,7 @@ def takes_tokens(function: Callable[..., Any]) -> bool:
         return False
 
 
-def call_function(function: Callable[..., Any], calls: list[RewardCall]) -> Any:
+def call_function(function: RewardFunction, calls: list[RewardCall]) -> Any:
     """Call the function on these responses.
 
     Lists where it takes lists, and `tokens` where it has such a parameter.
@@ -295,9 +295,7 @@ def call_function(function: Callable[..., Any], calls: list[RewardCall]) -> Any:
     return function(prompts, texts, **named)
 
 
-def check_results(
-    function: Callable[..., Any], value: Any, calls: list[RewardCall]
-) -> list[Judged | str]:
+def check_results(function: RewardFunction, value: Any, calls: list[RewardCall]) -> list[Outcome]:
     """Check the return value of one call, by response: the reward, or an error."""
     return (
         split_results(value, calls)
@@ -306,7 +304,7 @@ def check_results(
     )
 
 
-def call(function: Callable[..., Any], prompt: Prompt, text: str, tokens: list[int]) -> Judged:
+def call(function: RewardFunction, prompt: Prompt, text: str, tokens: list[int]) -> Judged:
     """Judge one response here, awaiting the function when it is async.
 
     Raises the function's exception, and ValueError for an unusable return value.
@@ -343,7 +341,7 @@ def encode_reply(reply: RewardReply) -> bytes:
 
 
 def build_reply(
-    unit: RewardUnit, results: list[Judged | str], began: float, log: FailureLog
+    unit: RewardUnit, results: list[Outcome], began: float, log: FailureLog
 ) -> RewardReply:
     """Build the reply to a call that returned, and log its unusable results."""
     for call_, value in zip(unit.calls, results, strict=True):
@@ -366,7 +364,7 @@ def build_failure_reply(
     return RewardReply("failed", unit.id, [], reason, began, time.monotonic())
 
 
-def judge(function: Callable[..., Any], unit: RewardUnit, log: FailureLog) -> RewardReply:
+def judge(function: RewardFunction, unit: RewardUnit, log: FailureLog) -> RewardReply:
     """Call the function now. Any exception, an exit included, fails only this call."""
     began = time.monotonic()
     try:
@@ -379,7 +377,7 @@ def judge(function: Callable[..., Any], unit: RewardUnit, log: FailureLog) -> Re
 
 
 async def judge_later(
-    function: Callable[..., Any], unit: RewardUnit, deadline_s: float, log: FailureLog
+    function: RewardFunction, unit: RewardUnit, deadline_s: float, log: FailureLog
 ) -> RewardReply:
     """Call an async function beside others, with a deadline.
 
@@ -432,7 +430,7 @@ def serve(wire: socket.socket) -> None:
 
 
 async def _serve_async(
-    wire: socket.socket, function: Callable[..., Any], setup: RewardWorkerSetup
+    wire: socket.socket, function: RewardFunction, setup: RewardWorkerSetup
 ) -> None:
     """Run units in arrival order, at most `concurrency` at once."""
     reader, writer = await asyncio.open_unix_connection(sock=wire, limit=FRAME_BYTES)

@@ -45,10 +45,12 @@ from actors.scorers.judge_budget import ACCOUNT, read_totals
 from actors.scorers.user_function import LOG, format_text
 from asyncrl.config.tree import Config, RewardConfig
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.messages import Prompt, RewardFailure
+from asyncrl.contract.messages import Numbers, Prompt, RewardFailure
 from asyncrl.contract.printable import describe_exception
 from asyncrl.tasks.evaluation_sets import resolve_reward_configs
 from asyncrl.transport.worker_pool import Worker, WorkerPool
+
+Responses = Sequence[tuple[Prompt, str, list[int]]]  # prompt, text, token ids
 
 Key = tuple[int, int, int]
 # seconds of work queued in a process's socket; longer calls wait in the common queue for the first
@@ -73,7 +75,7 @@ class RewardResult(NamedTuple):
 
     key: Key
     reward: float
-    parts: dict[str, float]
+    parts: Numbers
     token_rewards: list[float] | None
     failed: RewardFailure | Literal[""]
 
@@ -434,9 +436,7 @@ def _estimate_bytes(jobs: list[_RewardJob]) -> int:
     )
 
 
-def check_reward_process(
-    config: Config, responses: Sequence[tuple[Prompt, str, list[int]]] = ()
-) -> list[RewardResult]:
+def check_reward_process(config: Config, responses: Responses = ()) -> list[RewardResult]:
     """Start one reward process, judge (prompt, text, token ids) triples by it, and stop it.
 
     A function that takes lists gets all of them in one call, whose failure is that of each. Returns
@@ -497,7 +497,7 @@ class RewardRunner:
         """Whether the feeding thread makes progress, so that waiting calls will end."""
         return self.pool is None or time.monotonic() - self.pool.turned < STUCK_S
 
-    def collect_metrics(self) -> dict[str, float]:
+    def collect_metrics(self) -> Numbers:
         """Return metrics: sums since the start, and the current state.
 
         Empty when rewards are judged in place.
@@ -605,7 +605,7 @@ class RewardRunnerOfParts(RewardRunner):
         self.waiting += 1
         self.runners[name].submit(key, prompt, text, tokens)
 
-    def collect_metrics(self) -> dict[str, float]:
+    def collect_metrics(self) -> Numbers:
         """Return the sums over all runners."""
         sums = Counter[str](super().collect_metrics())
         for runner in self.runners.values():
@@ -632,9 +632,7 @@ def make_runner(config: Config, task: Any, run_dir: Path | None = None) -> Rewar
     return (RewardRunnerOfParts if several else RewardRunner)(config, task, run_dir)
 
 
-def judge_all(
-    config: Config, task: Any, responses: Sequence[tuple[Prompt, str, list[int]]]
-) -> list[RewardResult]:
+def judge_all(config: Config, task: Any, responses: Responses) -> list[RewardResult]:
     """Judge (prompt, text, token ids) triples as a run would; return results in order."""
     runner = make_runner(config, task)
     try:

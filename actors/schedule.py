@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.contract.messages import PolicyAnnouncement, Ticket
+from asyncrl.contract.messages import IntPair, PolicyAnnouncement, Ticket
 from asyncrl.contract.versions import Label
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
@@ -64,7 +64,7 @@ class TicketSchedule:
     def __init__(self, *, drain_first: bool, lockstep: bool = False) -> None:
         self.drain_first = drain_first  # weights.in_flight = between_groups
         self.lockstep = lockstep  # evaluation and training never share the engine
-        self.held: dict[tuple[int, int], LeasedTicket] = {}  # (ticket, attempt)
+        self.held: dict[IntPair, LeasedTicket] = {}  # (ticket, attempt)
         self.newest_attempt = 0
         self.announced: PolicyAnnouncement | None = None
 

@@ -14,6 +14,7 @@ from actors.delivery import Outbox
 from actors.schedule import TicketSchedule
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
+from asyncrl.contract.messages import AttemptTokens
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import ProcessWait
 from asyncrl.transport.sockets import BufferPeer
@@ -95,7 +96,7 @@ class TicketHolder(BufferPeer):
         """Accept granted tickets."""
 
     @abstractmethod
-    def list_progress(self) -> list[tuple[int, int, int]]:
+    def list_progress(self) -> list[AttemptTokens]:
         """List (ticket, attempt, tokens sampled for it so far)."""
 
     @abstractmethod

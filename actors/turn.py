@@ -33,7 +33,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract.blobs.images import digest
 from asyncrl.contract.errors import NotFiniteLogprob
-from asyncrl.contract.messages import RewardFailure, Ticket, Trajectory, VersionSpan
+from asyncrl.contract.messages import AttemptTokens, RewardFailure, Ticket, Trajectory, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models.tokenizer import collect_stop_tokens, encode_prompt, load_tokenizer
 from asyncrl.tasks.evaluation_sets import build_task
@@ -216,7 +216,7 @@ class GeneratorTurn:
         """Return the finished rewards, each with its response."""
         return [(self.unscored.pop(result.key), result) for result in self.rewards.poll()]
 
-    def list_progress(self) -> list[tuple[int, int, int]]:
+    def list_progress(self) -> list[AttemptTokens]:
         """Return (ticket, attempt, tokens generated so far) for every held ticket."""
         return list_ticket_progress(self.schedule, self.engine.count_tokens())
 
@@ -237,7 +237,7 @@ def count_samples_to_request(
 
 def list_ticket_progress(
     schedule: TicketSchedule, live_tokens: Mapping[Key, int]
-) -> list[tuple[int, int, int]]:
+) -> list[AttemptTokens]:
     """Return (ticket, attempt, tokens) for every held ticket.
 
     live: the tokens of each row in the engine.

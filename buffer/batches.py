@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ProtocolError
-from asyncrl.contract.messages import Batch, MixturePosition
+from asyncrl.contract.messages import Batch, LagRun, LedgerTotals, MixturePosition
 from asyncrl.contract.waits import BUFFER
 from buffer.groups import MAX_DROPS, Group, StoredSample
 from buffer.rules import StoreRules
@@ -76,9 +76,7 @@ def explain_wait(group: Group) -> BatchWait:
     return BatchWait(f"{missing} at {group.lease.producer}", group.lease.producer, group.ticket)
 
 
-def compute_lag_runs(
-    store: StoreRules, stored: StoredSample, number: int
-) -> list[tuple[int, int, int]]:
+def compute_lag_runs(store: StoreRules, stored: StoredSample, number: int) -> list[LagRun]:
     """Compute (start, end, lag) of each span of a sample in batch `number`."""
     assert store.policy is not None
     return admission.compute_span_lags(
@@ -141,7 +139,7 @@ def compute_announced_limits(store: StoreRules, group: Group, stored: StoredSamp
     ]
 
 
-def judge(store: StoreRules, groups: list[Group], number: int) -> list[list[tuple[int, int, int]]]:
+def judge(store: StoreRules, groups: list[Group], number: int) -> list[list[LagRun]]:
     """Judge the lag of the samples when the learner receives their batch.
 
     Under a hard limit, samples of an earlier epoch past the limit become orphans and are generated
@@ -198,7 +196,7 @@ def make_message(
     groups: list[Group],
     epoch: int,
     number: int,
-    ledger: dict[str, dict[str, float]],
+    ledger: LedgerTotals,
     position: MixturePosition | None = None,
 ) -> Batch:
     """Make the message for composed, complete groups.

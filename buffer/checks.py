@@ -8,19 +8,21 @@ reason, a key of REFUSALS, under which it is counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from asyncrl.contract import outcomes
-from asyncrl.contract.blobs.images import MOST_IMAGES, ImageShape, check_blobs
+from asyncrl.contract.blobs.images import MOST_IMAGES, Blobs, ImageShape, check_blobs
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import (
     DISPOSITIONS,
     EVAL_BASE,
+    AttemptTokens,
     BatchRequest,
     CheckpointNotice,
     Commit,
     Delivery,
     FromPeer,
+    IntPair,
     LearnerGoodbye,
     LearnerHello,
     LearnerProgress,
@@ -43,7 +45,7 @@ TEXT_PER_TOKEN = 128  # characters: the longest tokens are runs of spaces
 TEXT_MORE = 1 << 16  # further characters, for the template around a prompt
 NAMES = MOST_PARTS  # limit of the parts of a reward and of the numbers of a generator
 ROWS = 1 << 16  # tokens of a sample, if the context is unknown
-NO_BLOBS: Mapping[str, bytes] = {}
+NO_BLOBS: Blobs = {}
 
 
 def has_state(message: FromPeer) -> bool:
@@ -64,7 +66,7 @@ def check_delivery(
     vocabulary: int,
     routing: RoutingShape | None = None,
     images: ImageShape | None = None,
-    blobs: Mapping[str, bytes] = NO_BLOBS,
+    blobs: Blobs = NO_BLOBS,
 ) -> tuple[Sequence[Trajectory], dict[Key, BadMessage]]:
     """Check the samples of a delivery; return the samples to accept and the errors of refused ones.
 
@@ -103,7 +105,7 @@ def _check_fully(
     vocabulary: int,
     routing: RoutingShape | None,
     images: ImageShape | None,
-    blobs: Mapping[str, bytes],
+    blobs: Blobs,
 ) -> None:
     """Check samples against the store, against the images of the delivery, and by themselves."""
     for sample in samples:
@@ -113,7 +115,7 @@ def _check_fully(
     check_samples(samples, vocabulary, store.settings, routing, images)
 
 
-def check_images(blobs: Mapping[str, bytes]) -> None:
+def check_images(blobs: Blobs) -> None:
     """Check the images of a delivery: their digests, and that they can be decoded."""
     if not blobs:
         return
@@ -128,7 +130,7 @@ def check_images(blobs: Mapping[str, bytes]) -> None:
         raise BadMessage(str(error), "image") from error
 
 
-def check_images_known(store: StoreState, sample: Trajectory, blobs: Mapping[str, bytes]) -> None:
+def check_images_known(store: StoreState, sample: Trajectory, blobs: Blobs) -> None:
     """Check that the images of a training sample are in the delivery or in the group."""
     if sample.failed or sample.ticket >= EVAL_BASE or not (names := sample.all_images):
         return
@@ -340,7 +342,7 @@ def _check_texts(sample: Trajectory, settings: StoreSettings) -> None:
         )
 
 
-def check_progress(store: StoreState, rows: list[tuple[int, int, int]]) -> None:
+def check_progress(store: StoreState, rows: list[AttemptTokens]) -> None:
     """Check (ticket, attempt, tokens so far) against the most tokens that an attempt may have."""
     most_tokens = store.settings.group * store.settings.most_tokens
     for ticket, attempt, tokens in rows:
@@ -424,7 +426,7 @@ def check_batch_request(store: StoreState, number: int) -> None:
 
 
 def check_commit(
-    store: StoreState, number: int, label: Label, unused: Sequence[tuple[int, int]] = ()
+    store: StoreState, number: int, label: Label, unused: Sequence[IntPair] = ()
 ) -> None:
     """Check a commit: the batch is composed and complete, and the new label is the next one."""
     require(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from asyncrl.contract.messages import (
     EVAL_BASE,
     Disposition,
+    Numbers,
     Prompt,
     SamplingSettings,
     Ticket,
@@ -118,7 +119,7 @@ class EvaluationRound:
         self.lengths.append(sample.length)
         self.places.append(job.index)
 
-    def compute_metrics(self, plan: EvaluationSet) -> dict[str, float]:
+    def compute_metrics(self, plan: EvaluationSet) -> Numbers:
         """Compute the metrics of the set, by name."""
         by_prompt: dict[int, list[float]] = {}
         for index, reward in zip(self.places, self.rewards, strict=True):
@@ -188,7 +189,7 @@ class EvaluationsState(NamedTuple):
     queue: list[EvaluationJob]
     leased_jobs: list[tuple[int, LeasedJob]]
     rounds: list[EvaluationRound]
-    results: list[tuple[tuple[str, int], dict[str, float]]]
+    results: list[tuple[tuple[str, int], Numbers]]
 
 
 class Evaluations:
@@ -207,9 +208,9 @@ class Evaluations:
         self.leased_jobs: dict[int, LeasedJob] = {}  # by attempt
         self.leases = LeaseTable()  # of `out`
         self.rounds: list[EvaluationRound] = []
-        self.results: dict[tuple[str, int], dict[str, float]] = {}
+        self.results: dict[tuple[str, int], Numbers] = {}
         # results not yet written to the metrics
-        self.fresh: list[tuple[int, dict[str, float]]] = []
+        self.fresh: list[tuple[int, Numbers]] = []
 
     def snapshot(self) -> EvaluationsState:
         """Return the state for a snapshot of the store."""
@@ -392,7 +393,7 @@ class Evaluations:
             self.fresh.append((job.label.number, values))
         return "evaluated"
 
-    def _compute_task_metrics(self, finished: EvaluationRound) -> dict[str, float]:
+    def _compute_task_metrics(self, finished: EvaluationRound) -> Numbers:
         """Compute the metrics of each task of a mixture: eval/TASK and eval/TASK-ood.
 
         Only heldout and ood have them; another set gives {}."""

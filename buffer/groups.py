@@ -10,7 +10,14 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from asyncrl.config.tree import Config
-from asyncrl.contract.messages import Disposition, LedgerLine, SamplingSettings, Trajectory
+from asyncrl.contract.messages import (
+    Disposition,
+    IntPair,
+    LagRun,
+    LedgerLine,
+    SamplingSettings,
+    Trajectory,
+)
 from asyncrl.contract.versions import Label
 from buffer.ledger import Ledger, LedgerSums
 
@@ -151,7 +158,7 @@ class LeaseTable:
 
     def find_unnamed_attempts(
         self, producer: str, session: int, taken: int, named: Set[int]
-    ) -> list[tuple[int, int]]:
+    ) -> list[IntPair]:
         """Find the (ticket, attempt) with attempt <= `taken` that are not in `named`."""
         tickets = self.attempts.get((producer, session), {})
         return [
@@ -188,7 +195,7 @@ class StoredSample:
     skipped: int = 0  # tokens: no optimizer step was made on the sample (early stopping)
     rejected: int = 0  # tokens that the correction rejected or vetoed in every step
     # (start, end, lag) from handing out its batch until the commit
-    runs: list[tuple[int, int, int]] | None = None
+    runs: list[LagRun] | None = None
 
     def __post_init__(self) -> None:
         """Cache what every fold and every batch needs; not fields, so that snapshots omit them."""
@@ -218,7 +225,7 @@ class Group:
     # attempt -> the versions that may sample it
     grants: dict[int, Grant] = field(default_factory=dict)
     # (sample, attempt) -> disposition
-    finals: dict[tuple[int, int], Disposition] = field(default_factory=dict)
+    finals: dict[IntPair, Disposition] = field(default_factory=dict)
     stands: int = -1  # the ticket whose position it has (lag injection), -1: its own
     task: str = ""  # of a mixture
     index: int = -1  # of its prompt in the task

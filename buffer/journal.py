@@ -35,7 +35,7 @@ import functools
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,14 @@ import msgspec
 import xxhash
 
 from asyncrl.contract.admission import LimitEvidence
-from asyncrl.contract.blobs.images import index_by_digest
+from asyncrl.contract.blobs.images import Blobs, index_by_digest
 from asyncrl.contract.errors import AsyncrlError, DamagedDataError
 from asyncrl.contract.freshness.window import BatchTiming
 from asyncrl.contract.messages import (
+    AttemptTokens,
     Delivery,
     Disposition,
+    IntPair,
     LearnerHello,
     Prompt,
     Ticket,
@@ -78,7 +80,7 @@ SEGMENT_BYTES = 64 * 1024 * 1024
 TAIL_BYTES = 256 * 1024  # the caller waits while it writes a tail of at most this length
 
 
-def parse_position(path: Path) -> tuple[int, int]:
+def parse_position(path: Path) -> IntPair:
     """Read term and number of a segment from its name: the sort key of segments.
 
     >>> parse_position(Path("journal/00000002-00000007.log"))
@@ -455,9 +457,9 @@ class RenewalRecord(JournalRecord, tag="renew"):
 
     producer: str
     session: int
-    progress: list[tuple[int, int, int]]
+    progress: list[AttemptTokens]
     now: float
-    judging: list[tuple[int, int]] = []  # older journals lack this and the next field
+    judging: list[IntPair] = []  # older journals lack this and the next field
     gap: float = 0.0
 
 
@@ -513,7 +515,7 @@ class CommitRecord(JournalRecord, tag="commit"):
     number: int
     label: Label
     digest: str
-    unused: list[tuple[int, int]] = []
+    unused: list[IntPair] = []
     evidence: LimitEvidence | None = None  # older journals lack this and the next fields
     timing: BatchTiming | None = None
     now: float = 0.0
@@ -540,7 +542,7 @@ class TokenReportRecord(JournalRecord, tag="told"):
 class FreedLeasesRecord(JournalRecord, tag="free"):
     """Leases whose tickets were lost in transit."""
 
-    attempts: list[tuple[int, int]]  # (ticket, attempt)
+    attempts: list[IntPair]  # (ticket, attempt)
 
 
 StoreRecord = (
@@ -716,7 +718,7 @@ class RecordedStore(Store):
         self,
         samples: Sequence[Trajectory],
         encoded: bytes | memoryview = b"",
-        images: Mapping[str, bytes] = NO_IMAGES,
+        images: Blobs = NO_IMAGES,
     ) -> list[Disposition]:
         accept = super().accept_sample
         dispositions = [accept(sample, images) for sample in samples]
@@ -726,9 +728,7 @@ class RecordedStore(Store):
             self._record(FrameRecord(list(samples), dict(images)))
         return dispositions
 
-    def accept_sample(
-        self, sample: Trajectory, images: Mapping[str, bytes] = NO_IMAGES
-    ) -> Disposition:
+    def accept_sample(self, sample: Trajectory, images: Blobs = NO_IMAGES) -> Disposition:
         disposition = super().accept_sample(sample, images)
         self._record(SampleRecord(sample, dict(images)))
         return disposition

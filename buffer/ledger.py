@@ -13,7 +13,14 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from asyncrl.contract.messages import DISPOSITIONS, Disposition, LedgerLine
+from asyncrl.contract.messages import (
+    DISPOSITIONS,
+    Disposition,
+    IntPair,
+    LedgerLine,
+    LedgerTotals,
+    Numbers,
+)
 
 
 @dataclass
@@ -69,7 +76,7 @@ class LedgerSums:
         for upto, faded in other.faded.items():
             self.faded[upto] = self.faded.get(upto, 0.0) + faded
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> Numbers:
         """Return the totals and means as in checkpoints, status messages and the summary."""
         samples = max(self.samples, 1)
         means = {
@@ -118,12 +125,12 @@ class Ledger:
         for name, line in other.lines.items():
             self.lines[name].merge(line)
 
-    def compute_totals(self) -> dict[str, dict[str, float]]:
+    def compute_totals(self) -> LedgerTotals:
         """Compute the totals and means of each line, by its name."""
         return {name: line.as_dict() for name, line in self.lines.items()}
 
     @classmethod
-    def restore(cls, totals: dict[str, dict[str, float]]) -> Ledger:
+    def restore(cls, totals: LedgerTotals) -> Ledger:
         """Make a ledger from the `totals` of a checkpoint (`memory` durability).
 
         Raises KeyError, ValueError or OverflowError if they are not those of a ledger."""
@@ -141,7 +148,7 @@ class Ledger:
         return ledger
 
 
-def read_bins(line: dict[str, float], prefix: str) -> dict[int, float]:
+def read_bins(line: Numbers, prefix: str) -> dict[int, float]:
     """Read {upper bound of the samples' length: value} from one line of `compute_totals`.
 
     >>> read_bins({"tokens": 9, "upto_8": 6, "upto_16": 3, "faded_upto_16": 1.5}, "upto_")
@@ -150,7 +157,7 @@ def read_bins(line: dict[str, float], prefix: str) -> dict[int, float]:
     return {int(k.removeprefix(prefix)): x for k, x in line.items() if k.startswith(prefix)}
 
 
-def sum_tokens(totals: dict[str, dict[str, float]], names: Iterable[str] = DISPOSITIONS) -> int:
+def sum_tokens(totals: LedgerTotals, names: Iterable[str] = DISPOSITIONS) -> int:
     """Sum the tokens of the lines `names` of `compute_totals`."""
     return sum(int(totals[name]["tokens"]) for name in names if name in totals)
 
@@ -253,7 +260,7 @@ class SampleFates(KeyedRows):
         self.limit = limit
         self.samples = 0
         self.rows = RowTable("=qiib")
-        finals: dict[tuple[int, int], Disposition] = {}
+        finals: dict[IntPair, Disposition] = {}
         previous = -1, -1, -1
         for key, disposition in items:
             ticket, sample, attempt = key
@@ -284,7 +291,7 @@ class SampleFates(KeyedRows):
         ticket, sample, attempt = key
         self.add_all(ticket, {(sample, attempt): disposition})
 
-    def add_all(self, ticket: int, finals: Mapping[tuple[int, int], Disposition]) -> None:
+    def add_all(self, ticket: int, finals: Mapping[IntPair, Disposition]) -> None:
         """Add samples of one ticket, as (sample, attempt) -> disposition."""
         run_attempt = -1
         run_disposition = ""
@@ -337,15 +344,13 @@ class StrayAttempts(KeyedRows):
     (None, StrayAttempt(ticket=6, attempt=16, reported=8, delivered=3))
     """
 
-    def __init__(
-        self, limit: int, items: Iterable[tuple[tuple[int, int], Iterable[int]]] = ()
-    ) -> None:
+    def __init__(self, limit: int, items: Iterable[tuple[IntPair, Iterable[int]]] = ()) -> None:
         self.limit = limit
         self.rows = RowTable("=qqq")
         for key, counts in items:
             self.add(StrayAttempt(*key, *counts))
 
-    def items(self) -> Iterator[tuple[tuple[int, int], list[int]]]:
+    def items(self) -> Iterator[tuple[IntPair, list[int]]]:
         """Iterate over ((ticket, attempt), [reported, delivered]), the oldest first."""
         for row in self.rows:
             stray = StrayAttempt(*row)

@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl.config.tree import Config, MixedTaskConfig
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.messages import LedgerLine, MixturePosition, Prompt
+from asyncrl.contract.messages import LedgerLine, MixturePosition, Numbers, Prompt
 from asyncrl.tasks.mixture import MixtureTask, choose_task, compute_weights
 from buffer.ledger import Ledger
 
@@ -37,7 +37,7 @@ class MixtureState:
         under 0.
     past: ledger of the groups that are no longer in the store."""
 
-    credit: dict[str, float] = field(default_factory=dict)
+    credit: Numbers = field(default_factory=dict)
     indices: dict[str, int] = field(default_factory=dict)
     due: list[tuple[str, int]] = field(default_factory=list)
     removed: dict[str, int] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class TaskMixer:
         title = choose_task(self.state.credit, weights)
         return title, self._take_index(title)
 
-    def compute_weights(self, batch: float) -> dict[str, float]:
+    def compute_weights(self, batch: float) -> Numbers:
         """Compute the weights at a batch of the tasks that have prompts left."""
         weights = compute_weights(self.parts, batch)
         return {
@@ -225,11 +225,11 @@ class TaskMixer:
 
     # ---- numbers ---------------------------------------------------------------------------------
 
-    def compute_metrics(self, batch: float) -> dict[str, float]:
+    def compute_metrics(self, batch: float) -> Numbers:
         """Compute the metrics of the draws for batch number `batch`."""
         weights = self.compute_weights(batch)
         total = sum(weights.values()) or 1.0
-        metrics: dict[str, float] = {}
+        metrics: Numbers = {}
         for title in self.parts:
             metrics[f"task/{title}_weight"] = weights.get(title, 0.0) / total
             metrics[f"task/{title}_removed"] = self.state.removed.get(title, 0)

@@ -1,15 +1,15 @@
-"""Metrics of committed batches, of the generators between commits, and of the whole run.
+"""Numbers of committed batches, of the generators between commits, and of the whole run.
 
 Pure functions without sockets or clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from asyncrl.config.tree import RecordConfig
 from asyncrl.contract.admission import AdaptiveLimit
-from asyncrl.contract.messages import Batch, TrainingSequence, Trajectory
+from asyncrl.contract.messages import Batch, Numbers, TrainingSequence, Trajectory
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.metrics import METRICS
 from buffer.sessions import PeerState
 from buffer.store import Store
@@ -35,7 +35,7 @@ SUMS = (
 )
 
 
-def compute_batch_metrics(batch: Batch, counts: dict[int, int]) -> dict[str, float]:
+def compute_batch_metrics(batch: Batch, counts: dict[int, int]) -> Numbers:
     """Compute the metrics of a trained batch: lag, length of its samples, parts of their rewards.
 
     counts: trained tokens by lag."""
@@ -58,12 +58,12 @@ def compute_batch_metrics(batch: Batch, counts: dict[int, int]) -> dict[str, flo
     )
 
 
-def compute_task_metrics(batch: Batch) -> dict[str, float]:
+def compute_task_metrics(batch: Batch) -> Numbers:
     """Compute the metrics of each task of a mixture in a trained batch; {} without a mixture."""
     positions: dict[str, list[int]] = {}
     for position, title in enumerate(batch.tasks):
         positions.setdefault(title, []).append(position)
-    metrics: dict[str, float] = {}
+    metrics: Numbers = {}
     for title, task_positions in positions.items():
         samples = [batch.samples[position] for position in task_positions]
         runs = [run for position in task_positions for run in batch.token_lags[position]]
@@ -78,7 +78,7 @@ def compute_task_metrics(batch: Batch) -> dict[str, float]:
     return metrics
 
 
-def compute_limit_metrics(store: Store, previous: AdaptiveLimit) -> dict[str, float]:
+def compute_limit_metrics(store: Store, previous: AdaptiveLimit) -> Numbers:
     """Compute the metrics of an adaptive limit after a commit, with the reason if it moved.
 
     previous: the limit before the commit.
@@ -90,7 +90,7 @@ def compute_limit_metrics(store: Store, previous: AdaptiveLimit) -> dict[str, fl
     return {"limit/now": limit.now} | (reason if limit.now != previous.now else {})
 
 
-def compute_window_metrics(store: Store) -> dict[str, float]:
+def compute_window_metrics(store: Store) -> Numbers:
     """Compute the metrics of the admission window after a commit; {} without a window."""
     if not store.settings.wait:
         return {}
@@ -102,7 +102,7 @@ def compute_window_metrics(store: Store) -> dict[str, float]:
     }
 
 
-def select_sample_rows(batch: Batch, record: RecordConfig) -> Iterator[dict[str, Any]]:
+def select_sample_rows(batch: Batch, record: RecordConfig) -> Iterator[JsonObject]:
     """Select rows of samples.jsonl: samples of every `samples_every`-th batch, evenly spaced."""
     if not record.samples_every or batch.number % record.samples_every:
         return
@@ -111,7 +111,7 @@ def select_sample_rows(batch: Batch, record: RecordConfig) -> Iterator[dict[str,
     yield from make_batch_rows(batch, range(len(batch.samples))[::stride][:count])
 
 
-def make_batch_rows(batch: Batch, positions: Iterable[int] | None = None) -> list[dict[str, Any]]:
+def make_batch_rows(batch: Batch, positions: Iterable[int] | None = None) -> list[JsonObject]:
     """Make readable JSON rows of the samples of a batch.
 
     positions: of the samples; None: all. JSON needs many times the memory of the arrays: choose
@@ -149,7 +149,7 @@ def make_batch_rows(batch: Batch, positions: Iterable[int] | None = None) -> lis
     ]
 
 
-def _describe_sequence(row: Trajectory | TrainingSequence) -> dict[str, Any]:
+def _describe_sequence(row: Trajectory | TrainingSequence) -> JsonObject:
     """Describe the tokens of a sequence in JSON."""
     return {
         "versions": [[str(span.label), span.start, span.end] for span in row.spans],
@@ -159,7 +159,7 @@ def _describe_sequence(row: Trajectory | TrainingSequence) -> dict[str, Any]:
     }
 
 
-def leave_out_wait_for_ticket(values: dict[str, float], seconds: float) -> None:
+def leave_out_wait_for_ticket(values: Numbers, seconds: float) -> None:
     """Shorten the time of a learner's step that began before the first ticket.
 
     seconds: since the first ticket of this buffer process."""
@@ -172,7 +172,7 @@ def leave_out_wait_for_ticket(values: dict[str, float], seconds: float) -> None:
         values["time/step"] = seconds
 
 
-def sum_growth(generators: Iterable[PeerState]) -> dict[str, float]:
+def sum_growth(generators: Iterable[PeerState]) -> Numbers:
     """Sum the growth of each of SUMS over the generators since the last call.
 
     Returns name without its family -> growth."""
@@ -188,7 +188,7 @@ def sum_growth(generators: Iterable[PeerState]) -> dict[str, float]:
 
 def compute_reward_metrics(
     stats: Sequence[Mapping[str, float]], totals: Mapping[str, float], spent: float
-) -> dict[str, float]:
+) -> Numbers:
     """Compute the metrics of the reward processes; {} if there are none.
 
     stats: the generators' numbers.
@@ -213,7 +213,7 @@ def compute_reward_metrics(
     return load | means | {"time/reward_wait_share": min(1.0, totals["reward_idle_s"] / spent)}
 
 
-def compute_judge_metrics(machines: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, float]:
+def compute_judge_metrics(machines: Iterable[tuple[str, Mapping[str, float]]]) -> Numbers:
     """Compute the numbers of the judge's requests in the whole run; drop unknown names.
 
     machines: (machine, numbers) of each generator. All generators of a machine report the same
@@ -230,13 +230,13 @@ def compute_judge_metrics(machines: Iterable[tuple[str, Mapping[str, float]]]) -
             if name.startswith("judge/") and name in METRICS:
                 choose_newer = min if name.endswith("_left") else max
                 newest[name, machine] = choose_newer(newest.get((name, machine), value), value)
-    totals: dict[str, float] = {}
+    totals: Numbers = {}
     for (name, _), value in newest.items():
         totals[name] = totals.get(name, 0.0) + value
     return totals
 
 
-def compute_link_metrics(totals: Mapping[str, float], spent: float) -> dict[str, float]:
+def compute_link_metrics(totals: Mapping[str, float], spent: float) -> Numbers:
     """Compute the metrics of the generators' connections and of weights fetched over a socket.
 
     totals: the growth of their sums since the last step.
@@ -250,7 +250,7 @@ def compute_link_metrics(totals: Mapping[str, float], spent: float) -> dict[str,
     return link
 
 
-def make_summary(store: Store, trained: TrainingLog, wall_s: float) -> dict[str, Any]:
+def make_summary(store: Store, trained: TrainingLog, wall_s: float) -> JsonObject:
     """Make the buffer's summary of the run.
 
     wall_s: seconds from the first ticket to the last commit."""

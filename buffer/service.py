@@ -34,6 +34,7 @@ from asyncrl.contract.errors import (
     ProcessLost,
 )
 from asyncrl.contract.freshness.meter import BatchMeter
+from asyncrl.contract.messages import Numbers
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import (
@@ -61,6 +62,8 @@ from buffer.mixer import make_mixer
 from buffer.sessions import PeerSessions, PeerState
 from buffer.store import ENOUGH, Store
 from buffer.training_log import TrainingLog
+
+WaitingRequest = tuple[bytes, m.TicketRequest]  # the peer, and its request
 
 POLL_S = 0.25
 TICK_S = 0.25
@@ -215,17 +218,17 @@ class BufferService:
         self.metrics = MetricsWriter(run_dir)
         self.trackers = TrackerFeeds(run_dir, config.record.trackers)
         self.samples = jsonl.JsonlAppender(run_dir / "samples.jsonl")
-        self.ticket_requests: admission.TicketQueue[tuple[bytes, m.TicketRequest]] = (
-            admission.TicketQueue(self.store.settings.evaluators)
+        self.ticket_requests: admission.TicketQueue[WaitingRequest] = admission.TicketQueue(
+            self.store.settings.evaluators
         )
         # requests for zero samples: these generators sample the calls of sessions, and need only
         # new versions and the end of the run
-        self.followers: dict[str, tuple[bytes, m.TicketRequest]] = {}
+        self.followers: dict[str, WaitingRequest] = {}
         self.to_notify: dict[str, None] = {}  # generators that may lack the newest version
         self.announced: Label | None = None  # the version last sent to waiting generators
         self.reported: set[str] = set()  # generators that sent numbers since the last commit
         # requests that came before the sender's hello
-        self.early_requests: dict[str, tuple[bytes, m.TicketRequest]] = {}
+        self.early_requests: dict[str, WaitingRequest] = {}
         self.batch_requests: deque[tuple[bytes, m.BatchRequest]] = deque()
         self.goodbyes: dict[bytes, m.LearnerGoodbye] = {}
         self.generators: dict[str, PeerState] = {}
@@ -245,7 +248,7 @@ class BufferService:
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
         # seconds of the learner's last steps, waits excluded
         self.step_s: deque[float] = deque(maxlen=KEPT)
-        self.latest: dict[str, float] = {}
+        self.latest: Numbers = {}
         self.leased: dict[int, m.Batch] = {}
         self.clock = RunClock(run_dir)
         self.last_commit = self.last_metrics = 0.0
@@ -859,7 +862,7 @@ class BufferService:
             self.store.max_lag, self.count_local_threads(), len(os.sched_getaffinity(0))
         )
 
-        def grant(name: str, samples: int, waiting: tuple[bytes, m.TicketRequest]) -> bool:
+        def grant(name: str, samples: int, waiting: WaitingRequest) -> bool:
             peer, request = waiting
             tickets = self.store.grant(request.producer, request.session, samples, now)
             if not tickets and not is_finished:
@@ -944,7 +947,7 @@ class BufferService:
 
     # ---- numbers ---------------------------------------------------------------------------------
 
-    def record_commit(self, commit: m.Commit, store_metrics: dict[str, float]) -> None:
+    def record_commit(self, commit: m.Commit, store_metrics: Numbers) -> None:
         """Write the metrics, the lags and some samples of a trained batch.
 
         store_metrics: of the limit, the window and the mixture."""
@@ -995,7 +998,7 @@ class BufferService:
         self.latest |= values
         self.metrics.write(commit.number, values, self.clock.seconds_at(now), histogram)
 
-    def compute_generator_metrics(self, now: float) -> dict[str, float]:
+    def compute_generator_metrics(self, now: float) -> Numbers:
         """Compute the metrics of the generators since the last step.
 
         Returns {} if they have not reported since then."""

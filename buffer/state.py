@@ -15,7 +15,7 @@ import msgspec
 
 from asyncrl.contract.admission import AdaptiveLimit
 from asyncrl.contract.freshness.window import AdmissionWindow
-from asyncrl.contract.messages import Disposition, WeightsSource
+from asyncrl.contract.messages import Disposition, IntPair, Numbers, SampleKey, WeightsSource
 from asyncrl.contract.versions import Label, PolicyTree, PolicyTreeState
 from buffer.evaluation import Evaluations, EvaluationsState
 from buffer.groups import Group, StoreSettings
@@ -71,12 +71,12 @@ DRAWN = _make_packing(
     list[tuple[tuple[str, int], int]], _list_items, lambda _, saved: OrderedDict(saved)
 )
 FATES = _make_packing(
-    list[tuple[tuple[int, int, int], Disposition]],
+    list[tuple[SampleKey, Disposition]],
     _list_items,
     lambda _, saved: SampleFates(REMEMBERED, saved),
 )
 ATTEMPTS = _make_packing(
-    list[tuple[tuple[int, int], list[int]]],
+    list[tuple[IntPair, list[int]]],
     _list_items,
     lambda _, saved: StrayAttempts(STRAYS, saved),
 )
@@ -127,7 +127,7 @@ class StoreState:
     drawn: OrderedDict[tuple[str, int], int] = field(default_factory=OrderedDict, metadata=DRAWN)
     drawn_before: int = 0  # tokens of sessions that are no longer in `drawn`
     # producer -> seconds of its leases, for producers that renew too slowly for `lease_s`
-    patience: dict[str, float] = field(default_factory=dict)
+    patience: Numbers = field(default_factory=dict)
     # tickets of the batch on which the last learner processes ended, and its points (`store.ENDS`)
     suspect: tuple[list[int], float] = ([], 0.0)
     aside: int = 0  # excluded batches

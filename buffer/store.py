@@ -15,20 +15,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import msgspec
 
 from asyncrl.contract import admission
-from asyncrl.contract.blobs.images import index_by_digest
+from asyncrl.contract.blobs.images import Blobs, index_by_digest
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.freshness.window import AdmissionWindow, BatchTiming, next_window
 from asyncrl.contract.messages import (
     EVAL_BASE,
+    AttemptTokens,
     Batch,
     Disposition,
+    IntPair,
     LearnerHello,
     LedgerLine,
+    LedgerTotals,
     PolicyAnnouncement,
     Prompt,
     RewardFailure,
@@ -47,7 +50,7 @@ from buffer.rules import StoreRules
 # Rewards that differ by at most this share of the larger one are equal. This repeats the constant
 # of asyncrl/algorithms/advantages.py, which imports torch.
 EQUAL = 1e-6
-NO_IMAGES: Mapping[str, bytes] = {}
+NO_IMAGES: Blobs = {}
 SESSIONS = 8192  # generator sessions with a count of their own: more than can hold a name
 LEASE_GAPS = 3.0  # a lease lasts this many times the longest recent gap between two renewals ...
 MOST_LEASES = 10.0  # ... but at most this many times `lease_s`
@@ -274,9 +277,9 @@ class Store(StoreRules):
         self,
         producer: str,
         session: int,
-        progress: list[tuple[int, int, int]],
+        progress: list[AttemptTokens],
         now: float,
-        judging: Sequence[tuple[int, int]] = (),
+        judging: Sequence[IntPair] = (),
         gap: float = 0.0,
     ) -> None:
         """Renew leases by decode progress.
@@ -385,7 +388,7 @@ class Store(StoreRules):
 
     def find_unheld_attempts(
         self, producer: str, session: int, taken: int, named: Set[int]
-    ) -> list[tuple[int, int]]:
+    ) -> list[IntPair]:
         """Find the (ticket, attempt) granted to a session that were lost in transit.
 
         These are attempts up to `taken` that are not in `named`. The session no longer takes
@@ -395,7 +398,7 @@ class Store(StoreRules):
             *self.evaluations.leases.find_unnamed_attempts(producer, session, taken, named),
         ]
 
-    def free_leases(self, attempts: Sequence[tuple[int, int]]) -> None:
+    def free_leases(self, attempts: Sequence[IntPair]) -> None:
         """End the leases of these (ticket, attempt)."""
         self.changes += 1
         for ticket, attempt in attempts:
@@ -445,7 +448,7 @@ class Store(StoreRules):
         self,
         samples: Sequence[Trajectory],
         encoded: bytes | memoryview = b"",
-        images: Mapping[str, bytes] = NO_IMAGES,
+        images: Blobs = NO_IMAGES,
     ) -> list[Disposition]:
         """Accept a frame's samples in their order; return their dispositions.
 
@@ -453,9 +456,7 @@ class Store(StoreRules):
         images: the frame's images, digest -> blob."""
         return [self.accept_sample(sample, images) for sample in samples]
 
-    def accept_sample(
-        self, sample: Trajectory, images: Mapping[str, bytes] = NO_IMAGES
-    ) -> Disposition:
+    def accept_sample(self, sample: Trajectory, images: Blobs = NO_IMAGES) -> Disposition:
         """Accept a sample that has passed `checks.check_sample`; return its disposition.
 
         images: see `accept_samples`."""
@@ -794,7 +795,7 @@ class Store(StoreRules):
         number: int,
         label: Label,
         digest: str,
-        unused: Sequence[tuple[int, int]] = (),
+        unused: Sequence[IntPair] = (),
         evidence: admission.LimitEvidence | None = None,
         timing: BatchTiming | None = None,
         now: float = 0.0,
@@ -895,7 +896,7 @@ class Store(StoreRules):
 
     # ---- the ledger ------------------------------------------------------------------------------
 
-    def sum_ledger(self) -> dict[str, dict[str, float]]:
+    def sum_ledger(self) -> LedgerTotals:
         """Compute the totals of each ledger line.
 
         Each generated token that the buffer knows is in exactly one line."""

@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.records import jsonl
+from asyncrl.records.jsonl import JsonObject
+
+TokensByLag = dict[int, int]
 
 
 @dataclass
@@ -24,7 +26,7 @@ class TrainedBatch:
 
     samples: int  # number of samples
     ids: str  # digest of their ids
-    lags: dict[int, int]  # lag -> trained tokens
+    lags: TokensByLag  # lag -> trained tokens
     tickets: list[list[int]] = field(default_factory=list)  # runs [first, last]; not in older files
 
 
@@ -62,7 +64,7 @@ def read(path: Path) -> dict[int, TrainedBatch]:
     return rows
 
 
-def _apply_row(rows: dict[int, TrainedBatch], row: dict[str, Any]) -> None:
+def _apply_row(rows: dict[int, TrainedBatch], row: JsonObject) -> None:
     """Add a row's batch to `rows`, or apply its rollback.
 
     Raises KeyError, TypeError, ValueError or AttributeError for a row of another form."""
@@ -92,14 +94,14 @@ class TrainingLog:
         self.summed_ids = xxhash.xxh3_64()
         self.lease_file = jsonl.JsonlAppender(path.with_name("leased.jsonl"))
         # batches that the learner has received and that are not in `rows` yet
-        self.leases: dict[int, dict[str, Any]] = {}
+        self.leases: dict[int, JsonObject] = {}
         for row in jsonl.read(self.lease_file.path):
             with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
                 _apply_row({}, row)  # an incomplete row is ignored
                 if not self.has_batch(int(row["batch"])):
                     self.leases[int(row["batch"])] = row
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: JsonObject) -> None:
         _apply_row(self.rows, row)
         self.file.write(row)
 
@@ -125,7 +127,7 @@ class TrainingLog:
         self.leases = {}
         self.lease_file.clear()
 
-    def add(self, batch: Batch, limit: float) -> dict[int, int]:
+    def add(self, batch: Batch, limit: float) -> TokensByLag:
         """Add a trained batch, with tokens of a lag past `limit` masked; return {lag: tokens}."""
         leased_row = self.leases.pop(batch.number, None)
         self._write(_make_row(batch, limit) if leased_row is None else leased_row)
@@ -144,7 +146,7 @@ class TrainingLog:
         """Count the samples of all batches."""
         return self.summed_samples + sum(row.samples for row in self.rows.values())
 
-    def count_lags(self) -> dict[int, int]:
+    def count_lags(self) -> TokensByLag:
         """Count the trained tokens by lag, over all batches."""
         lags = self.summed_lags.copy()
         for row in self.rows.values():
@@ -163,9 +165,9 @@ class TrainingLog:
         self.lease_file.close()
 
 
-def count_trained_lags(batch: Batch, limit: float) -> dict[int, int]:
+def count_trained_lags(batch: Batch, limit: float) -> TokensByLag:
     """Count the tokens of a batch by lag, without those past `limit`."""
-    counts: dict[int, int] = {}
+    counts: TokensByLag = {}
     for runs in batch.token_lags:
         for start, end, lag in runs:
             if lag <= limit:
@@ -173,7 +175,7 @@ def count_trained_lags(batch: Batch, limit: float) -> dict[int, int]:
     return counts
 
 
-def _make_row(batch: Batch, limit: float) -> dict[str, Any]:
+def _make_row(batch: Batch, limit: float) -> JsonObject:
     tickets = find_runs(sample.ticket for sample in batch.samples)
     return {
         "batch": batch.number,
@@ -184,12 +186,12 @@ def _make_row(batch: Batch, limit: float) -> dict[str, Any]:
     }
 
 
-def mean(counts: dict[int, int]) -> float:
+def mean(counts: TokensByLag) -> float:
     """Return the mean lag of {lag: tokens}; 0 if it is empty."""
     return sum(lag * tokens for lag, tokens in counts.items()) / max(sum(counts.values()), 1)
 
 
-def quantile(counts: dict[int, int], share: float) -> int:
+def quantile(counts: TokensByLag, share: float) -> int:
     """Return the smallest lag with at least a share `share` of the tokens at or below it."""
     total = sum(counts.values())
     cumulative = 0

@@ -26,13 +26,14 @@ from actors.gateway.hubs.tools import LONGEST, ToolLoop
 from asyncrl.config.agents import RANDOM, SELF
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Prompt
+from asyncrl.contract.messages import Numbers, Prompt
 from asyncrl.contract.printable import describe_exception
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks import arena, games
 from asyncrl.transport import worker_pool
 from asyncrl.transport.worker_pool import frame, read_frame
 
-Observation = str | list[dict[str, Any]]
+Observation = str | list[JsonObject]
 
 
 class EnvironmentSetup(Struct, frozen=True):
@@ -44,7 +45,7 @@ class EnvironmentSetup(Struct, frozen=True):
     env: str
     tools: list[str]
     opponents: list[str] = []
-    args: dict[str, Any] = {}
+    args: JsonObject = {}
     judged: bool = False
 
 
@@ -59,7 +60,7 @@ class EnvironmentOperation(Struct, frozen=True, array_like=True):
     session: int
     kind: Literal["reset", "step", "score", "end"]
     text: str = ""
-    message: dict[str, Any] | None = None
+    message: JsonObject | None = None
     prompt: Prompt | None = None
     seed: int = 0
     attempt: int = 1
@@ -85,8 +86,8 @@ class EnvironmentEvent(Struct, frozen=True, array_like=True):
     ended: bool = False  # terminated or truncated
     truncated: bool = False
     judge: bool = False  # the config's reward scores the session
-    parts: dict[str, float] = {}
-    tools: list[dict[str, Any]] = []
+    parts: Numbers = {}
+    tools: list[JsonObject] = []
     why: str = ""
     asked: int = 0
     told: list[tuple[str, str]] = []

@@ -42,6 +42,7 @@ from asyncrl.contract import messages as m
 from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import index_by_digest
 from asyncrl.contract.errors import AsyncrlError, BadMessage, ConfigError
+from asyncrl.contract.messages import AttemptTokens, IntPair, SampleKey
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
@@ -171,7 +172,7 @@ class Gateway(TicketHolder):
             agent.tools or agent.http or not agent.uses_sessions for agent in self.agents.values()
         )
         self.rewards = make_runner(config, build_task(config), run_dir) if judges else None
-        self.judged: dict[tuple[int, int, int], Episode] = {}
+        self.judged: dict[SampleKey, Episode] = {}
         self.calls_socket = sockets.BufferSocket(
             get_gateway_address(config, run_dir, index),
             config.wires.curve_dir,
@@ -189,9 +190,9 @@ class Gateway(TicketHolder):
         # of these, the calls that wait until their session has a valid ticket
         self.deferred_calls: dict[int, m.GenerationCall] = {}
         # (ticket, attempt) of an earlier process, whose sessions wait for the next grant
-        self.restored: set[tuple[int, int]] = set()
+        self.restored: set[IntPair] = set()
         # (ticket, attempt) without waiting samples or open sessions -> tokens sampled for it
-        self.closed_tokens: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self.closed_tokens: OrderedDict[IntPair, int] = OrderedDict()
         # the newest number of an episode or call.  It starts at the time, so that a generator's
         # result for a call of an earlier gateway process never matches a call of this one
         self.numbers = self.session
@@ -642,7 +643,7 @@ class Gateway(TicketHolder):
             hint = f"its output is in {self.run_dir / name_agent_log(part, 0)}"
         raise ConfigError(f"{self.get_source_name(part)}: {counts}; the last one: {reason}; {hint}")
 
-    def close_ticket(self, name: tuple[int, int]) -> None:
+    def close_ticket(self, name: IntPair) -> None:
         """Forget a ticket without waiting samples and open sessions.
 
         Its tokens stay in the next reports, because no sample delivers those of restarted sessions.
@@ -677,7 +678,7 @@ class Gateway(TicketHolder):
             room[self.agents[self.get_part(grant.ticket)].http] -= len(grant.waiting)
         return sum(max(0, samples) for samples in room.values())
 
-    def list_progress(self) -> list[tuple[int, int, int]]:
+    def list_progress(self) -> list[AttemptTokens]:
         """List (ticket, attempt, tokens sampled for it so far).
 
         The count is capped at the limit of the ticket's samples, which sessions that begin anew
@@ -701,7 +702,7 @@ class Gateway(TicketHolder):
         oldest_sessions = self.list_oldest_sessions(time.monotonic())
         return msgspec.structs.replace(super().make_renewal(wait), sessions=oldest_sessions)
 
-    def list_judging(self) -> list[tuple[int, int]]:
+    def list_judging(self) -> list[IntPair]:
         return [name for name, grant in self.held.items() if not self.is_expired(grant.ticket)]
 
     def collect_metrics(self) -> dict[str, float]:

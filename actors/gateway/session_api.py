@@ -27,7 +27,7 @@ from actors.gateway.refusals import CallRefused
 from actors.gateway.service import Gateway, compute_env_seed
 from actors.gateway.session_source import Episode, SessionSource, WaitCause
 from actors.gateway.sessions import Session, SessionCall
-from asyncrl.contract.messages import Ticket
+from asyncrl.contract.messages import SampleKey, Ticket
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.records import private
@@ -66,7 +66,7 @@ class SessionApi(SessionSource):
         if self.leased_parts:
             self.journal = SessionJournal(gateway.run_dir / f"sessions-{gateway.index}")
         # (ticket, sample, attempt) -> an ended session whose file is kept until it is acknowledged
-        self.unacked: dict[tuple[int, int, int], OpenedSession] = {}
+        self.unacked: dict[SampleKey, OpenedSession] = {}
         self.opened: OrderedDict[str, OpenedSession] = OrderedDict()
         self.leases: OrderedDict[str, OpenedSession] = OrderedDict()
         self.episodes: dict[str, Episode] = {}

@@ -37,9 +37,16 @@ from actors.gateway.call_tree import (
 from actors.gateway.chat import ChatFormat
 from actors.gateway.refusals import TOO_LONG, CallRefused, build_too_long_error
 from asyncrl.contract import outcomes
-from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES
+from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES, Blobs
 from asyncrl.contract.errors import ProtocolError
-from asyncrl.contract.messages import Ticket, TrainingSequence, VersionSpan
+from asyncrl.contract.messages import (
+    IntPair,
+    Numbers,
+    SampleKey,
+    Ticket,
+    TrainingSequence,
+    VersionSpan,
+)
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
@@ -146,7 +153,7 @@ class SessionOutcome:
     """The end of a session: its reward, or the reason of its failure."""
 
     reward: float
-    parts: dict[str, float]
+    parts: Numbers
     failed: str = ""
 
 
@@ -183,12 +190,12 @@ class Session:
         self.tokens = 0  # sampled, with the excluded ones
         self.aside = 0  # of these, excluded from training
         self.reported = 0  # tokens in the newest report to the buffer
-        self.adopted: list[tuple[int, int]] = []  # (earlier attempt, tokens sampled under it)
+        self.adopted: list[IntPair] = []  # (earlier attempt, tokens sampled under it)
         self.call_at = self.active_at = self.opened  # last call or answer; last of those or a beat
         self.judging_at = self.opened
         self.shortened = False  # the policy's newest answer was cut by a limit of the run
         self._prompt_counts = Counter[bytes]()  # digest of prompt ids -> calls with them
-        self.score: tuple[float, dict[str, float], dict[int, float]] | None = None
+        self.score: tuple[float, Numbers, dict[int, float]] | None = None
 
     # ---- calls -----------------------------------------------------------------------------------
 
@@ -269,7 +276,7 @@ class Session:
         max_new_tokens: int = 0,
         stop: Sequence[str] = (),
         aside: bool = False,
-        images: Mapping[str, bytes] = MappingProxyType({}),
+        images: Blobs = MappingProxyType({}),
     ) -> SessionCall:
         """Add a call with a composed prompt.
 
@@ -291,7 +298,7 @@ class Session:
         self.images |= new_images
         return self._add_call(call, match, composed.fork_cause, now)
 
-    def _find_new_images(self, node: CallNode, images: Mapping[str, bytes]) -> dict[str, bytes]:
+    def _find_new_images(self, node: CallNode, images: Blobs) -> dict[str, bytes]:
         """Return the call's images that are new to the session.  Raises CallRefused."""
         new_images = {name: images[name] for name in node.images if name in images}
         if unknown := set(node.images) - new_images.keys() - self.images.keys():
@@ -673,12 +680,12 @@ class Session:
             self._cut_all()
 
     @property
-    def key(self) -> tuple[int, int, int]:
+    def key(self) -> SampleKey:
         """(ticket, sample, attempt)."""
         return self.ticket.ticket, self.sample, self.attempt
 
     @property
-    def ticket_key(self) -> tuple[int, int]:
+    def ticket_key(self) -> IntPair:
         """(ticket, attempt)."""
         return self.ticket.ticket, self.attempt
 

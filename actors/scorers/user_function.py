@@ -14,6 +14,8 @@ from typing import Any
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
+Function = Callable[..., Any]
+
 LOG = "reward.log"  # in the run directory
 LOG_BYTES = 1 << 20  # further entries are dropped
 SHOWN = 80  # characters of a prompt, or of a response, in an error
@@ -26,13 +28,13 @@ LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 # ---- signatures ----------------------------------------------------------------------------------
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Function) -> bool:
     """Whether the function's calls are awaited."""
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def adapt_function(function: Callable[..., Any], path: str, bound_names: Sequence[str]) -> Any:
+def adapt_function(function: Function, path: str, bound_names: Sequence[str]) -> Any:
     """Adapt `function`, named `path` in the config, to a call with (prompt, text).
 
     It also receives `tokens` if it has such a parameter. A function in TRL's form, with a parameter
@@ -70,9 +72,7 @@ def adapt_function(function: Callable[..., Any], path: str, bound_names: Sequenc
     )
 
 
-def wrap_trl_function(
-    function: Callable[..., Any], signature: inspect.Signature
-) -> Callable[..., Any]:
+def wrap_trl_function(function: Function, signature: inspect.Signature) -> Function:
     """Wrap a function in TRL's form as one that takes lists.
 
     It is called by keyword: `prompts` and `completions` (texts, or lists of messages where the
@@ -122,7 +122,7 @@ def wrap_trl_function(
     def call_directly(prompts: Any, texts: Any, tokens: Any) -> Any:
         return function(**build_arguments(prompts, texts, tokens))
 
-    wrapped: Callable[..., Any] = call_async if is_async(function) else call_directly
+    wrapped: Function = call_async if is_async(function) else call_directly
     wrapped.batched = True  # type: ignore[attr-defined]
     return wrapped
 

@@ -32,7 +32,7 @@ from typing import Generic, TypeVar
 import msgspec
 import xxhash
 
-from asyncrl.contract.messages import VersionSpan
+from asyncrl.contract.messages import LagRun, VersionSpan
 from asyncrl.contract.versions import Label, PolicyTree
 
 Request = TypeVar("Request")
@@ -296,7 +296,7 @@ def sample_delay(scale: float, seed: int, *scope: int) -> float:
 
 def compute_span_lags(
     tree: PolicyTree, spans: Iterable[VersionSpan], policy: Label, number: int
-) -> list[tuple[int, int, int]]:
+) -> list[LagRun]:
     """Compute (start, end, lag) of each span if it trains in batch `number`.
 
     The batch starts from a descendant of `policy`."""
@@ -304,7 +304,7 @@ def compute_span_lags(
     return [(span.start, span.end, compute_lag(span.label, policy, number)) for span in spans]
 
 
-def compute_sample_lag(runs: Iterable[tuple[int, int, int]]) -> int:
+def compute_sample_lag(runs: Iterable[LagRun]) -> int:
     """Compute the greatest lag of a sample's tokens; 0 without runs."""
     greatest = 0
     for _, _, lag in runs:

@@ -20,8 +20,15 @@ from asyncrl.contract.versions import Count, Label
 from asyncrl.contract.waits import BlockingSession, NonNegative, OpenSession, ProcessWait, Text
 
 PROTOCOL = 3
+JsonObject = dict[str, Any]
+IntPair = tuple[int, int]
+SampleKey = tuple[int, int, int]  # (ticket, sample, attempt)
+AttemptTokens = tuple[int, int, int]  # (ticket, attempt, tokens so far)
+LagRun = tuple[int, int, int]  # (start, end, lag)
+Numbers = dict[str, float]  # by name
+LedgerTotals = dict[str, Numbers]  # line -> name of a count -> its value
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # columns of a prompt for its chat template
-TemplateColumns = tuple[list[dict[str, Any]] | None, dict[str, Any] | None]  # their values
+TemplateColumns = tuple[list[JsonObject] | None, JsonObject | None]  # their values
 # Ticket numbers from here on belong to evaluations. They depend on the prompt alone, so that a
 # prompt has the same random stream at every version.
 EVAL_BASE = 1 << 40
@@ -80,14 +87,14 @@ class Prompt(Struct, frozen=True, array_like=True, omit_defaults=True):
     answer: str = ""
     # chat turns; when given, the tokenizer's chat template replaces `text`, and reads the columns
     # `tools` and `chat_template_kwargs` of `meta`
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     meta: dict[str, str] = {}
     split: str = "train"
     task: str = ""  # of a mixture: the title of its part, which gives the reward
     # blobs (asyncrl/contract/blobs/images.py), in the order of their markers
     images: list[bytes] = []
 
-    def describe_task(self) -> dict[str, Any]:
+    def describe_task(self) -> JsonObject:
         """Describe the prompt to an agent: without its answer."""
         return {
             "id": self.id,
@@ -104,7 +111,7 @@ class Prompt(Struct, frozen=True, array_like=True, omit_defaults=True):
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     @property
-    def template_arguments(self) -> dict[str, Any]:
+    def template_arguments(self) -> JsonObject:
         """The further arguments of the chat template: `tools` and those of the prompt.
 
         Raises ValueError for columns of another form."""
@@ -120,7 +127,7 @@ class Prompt(Struct, frozen=True, array_like=True, omit_defaults=True):
             ) from error
         return {"tools": tools, **(arguments or {})}
 
-    def join_answer(self, text: str) -> list[dict[str, Any]]:
+    def join_answer(self, text: str) -> list[JsonObject]:
         """Return the chat with a completion, as its last turn or as the end of it."""
         turns = self.messages or [{"role": "user", "content": self.text}]
         if not self.is_continued:
@@ -241,7 +248,7 @@ class Trajectory(Struct, array_like=True, gc=False):
     mask: bytes  # uint8 [T]: 1 where the token is trained on
     spans: list[VersionSpan]
     reward: float
-    reward_parts: dict[str, float]
+    reward_parts: Numbers
     finish: Literal["stop", "length"]
     temperature: float
     group_key: str = ""
@@ -257,18 +264,18 @@ class Trajectory(Struct, array_like=True, gc=False):
     aside: Count = 0  # tokens that were sampled and are never trained (ledger: set_aside)
     calls: Count = 0  # generations that a session requested; 0: a single completion
     # a session resumed under a new attempt: (earlier attempt, tokens sampled under it)
-    adopted: list[tuple[int, int]] = []
+    adopted: list[IntPair] = []
     support: bytes = b""  # as in `TrainingSequence`
     routed: bytes = b""  # as in `TrainingSequence`
     images: list[str] = []  # as in `TrainingSequence`
 
     @property
-    def key(self) -> tuple[int, int, int]:
+    def key(self) -> SampleKey:
         """(ticket, sample, attempt)."""
         return self.ticket, self.sample, self.attempt
 
     @property
-    def tokens_by_attempt(self) -> list[tuple[int, int]]:
+    def tokens_by_attempt(self) -> list[IntPair]:
         """(attempt, tokens sampled under it, excluded tokens included), the own attempt first."""
         if not self.adopted:
             return [(self.attempt, self.length + self.aside)]
@@ -382,13 +389,13 @@ class LeaseRenewal(Struct, frozen=True, tag="renew"):
     waiting: ProcessWait | None  # None: it has work
     # (ticket, attempt) that are generated and wait for their rewards, which have their own
     # deadlines
-    judging: Annotated[list[tuple[int, int]], MANY] = []
+    judging: Annotated[list[IntPair], MANY] = []
     # training tokens that this session has reported or delivered so far, summed over its attempts
     drawn: Count = 0
     # of a gateway: one for each of its oldest tickets
     sessions: Annotated[list[OpenSession], FEW] = []
     # the other (ticket, attempt) that it holds: generated, but not acknowledged
-    written: Annotated[list[tuple[int, int]], MANY] = []
+    written: Annotated[list[IntPair], MANY] = []
     # Attempts <= `taken` that are not listed were lost in transit; the buffer grants them again.
     # 0 means unknown.
     taken: int = 0
@@ -587,7 +594,7 @@ class MixturePosition(Struct, frozen=True):
     indices: dict[str, Count]
     due: list[tuple[str, Annotated[int, Meta(ge=-1)]]]
     removed: dict[str, Count]
-    ledgers: dict[str, dict[str, dict[str, float]]]
+    ledgers: dict[str, LedgerTotals]
 
 
 class LearnerHello(Struct, frozen=True, tag="learner_hello"):
@@ -606,7 +613,7 @@ class LearnerHello(Struct, frozen=True, tag="learner_hello"):
     max_lag: Annotated[float, Meta(ge=0)]
     source: WeightsSource
     ring: list[tuple[Label, str]]  # (label, digest) of older weights kept for injection
-    ledger: dict[str, dict[str, float]] = {}  # totals at the checkpoint (`memory` durability)
+    ledger: LedgerTotals = {}  # totals at the checkpoint (`memory` durability)
     # completion order: tickets trained above next_ticket
     trained_above: list[TicketNumber] = []
     pid: int = 0
@@ -670,10 +677,10 @@ class Batch(Struct, frozen=True, tag="batch"):
     samples: list[Trajectory]  # groups are contiguous
     lags: list[int]  # of the whole sample, in this batch
     in_flight: list[int]  # the part of each lag up to delivery; the rest is in_queue
-    token_lags: list[list[tuple[int, int, int]]]  # per sample: (start, end, lag) runs
-    stats: dict[str, float]  # numbers of buffer and generators for the metrics of this step
+    token_lags: list[list[LagRun]]  # per sample: (start, end, lag) runs
+    stats: Numbers  # numbers of buffer and generators for the metrics of this step
     next_ticket: Count
-    ledger: dict[str, dict[str, float]]  # totals, for the checkpoint
+    ledger: LedgerTotals  # totals, for the checkpoint
     trained_above: list[int] = []
     limit: int = 0  # adaptive limit: its value for new tickets; 0: the limit is constant
     window: float = 0.0  # admission window in batches; 0: the limit is always filled
@@ -689,7 +696,7 @@ class Commit(Struct, frozen=True, tag="commit"):
     number: int
     label: Label
     digest: str
-    metrics: dict[str, float]
+    metrics: Numbers
     # per sample of the batch: (tokens without an optimizer step, tokens rejected or vetoed in every
     # step); []: all are zero
     unused: list[tuple[Count, Count]] = []
@@ -734,7 +741,7 @@ class LearnerProgress(Struct, frozen=True, tag="progress"):
 
     who: str
     waiting: ProcessWait | None  # None: it has work
-    stats: dict[str, float]
+    stats: Numbers
     pid: int = 0
     epoch: int = 0
 
@@ -766,10 +773,10 @@ class RunStatus(Struct, frozen=True, tag="status"):
     committed: Count
     steps: Count
     epoch: int
-    metrics: Annotated[dict[str, float], MOST]  # newest value of every metric
-    ledger: dict[str, dict[str, float]]
+    metrics: Annotated[Numbers, MOST]  # newest value of every metric
+    ledger: LedgerTotals
     waits: Annotated[list[ProcessWait], MOST]
-    peers: Annotated[dict[str, float], MOST]  # name: seconds since its last message
+    peers: Annotated[Numbers, MOST]  # name: seconds since its last message
     finished: bool
     error: str = ""
     # the watchdog's measure: commits, evaluation completions, and between two commits the samples

@@ -22,6 +22,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.models.tokenizer import collect_model_stops, load_tokenizer
 from asyncrl.records import atomic_write, jsonl
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.tinker import wire
 from asyncrl.tinker.call_log import TrainingCall, TrainingOutcome
 from asyncrl.tinker.links import WorkerLink, log
@@ -341,7 +342,7 @@ class TinkerServer:
         route = request.url.path.rpartition("/")[2]
         return self._submit_json(route, wire.parse_object(body), body)
 
-    def _submit_json(self, route: str, values: dict[str, Any], body: bytes) -> Response:
+    def _submit_json(self, route: str, values: JsonObject, body: bytes) -> Response:
         id, number = values.get("model_id"), values.get("seq_id")
         if not isinstance(id, str) or type(number) is not int:
             raise ConfigError(
@@ -484,7 +485,7 @@ class TinkerServer:
             raise HTTPException(404, f"this server has no model {id}")
         return JSONResponse(self._describe_run(self.models[id]))
 
-    def _describe_run(self, model: ServedModel) -> dict[str, Any]:
+    def _describe_run(self, model: ServedModel) -> JsonObject:
         record = model.record
         saved = self._list_saved(model)
         metadata = record.metadata
@@ -505,7 +506,7 @@ class TinkerServer:
             "user_metadata": metadata,
         }
 
-    def _list_saved(self, model: ServedModel) -> list[dict[str, Any]]:
+    def _list_saved(self, model: ServedModel) -> list[JsonObject]:
         """List the weights that clients saved, newest first."""
         checkpoints = []
         for kind, checkpoint_type in (("weights", "training"), ("sampler_weights", "sampler")):

@@ -35,6 +35,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, jsonl, metrics
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.tinker import wire
 from asyncrl.tinker.call_log import CallLog, TrainingCall, TrainingOutcome
 from asyncrl.tinker.links import WorkerExited, WorkerLink, log
@@ -330,7 +331,7 @@ class ServedModel:
         )
         return msgspec.structs.replace(unchanged, **values)
 
-    def _reply(self, reply: dict[str, Any], **values: Any) -> TrainingOutcome:
+    def _reply(self, reply: JsonObject, **values: Any) -> TrainingOutcome:
         return self._build_outcome(reply=json.dumps(reply).encode(), **values)
 
     # ---- the training process --------------------------------------------------------------------
@@ -466,7 +467,7 @@ class ServedModel:
 
     # ---- optim_step ------------------------------------------------------------------------------
 
-    def _parse_step(self, message: dict[str, Any]) -> OptimizerStep:
+    def _parse_step(self, message: JsonObject) -> OptimizerStep:
         request = wire.validate(sdk.OptimStepRequest, message)
         params = request.optim_params
         if not isinstance(params, sdk.AdamParams):
@@ -482,7 +483,7 @@ class ServedModel:
             clip_norm=max(0.0, params.grad_clip_norm),
         )
 
-    async def _make_step(self, number: int, message: dict[str, Any]) -> TrainingOutcome:
+    async def _make_step(self, number: int, message: JsonObject) -> TrainingOutcome:
         refused = self.refused and f"because a forward_backward call of it failed: {self.refused}"
         try:
             request = self._parse_step(message)
@@ -560,7 +561,7 @@ class ServedModel:
                 raise RequestRefused(f"{kind} {name} exist already: choose another name")
         return path
 
-    async def _save(self, number: int, message: dict[str, Any]) -> TrainingOutcome:
+    async def _save(self, number: int, message: JsonObject) -> TrainingOutcome:
         request = wire.validate(sdk.SaveWeightsRequest, message)
         name = request.path or f"{self.version:06d}"
         path = self._locate_unused("weights", name, number, request.overwrite)
@@ -568,11 +569,11 @@ class ServedModel:
         tinker_path = f"tinker://{self.record.model}/weights/{name}"
         return self._reply({"type": "save_weights", "path": tinker_path})
 
-    async def _save_for_sampler(self, number: int, message: dict[str, Any]) -> TrainingOutcome:
+    async def _save_for_sampler(self, number: int, message: JsonObject) -> TrainingOutcome:
         request = wire.validate(sdk.SaveWeightsForSamplerRequest, message)
         if request.kind != "snapshot":
             raise ConfigError(f"kind = {request.kind}: only snapshots are served")
-        values: dict[str, Any] = {"type": "save_weights_for_sampler", "path": None}
+        values: JsonObject = {"type": "save_weights_for_sampler", "path": None}
         if request.path is None:
             path = self.locate_version(self.branch, self.version)
             values |= {"sampling_session_id": f"{self.record.model}:v{self.version}:{number}"}
@@ -593,9 +594,7 @@ class ServedModel:
         """Return the directory of the weights of samplers without a name."""
         return self.folder / "versions" / f"{branch}-{version}"
 
-    def _parse_load(
-        self, number: int, values: dict[str, Any]
-    ) -> tuple[str, LoadModel, SavedWeights]:
+    def _parse_load(self, number: int, values: JsonObject) -> tuple[str, LoadModel, SavedWeights]:
         """Decode a call that loads saved weights, which become the model's own checkpoint.
 
         After that the client may replace or delete them.  Returns their tinker path too."""
@@ -610,7 +609,7 @@ class ServedModel:
         request = LoadModel(model, rank, seed, str(path), message.optimizer, checkpoint)
         return message.path, request, saved
 
-    async def _load(self, number: int, message: dict[str, Any]) -> TrainingOutcome:
+    async def _load(self, number: int, message: JsonObject) -> TrainingOutcome:
         path, request, saved = self._parse_load(number, message)
         await self._call_trainer(request)
         return self._reply(

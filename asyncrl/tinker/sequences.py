@@ -18,13 +18,14 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import jsonl
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.tinker.messages import NOT_SAMPLED, SUPERVISED, UNKNOWN, Datum
 from asyncrl.tinker.model_records import strip_branch
 
@@ -198,7 +199,7 @@ class SequenceLedger:
             model: ledger.subtract(remembered.get(model, ModelLedger()))
             for model, ledger in self.models.items()
         }
-        rows: list[dict[str, Any]] = [{"forgotten": forgotten, "counted": self.counted}]
+        rows: list[JsonObject] = [{"forgotten": forgotten, "counted": self.counted}]
         rows += [_build_row(sequence) for sequence in self.sequences.values()]
         self.file.replace(jsonl.encode(rows))
         self.rows, self.row_tokens = len(self.sequences), self.comparable_tokens
@@ -379,7 +380,7 @@ def _check_span(datum: Datum, span: ProvenanceSpan, start: int, sequence: Sample
     return True
 
 
-def _build_row(sequence: SampledSequence) -> dict[str, Any]:
+def _build_row(sequence: SampledSequence) -> JsonObject:
     """Build the row of a sequence in sequences.jsonl."""
     trained = {"trained": sequence.trained} if sequence.trained else {}
     return {
@@ -556,7 +557,7 @@ def measure_lag_metrics(lags: Counter[int]) -> dict[str, float]:
 
 def build_trained_row(
     version: int, lags: Counter[int], sequences: Sequence[str], call: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """Build the row of an optimizer step in trained.jsonl; `buffer.training_log` reads it."""
     return {
         "batch": version,

@@ -16,6 +16,8 @@ from asyncrl.contract.messages import RoutingShape, TrainingSequence, Trajectory
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 
+Row = Trajectory | TrainingSequence
+
 LOGPROB_ABOVE_0 = 1e-3  # rounding of a probability of 1
 LEAST_LOGPROB = -1e4  # no sampled token is less likely
 REWARD = 1e18  # so that its square fits float32
@@ -39,7 +41,7 @@ def check_scalars(sample: Trajectory) -> None:
             raise BadMessage(f"{cite(sample)}: its reward part {part[:40]!r} is {value}", "number")
 
 
-def check_row(row: Trajectory | TrainingSequence, name: str) -> None:
+def check_row(row: Row, name: str) -> None:
     """Check that a sequence's arrays have one length, with ordered spans inside.
 
     name: of the sequence, for the error message."""
@@ -108,18 +110,14 @@ def check_sequence_numbers(
         check_image_tokens(row, name, images)
 
 
-def _check_columns(
-    row: Trajectory | TrainingSequence, name: str, vocabulary: int, routing: RoutingShape | None
-) -> None:
+def _check_columns(row: Row, name: str, vocabulary: int, routing: RoutingShape | None) -> None:
     if row.support:
         check_support(row, name, vocabulary)
     if row.routed or (routing is not None and row.tokens):
         check_routed(row, name, routing)
 
 
-def check_image_tokens(
-    row: Trajectory | TrainingSequence, name: str, images: ImageShape | None
-) -> None:
+def check_image_tokens(row: Row, name: str, images: ImageShape | None) -> None:
     """Check that a sequence has the tokens of its images, and that none was sampled."""
     if images is None:
         raise BadMessage(f"{name}: it has {len(row.images)} images, of a model of text", "image")
@@ -138,9 +136,7 @@ def check_image_tokens(
         raise BadMessage(f"{name}: a digest of an image has another form", "image")
 
 
-def check_routed(
-    row: Trajectory | TrainingSequence, name: str, routing: RoutingShape | None
-) -> None:
+def check_routed(row: Row, name: str, routing: RoutingShape | None) -> None:
     """Check that each token that the model read has experts of the model's routers."""
     if not row.routed:
         raise BadMessage(f"{name}: it has no experts, and the learner replays them", "shape")
@@ -157,7 +153,7 @@ def check_routed(
         )
 
 
-def check_support(row: Trajectory | TrainingSequence, name: str, vocabulary: int) -> None:
+def check_support(row: Row, name: str, vocabulary: int) -> None:
     """Check that the kept tokens of each position include the sampled token."""
     try:
         support = SampledSupport.decode(row.support, len(row.mask))
@@ -179,9 +175,7 @@ def check_support(row: Trajectory | TrainingSequence, name: str, vocabulary: int
         )
 
 
-def _check_arrays(
-    rows: Sequence[Trajectory | TrainingSequence], name: str, vocabulary: int
-) -> None:
+def _check_arrays(rows: Sequence[Row], name: str, vocabulary: int) -> None:
     """Raise BadMessage for the first invalid kind of array of these sequences, if any."""
 
     def join(field: str, dtype: str) -> np.ndarray:

@@ -10,10 +10,15 @@ this epoch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from asyncrl.contract import messages as m
-from asyncrl.contract.blobs.images import MOST_IMAGES, ImageShape, check_blobs, index_by_digest
+from asyncrl.contract.blobs.images import (
+    MOST_IMAGES,
+    Blobs,
+    ImageShape,
+    check_blobs,
+    index_by_digest,
+)
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.outcomes import NAME_LENGTH
 from asyncrl.transport.ring import Rows
@@ -102,9 +107,7 @@ def check_call(call: m.GenerationCall, vocabulary: int, context: int) -> None:
     )
 
 
-def check_call_images(
-    call: m.GenerationCall, blobs: Mapping[str, bytes], images: ImageShape | None
-) -> None:
+def check_call_images(call: m.GenerationCall, blobs: Blobs, images: ImageShape | None) -> None:
     """Check in the generator that a call has the images of its image tokens.
 
     blobs: digest -> blob, of all calls of the message.
@@ -229,7 +232,7 @@ def _check_batch(
     )
 
 
-def _check_images(blobs: Mapping[str, bytes], name: str) -> None:
+def _check_images(blobs: Blobs, name: str) -> None:
     """Check images by their digests."""
     try:
         check_blobs(blobs)

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from actors.reward_worker import check_value
-from asyncrl.contract.messages import Prompt
+from asyncrl.contract.messages import Numbers, Prompt
 from asyncrl.contract.printable import describe_exception, get_first_line
 from asyncrl.transport.worker_pool import frame
 
@@ -80,7 +80,7 @@ class SessionResult(Struct, frozen=True, array_like=True):
     number: int
     kind: Literal["ready", "broken", "scored", "judge", "failed"]
     reward: float = 0.0
-    parts: dict[str, float] = {}
+    parts: Numbers = {}
     why: str = ""
     truncated: bool = False
     scored: bool = False

@@ -8,12 +8,15 @@ from typing import Any
 
 from actors.gateway.call_tree import Message
 from actors.gateway.refusals import build_refusal
+from asyncrl.records.jsonl import JsonObject
+
+Options = Mapping[str, Any]
 
 # keys that are translated, or have no effect on an answer
 QUIET = ("system", "max_tokens", "stop_sequences", "messages", "tools", "tool_choice", "thinking")
 
 
-def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+def to_chat(body: Options) -> JsonObject:
     """Translate a request to one for a chat completion.  Raises CallRefused."""
     request = {key: value for key, value in body.items() if key not in QUIET}
     messages: list[Message] = []
@@ -100,14 +103,14 @@ def _convert_message(location: str, message: Any) -> Iterator[Message]:
 
 
 def build_response(
-    message: Message, finish: str, usage: Mapping[str, int], head: Mapping[str, Any], stop: str
-) -> dict[str, Any]:
+    message: Message, finish: str, usage: Mapping[str, int], head: Options, stop: str
+) -> JsonObject:
     """Build the body of a response.
 
     head: id and model
     stop: the stop string that ended the answer, or ""
     """
-    blocks: list[dict[str, Any]] = []
+    blocks: list[JsonObject] = []
     if thought := message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
     calls = message.get("tool_calls", ())
@@ -133,15 +136,15 @@ def build_response(
     }
 
 
-def split_events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def split_events(body: Options) -> list[JsonObject]:
     """Split a response into the events of a stream."""
     start = {**body, "content": [], "stop_reason": None, "stop_sequence": None}
     start["usage"] = {**body["usage"], "output_tokens": 0}
-    blocks: list[dict[str, Any]] = []
+    blocks: list[JsonObject] = []
     for index, block in enumerate(body["content"]):
         kind = block["type"]
         if kind == "tool_use":
-            empty: dict[str, Any] = {**block, "input": {}}
+            empty: JsonObject = {**block, "input": {}}
             text = json.dumps(block["input"], ensure_ascii=False)
             delta = {"type": "input_json_delta", "partial_json": text}
         else:
@@ -161,7 +164,7 @@ def split_events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def encode_events(events: Sequence[Mapping[str, Any]]) -> bytes:
+def encode_events(events: Sequence[Options]) -> bytes:
     """Encode named server-sent events, for Anthropic's API and /v1/responses."""
     return b"".join(
         f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n".encode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -12,6 +11,7 @@ from actors.gateway.call_tree import CallNode, Message
 from actors.gateway.endpoint import anthropic, responses
 from actors.gateway.endpoint.requests import ParsedRequest
 from actors.gateway.refusals import CallRefused
+from asyncrl.records.jsonl import JsonObject
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRIED_STATUSES = (408, 429)  # statuses below 500 that a client should retry
@@ -22,7 +22,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 Text = Callable[[Sequence[int]], str]  # of token ids
 
 
-def build_error(refused: CallRefused) -> tuple[dict[str, Any], dict[str, str]]:
+def build_error(refused: CallRefused) -> tuple[JsonObject, dict[str, str]]:
     """Build the body and headers of a refusal; the headers say whether to retry."""
     status = refused.status
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -92,12 +92,12 @@ def _count_usage(node: CallNode) -> dict[str, int]:
     }
 
 
-def describe_token(text: str, logprob: float | None) -> dict[str, Any]:
+def describe_token(text: str, logprob: float | None) -> JsonObject:
     """Describe a sampled token as chat completions do."""
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> dict[str, Any]:
+def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> JsonObject:
     answer = node.answer
     assert answer is not None
     # in the form of OpenAI's API, where arguments are text
@@ -115,7 +115,7 @@ def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> d
     finish: str = node.finish
     if finish == "stop" and message.get("tool_calls"):
         finish = "tool_calls"
-    choice: dict[str, Any] = {
+    choice: JsonObject = {
         "index": 0,
         "message": message,
         "logprobs": None,
@@ -133,9 +133,9 @@ def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> d
     return choice
 
 
-def _build_text_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> dict[str, Any]:
+def _build_text_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> JsonObject:
     assert node.answer is not None
-    choice: dict[str, Any] = {
+    choice: JsonObject = {
         "index": 0,
         "text": node.answer["content"],
         "logprobs": None,
@@ -152,8 +152,8 @@ def _build_text_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> d
     return choice
 
 
-def _build_tokens_body(parsed: ParsedRequest, node: CallNode, name: str) -> dict[str, Any]:
-    choice: dict[str, Any] = {
+def _build_tokens_body(parsed: ParsedRequest, node: CallNode, name: str) -> JsonObject:
+    choice: JsonObject = {
         "index": 0,
         "finish_reason": node.finish,
         "token_ids": node.ids.tolist(),
@@ -183,30 +183,30 @@ def _build_tokens_body(parsed: ParsedRequest, node: CallNode, name: str) -> dict
     }
 
 
-def _split_choice(parsed: ParsedRequest, choice: dict[str, Any]) -> list[dict[str, Any]]:
+def _split_choice(parsed: ParsedRequest, choice: JsonObject) -> list[JsonObject]:
     """Split a finished answer into the choices of a stream."""
-    extra: dict[str, Any] = {
+    extra: JsonObject = {
         key: choice[key] for key in ("token_ids", "prompt_token_ids") if key in choice
     }
-    last_choice: dict[str, Any] = {
+    last_choice: JsonObject = {
         "index": 0,
         "logprobs": None,
         "finish_reason": choice["finish_reason"],
     }
     if parsed.kind == "text":
-        complete: dict[str, Any] = {
+        complete: JsonObject = {
             "index": 0,
             "text": choice["text"],
             "logprobs": choice["logprobs"],
         }
         return [{**complete, "finish_reason": None, **extra}, {**last_choice, "text": ""}]
     message = choice["message"]
-    delta: dict[str, Any] = {"content": message["content"]}
+    delta: JsonObject = {"content": message["content"]}
     if "reasoning_content" in message:
         delta["reasoning_content"] = message["reasoning_content"]
     if calls := message.get("tool_calls"):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    unfinished: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": None}
+    unfinished: JsonObject = {"index": 0, "logprobs": None, "finish_reason": None}
     return [
         {**unfinished, "delta": {"role": "assistant", "content": "", "refusal": None}},
         {**unfinished, "delta": delta, "logprobs": choice["logprobs"], **extra},

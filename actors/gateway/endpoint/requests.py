@@ -27,9 +27,14 @@ from actors.gateway.chat import normalize_messages
 from actors.gateway.endpoint import anthropic, responses
 from actors.gateway.image_marks import make_mark
 from actors.gateway.refusals import CallRefused, build_refusal
-from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES, digest
+from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES, Blobs, digest
 from asyncrl.contract.messages import MOST_GRAMMAR, SamplingSettings
 from asyncrl.models import pictures
+from asyncrl.records.jsonl import JsonObject
+
+ImageBlobs = dict[str, bytes]  # digest -> blob
+Options = Mapping[str, Any]  # of a request: its body, or that of a chat completion
+
 
 # a format of the answer, in chat completions, responses and Anthropic's messages
 FORMATS = ("response_format", "text.format", "output_format", "output_config.format")
@@ -46,7 +51,7 @@ CALL_END = json.dumps("}\n</tool_call>")
 PARALLEL = "parallel_tool_calls"
 
 
-def build_grammar(options: Mapping[str, Any], tools: Sequence[Any], parser: str) -> str:
+def build_grammar(options: Options, tools: Sequence[Any], parser: str) -> str:
     """Build the grammar that a request's answer must follow (`agent.forced = "constrain"`).
 
     It is in llguidance's form of Lark; a generator decodes under it
@@ -95,7 +100,7 @@ def build_grammar(options: Mapping[str, Any], tools: Sequence[Any], parser: str)
 # ---- the form of a text --------------------------------------------------------------------------
 
 
-def _build_answer_rule(options: Mapping[str, Any]) -> str:
+def _build_answer_rule(options: Options) -> str:
     """Build the expression of the demanded text; "": any text."""
     demands = [
         expression
@@ -193,7 +198,7 @@ def _find_problem(expression: str) -> str:
 # ---- tool calls ----------------------------------------------------------------------------------
 
 
-def _select_forced_tools(options: Mapping[str, Any], tools: Sequence[Any]) -> Sequence[Any] | None:
+def _select_forced_tools(options: Options, tools: Sequence[Any]) -> Sequence[Any] | None:
     """Select the tools of which the answer must call one; None: it need not."""
     choice = options.get("tool_choice")
     if choice in (None, "auto", "none"):
@@ -237,7 +242,7 @@ INVALID = "invalid_image"  # the code of refusals
 PARTS = ("content", "output")  # keys of an item or a part that hold parts
 
 
-def take_images(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+def take_images(body: Options) -> tuple[JsonObject, ImageBlobs]:
     """Return the body with a text part in place of each image, and digest -> blob.
 
     ```
@@ -250,7 +255,7 @@ def take_images(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, byte
 
     Raises CallRefused for an image that cannot be read.
     """
-    blobs: dict[str, bytes] = {}
+    blobs: ImageBlobs = {}
     converted = dict(body)
     for key in LISTS:
         if isinstance(body.get(key), list):
@@ -268,7 +273,7 @@ def take_images(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, byte
     return converted, blobs
 
 
-def _replace_images(location: str, item: Any, blobs: dict[str, bytes]) -> Any:
+def _replace_images(location: str, item: Any, blobs: ImageBlobs) -> Any:
     """Replace the images in the parts of an item, at any depth."""
     if not isinstance(item, dict):
         return item
@@ -282,7 +287,7 @@ def _replace_images(location: str, item: Any, blobs: dict[str, bytes]) -> Any:
     return converted
 
 
-def _replace_image(location: str, part: Any, blobs: dict[str, bytes]) -> Any:
+def _replace_image(location: str, part: Any, blobs: ImageBlobs) -> Any:
     """Return a part, or the text part that stands for its image."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("image_url", "input_image", "image"):
@@ -362,7 +367,7 @@ class ParsedRequest:
     grammar: str = ""  # that the answer is decoded under; "": none
     ignored: tuple[str, ...] = ()
     # digest -> blob, of the marks in messages
-    images: Mapping[str, bytes] = field(default_factory=dict)
+    images: Blobs = field(default_factory=dict)
 
 
 REFUSED, FORCED = tomllib.loads(
@@ -391,7 +396,7 @@ QUIET = {
 }
 
 
-def decode_body(body: bytes) -> dict[str, Any]:
+def decode_body(body: bytes) -> JsonObject:
     """Decode a body as a JSON object.  Raises CallRefused."""
     try:
         value = msgspec.json.decode(body)
@@ -403,10 +408,10 @@ def decode_body(body: bytes) -> dict[str, Any]:
 
 
 def parse_request(
-    kind: Kind, body: Mapping[str, Any], policy: RequestPolicy, run: SamplingSettings
+    kind: Kind, body: Options, policy: RequestPolicy, run: SamplingSettings
 ) -> ParsedRequest:
     """Parse a body of an API.  Raises CallRefused."""
-    images: dict[str, bytes] = {}
+    images: ImageBlobs = {}
     if policy.images:
         body, images = take_images(body)
     options = {**body}
@@ -461,7 +466,7 @@ def parse_request(
 
 
 def _check_options(
-    options: Mapping[str, Any], policy: RequestPolicy, run: SamplingSettings
+    options: Options, policy: RequestPolicy, run: SamplingSettings
 ) -> tuple[str, ...]:
     """List the ignored options.  Raises CallRefused for a refused one."""
     ignored = []
@@ -533,7 +538,7 @@ def _samples_otherwise(name: str, value: Any, policy: RequestPolicy, run: Sampli
     return True
 
 
-def _parse_prompt(kind: Kind, options: Mapping[str, Any], policy: RequestPolicy) -> dict[str, Any]:
+def _parse_prompt(kind: Kind, options: Options, policy: RequestPolicy) -> JsonObject:
     if kind not in ("text", "ids"):
         return {
             "messages": normalize_messages(options.get("messages")),
@@ -562,7 +567,7 @@ def parse_ids(param: str, value: Any, vocabulary: int) -> np.ndarray:
     return np.array(value, np.int32)
 
 
-def _parse_tools(options: Mapping[str, Any]) -> list[Any]:
+def _parse_tools(options: Options) -> list[Any]:
     tools = options.get("tools") or []
     if not isinstance(tools, list):
         raise build_refusal("tools", "give a list")
@@ -573,7 +578,7 @@ def _parse_tools(options: Mapping[str, Any]) -> list[Any]:
     return [] if options.get("tool_choice") == "none" else tools
 
 
-def _parse_max_tokens(options: Mapping[str, Any]) -> int:
+def _parse_max_tokens(options: Options) -> int:
     for name in ("max_completion_tokens", "max_tokens"):
         value = options.get(name)
         if value is None:
@@ -596,7 +601,7 @@ def parse_stops(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _parse_aside(options: Mapping[str, Any]) -> bool:
+def _parse_aside(options: Options) -> bool:
     metadata = options.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise build_refusal("metadata", "give an object")
@@ -606,14 +611,14 @@ def _parse_aside(options: Mapping[str, Any]) -> bool:
     return mark == "aside"
 
 
-def _parse_flag(options: Mapping[str, Any], name: str) -> bool:
+def _parse_flag(options: Options, name: str) -> bool:
     value = options.get(name)
     if value not in (None, True, False):
         raise build_refusal(name, f"{value!r:.80} is neither true nor false")
     return bool(value)
 
 
-def _parse_logprobs(kind: Kind, options: Mapping[str, Any]) -> bool:
+def _parse_logprobs(kind: Kind, options: Options) -> bool:
     value = options.get("logprobs")
     if kind not in ("text", "ids"):
         return _parse_flag(options, "logprobs")

@@ -11,6 +11,7 @@ from typing import Any
 
 from actors.gateway.call_tree import Message, join_text
 from actors.gateway.refusals import CallRefused, build_refusal
+from asyncrl.records.jsonl import JsonObject
 
 TAKEN = ("input", "instructions", "tools", "max_output_tokens", "text", "tool_choice", "messages")
 # keys that have no effect on an answer
@@ -18,7 +19,7 @@ QUIET = ("include", "truncation", "background", "conversation", "previous_respon
 STATE = ("background", "conversation", "previous_response_id", "prompt")
 
 
-def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+def to_chat(body: Mapping[str, Any]) -> JsonObject:
     """Translate a request to one for a chat completion.  Raises CallRefused."""
     for name in STATE:
         if body.get(name):
@@ -92,10 +93,10 @@ def _join_text(location: str, content: Any) -> str:
 
 def build_response(
     message: Message, finish: str, usage: Mapping[str, int], head: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Build the body of a response.  head: id, model and created."""
     name = head["id"].partition("_")[2]
-    output: list[dict[str, Any]] = []
+    output: list[JsonObject] = []
     if thought := message.get("reasoning_content"):
         part = {"type": "reasoning_text", "text": thought}
         output.append({"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": [part]})
@@ -150,11 +151,11 @@ def build_response(
     }
 
 
-def split_events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def split_events(body: Mapping[str, Any]) -> list[JsonObject]:
     """Split a response into the events of a stream."""
     unfinished = {**body, "status": "in_progress", "output": [], "incomplete_details": None}
     unfinished["usage"] = None
-    events: list[dict[str, Any]] = [
+    events: list[JsonObject] = [
         {"type": "response.created", "response": unfinished},
         {"type": "response.in_progress", "response": unfinished},
     ]
@@ -177,7 +178,7 @@ def split_events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             location["content_index"] = 0
             part = item["content"][0]  # the only one of a message or a thought
             kind, text = f"response.{part['type']}", part["text"]
-            logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+            logprobs: JsonObject = {"logprobs": []} if part["type"] == "output_text" else {}
             added = {**part, "text": ""}
             events += [
                 {"type": "response.content_part.added", **location, "part": added},

@@ -11,14 +11,15 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from actors.gateway.hubs import SPLITS, self_playing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import describe_exception
+from asyncrl.records.jsonl import JsonObject
 
 
-def write_rows(env: str, rows: Iterator[dict[str, Any]], file: TextIO) -> int:
+def write_rows(env: str, rows: Iterator[JsonObject], file: TextIO) -> int:
     """Write the rows of a data set and return their number.
 
     Raises ConfigError for any error in building the data set.
@@ -34,12 +35,12 @@ def write_rows(env: str, rows: Iterator[dict[str, Any]], file: TextIO) -> int:
     return count
 
 
-def examine(env: str, args: dict[str, Any], folder: Path) -> dict[str, Any]:
+def examine(env: str, args: JsonObject, folder: Path) -> JsonObject:
     """Write the environment's prompts into `folder`.
 
     Returns split -> number of rows, or "error" -> the environment's error.
     """
-    counts: dict[str, Any] = {}
+    counts: JsonObject = {}
     try:
         environment = self_playing.load(env, args)
         for split in SPLITS:

@@ -13,6 +13,7 @@ from asyncrl.config.agents import GEM, GYMNASIUM, OPENENV
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import describe_exception
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks.games import SeededRandom
 
 PACKAGES = {GEM: "gem-llm", GYMNASIUM: "gymnasium", OPENENV: "openenv-core"}
@@ -20,10 +21,12 @@ SCHEMA_S = 30.0  # for an OpenEnv server to answer
 # fields of OpenEnv's actions and observations without their content
 OWN_FIELDS = frozenset({"metadata", "done", "reward"})
 
-Step = tuple[Any, float, bool, bool, dict[str, Any]]
+Step = tuple[Any, float, bool, bool, JsonObject]
+Arguments = Mapping[str, Any]
+Reset = Callable[[], Any]
 
 
-def find(hub: str, name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
+def find(hub: str, name: str, args: Arguments) -> Reset:
     """Return a function that makes the environment of a session.
 
     It makes one at once, so that a wrong name or argument fails here and not in every session.
@@ -49,10 +52,10 @@ def find(hub: str, name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
 class SteppedEnvironment:
     """An environment of gem or gymnasium. Its info does not hold reward parts or tools."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Reset) -> None:
         self.environment = make()
 
-    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int, options: JsonObject) -> tuple[Any, JsonObject]:
         observation, _ = self.environment.reset(seed=seed)
         return observation, {}
 
@@ -67,7 +70,7 @@ class GemEnvironment(SteppedEnvironment):
     It samples from Python's global generator, so each session keeps its own state of it.
     """
 
-    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int, options: JsonObject) -> tuple[Any, JsonObject]:
         self.random = SeededRandom(seed)
         with self.random:
             return super().reset(seed=seed, options=options)
@@ -77,7 +80,7 @@ class GemEnvironment(SteppedEnvironment):
             return super().step(text)
 
 
-def find_gem(name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
+def find_gem(name: str, args: Arguments) -> Reset:
     """Return a function that makes gem.make(NAME, **args)."""
     make = partial(GemEnvironment, partial(importlib.import_module("gem").make, name, **args))
     make()
@@ -94,7 +97,7 @@ class GymnasiumEnvironment(SteppedEnvironment):
         self.environment.close()
 
 
-def find_gymnasium(name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
+def find_gymnasium(name: str, args: Arguments) -> Reset:
     """Return a function that makes gymnasium.make(NAME, **args).
 
     Raises ConfigError unless its actions and observations are text.
@@ -122,14 +125,14 @@ class OpenEnvSession:
     action, observation: the fields that hold the policy's text and the environment's
     """
 
-    def __init__(self, connect: Callable[[], Any], action: str, observation: str) -> None:
+    def __init__(self, connect: Reset, action: str, observation: str) -> None:
         client = connect()
         self.client = client.sync() if hasattr(client, "sync") else client  # async since 0.3
         self.close = self.client.close
         self.action = action
         self.observation = observation
 
-    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int, options: JsonObject) -> tuple[Any, JsonObject]:
         return self.client.reset(seed=seed).observation[self.observation], {}
 
     def step(self, text: str) -> Step:
@@ -138,7 +141,7 @@ class OpenEnvSession:
         return observation, float(result.reward or 0.0), result.done, False, {}
 
 
-def find_openenv(url: str, args: Mapping[str, Any]) -> Callable[[], Any]:
+def find_openenv(url: str, args: Arguments) -> Reset:
     """Return a function that opens a session at the server of this URL.
 
     args: `action` and `observation` name the fields with the text, if the server's schema has
@@ -158,7 +161,7 @@ def find_openenv(url: str, args: Mapping[str, Any]) -> Callable[[], Any]:
     return partial(OpenEnvSession, partial(client, base_url=base, **client_args), *fields)
 
 
-def choose_text_field(kind: str, properties: Mapping[str, Any], given: str) -> str:
+def choose_text_field(kind: str, properties: Arguments, given: str) -> str:
     """Choose the field of an action or observation that holds its text.
 
     given: its name from agent.args; "": the only field with text
@@ -178,7 +181,7 @@ def choose_text_field(kind: str, properties: Mapping[str, Any], given: str) -> s
     )
 
 
-FINDERS: dict[str, Callable[[str, Mapping[str, Any]], Callable[[], Any]]] = {
+FINDERS: dict[str, Callable[[str, Arguments], Reset]] = {
     GEM: find_gem,
     GYMNASIUM: find_gymnasium,
     OPENENV: find_openenv,

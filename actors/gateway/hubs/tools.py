@@ -18,6 +18,8 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.contract.printable import get_first_line
 
+Function = Callable[..., Any]
+
 JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", list: "array"}
 LONGEST = 1 << 20  # characters of an observation or a tool's result
 OWN = ("reset", "get_reward")  # public methods that the model does not call
@@ -27,7 +29,7 @@ PARAMETER = re.compile(r"(?m)^\s+(\w+)\s*(?:\([^)\n]*\))?:\s*(.+)$")
 Message = dict[str, Any]
 
 
-def build_schema(function: Callable[..., Any]) -> dict[str, Any]:
+def build_schema(function: Function) -> dict[str, Any]:
     """Describe a tool to the template: name, first line of the docstring, parameters."""
     text = inspect.getdoc(function) or ""
     parameter_texts = dict(PARAMETER.findall(text.partition("Args:")[2].partition("Returns:")[0]))
@@ -52,7 +54,7 @@ class ToolLoop:
 
     pays = False  # whether it scores the session itself
 
-    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+    def __init__(self, functions: Sequence[Function]) -> None:
         self.tools = {function.__name__: function for function in functions}
         self.schemas = [build_schema(function) for function in functions]
 
@@ -90,7 +92,7 @@ class StatefulTools(ToolLoop):
     functions: tools without state, beside its methods
     """
 
-    def __init__(self, instance: Any, functions: Sequence[Callable[..., Any]]) -> None:
+    def __init__(self, instance: Any, functions: Sequence[Function]) -> None:
         super().__init__(
             [*functions, *(getattr(instance, name) for name in list_tool_names(type(instance)))]
         )
@@ -118,7 +120,7 @@ class StatefulTools(ToolLoop):
         return float(await_value(self.instance.get_reward()))
 
 
-def build_row(prompt: Prompt, messages: list[Message], reset: Callable[..., Any]) -> dict[str, Any]:
+def build_row(prompt: Prompt, messages: list[Message], reset: Function) -> dict[str, Any]:
     """Build the row of a prompt's data set, for the parameters of `reset`.
 
     A column is text. JSON becomes a list or an object again, and a number if the parameter is

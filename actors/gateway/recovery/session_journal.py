@@ -37,7 +37,7 @@ from actors.gateway.sessions import (
     SessionOutcome,
 )
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.messages import Ticket, VersionSpan
+from asyncrl.contract.messages import IntPair, Numbers, Ticket, VersionSpan
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.records import private
@@ -78,10 +78,10 @@ class SessionProgress(Struct, frozen=True, array_like=True):
     shortened: bool
     limit: str
     limited_at: float
-    adopted: list[tuple[int, int]]
+    adopted: list[IntPair]
     forks: dict[str, int]
     refusals: Refusals
-    score: tuple[float, dict[str, float], dict[int, float]] | None
+    score: tuple[float, Numbers, dict[int, float]] | None
     outcome: SessionOutcome | None
 
 

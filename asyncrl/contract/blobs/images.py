@@ -25,6 +25,7 @@ DATA_URL = "data:image/"  # the beginning of a data: URL of an image
 DIGEST_BYTES = 16
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 HEADER = struct.Struct(">I4sIIBBBBB")  # IHDR up to the checksum
+Blobs = Mapping[str, bytes]  # digest -> blob
 RGB = (8, 2, 0, 0, 0)  # depth, color type, compression, filter, interlace
 
 
@@ -64,7 +65,7 @@ def read_size(blob: bytes) -> tuple[int, int]:
     return width, height
 
 
-def check_blobs(blobs: Mapping[str, bytes]) -> None:
+def check_blobs(blobs: Blobs) -> None:
     """Check that each blob is an image under its digest. Raises ValueError otherwise."""
     for name, blob in blobs.items():
         read_size(blob)
