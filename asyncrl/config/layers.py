@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import FieldInfo
 
 from asyncrl.contract.toml_writer import RawTable
 
@@ -67,7 +68,7 @@ def list_structs(kind: Any) -> tuple[Any, ...]:
 
 
 @functools.cache
-def map_fields(struct: Any) -> dict[str, msgspec.structs.FieldInfo]:
+def map_fields(struct: Any) -> dict[str, FieldInfo]:
     return {field.name: field for field in msgspec.structs.fields(struct)}
 
 
@@ -89,7 +90,7 @@ def _read_module(module: str) -> dict[str, dict[str, str]]:
     }
 
 
-def describe_field(struct: Any, field: msgspec.structs.FieldInfo) -> str:
+def describe_field(struct: Any, field: FieldInfo) -> str:
     """Return the description of a field: the string behind it, or that of its type."""
     for base in struct.__mro__:
         texts = _read_module(base.__module__) if base.__module__.startswith("asyncrl.") else {}
@@ -123,14 +124,14 @@ def get_tag(struct: Any) -> tuple[str, str]:
     return (config.tag_field, config.tag) if config.tag_field else ("", "")
 
 
-def get_default(field: msgspec.structs.FieldInfo) -> Any:
+def get_default(field: FieldInfo) -> Any:
     """Return the default of a field, or None if it has none."""
     if field.default_factory is not msgspec.NODEFAULT:
         return field.default_factory()
     return None if field.default is msgspec.NODEFAULT else field.default
 
 
-def choose_struct(field: msgspec.structs.FieldInfo, table: Any) -> Any:
+def choose_struct(field: FieldInfo, table: Any) -> Any:
     """Return the struct that `table` chooses for a section, by its tag or by default.
 
     The result is None if the field is not a section or the tag is unknown."""
@@ -178,7 +179,7 @@ class KeyPlace(NamedTuple):
 
     conditions: the (key, values) of every `read_with` of the field and of its sections."""
 
-    field: msgspec.structs.FieldInfo
+    field: FieldInfo
     struct: Any
     conditions: Conditions
 
@@ -224,7 +225,7 @@ class GivenKey(NamedTuple):
 
     key: str
     value: Any
-    field: msgspec.structs.FieldInfo | None
+    field: FieldInfo | None
     struct: Any
     conditions: Conditions
 
@@ -270,7 +271,7 @@ def get_value(raw: RawTable, root: Any, key: str) -> Any:
     return None if field_info is None else get_default(field_info)
 
 
-def list_conditions(field: msgspec.structs.FieldInfo, section: str) -> Iterator[tuple[str, Any]]:
+def list_conditions(field: FieldInfo, section: str) -> Iterator[tuple[str, Any]]:
     """Yield the (key, values) of every `read_with` of a field."""
     for meta in split_annotations(field.type)[1]:
         if meta.extra and "read_with" in meta.extra:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor
+from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.contract.messages import RoutingShape
@@ -144,7 +145,7 @@ class ModelLayout:
         return cos[0, :, None], sin[0, :, None]
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(Function):
     """x / rms(x) * w; its backward makes three passes fewer than autograd's."""
 
     @staticmethod
@@ -180,7 +181,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + rotated * sin
 
 
-class _Rotate(torch.autograd.Function):
+class _Rotate(Function):
     """`rotate` without copies of the halves; its backward applies the inverse rotation."""
 
     @staticmethod
@@ -312,7 +313,7 @@ class SupportTable:
 # ---- log-probabilities ---------------------------------------------------------------------------
 
 
-class _PickedLogprobs(torch.autograd.Function):
+class _PickedLogprobs(Function):
     """Log-probability and entropy of given tokens, computed in chunks.
 
     Neither forward nor backward holds the logits of all tokens at once. With a support,
@@ -334,7 +335,7 @@ class _PickedLogprobs(torch.autograd.Function):
         step = exact_operators.round_up(LOGIT_CHUNK // weight.shape[0], exact_operators.ROWS)
         lp = hidden.new_empty(n, dtype=torch.float32)
         ent = hidden.new_zeros(n if want_entropy else 0, dtype=torch.float32)
-        saved_logs = None
+        saved_logs = []
         for at in range(0, n, step):
             s = slice(at, at + step)
             logs = torch.log_softmax(
@@ -344,13 +345,11 @@ class _PickedLogprobs(torch.autograd.Function):
             lp[s] = picked.gather(1, targets[s, None])[:, 0]
             if want_entropy:
                 ent[s] = -(logs.exp() * logs).sum(-1)
-            saved_logs = logs if n <= step else None
+            saved_logs = [logs] if n <= step else []
         ctx.want_entropy = want_entropy
         ctx.step = step
         ctx.support = support
-        ctx.save_for_backward(
-            hidden, weight, targets, scale, ent, *([saved_logs] if saved_logs is not None else [])
-        )
+        ctx.save_for_backward(hidden, weight, targets, scale, ent, *saved_logs)
         return lp, ent
 
     @staticmethod
@@ -379,7 +378,7 @@ class _PickedLogprobs(torch.autograd.Function):
         return gh, gw, None, None, None, None
 
 
-class _StepKL(torch.autograd.Function):
+class _StepKL(Function):
     """Exact KL(theta || ref) over the vocabulary at each state, computed in chunks.
 
     The reference gets no gradient.
@@ -387,15 +386,10 @@ class _StepKL(torch.autograd.Function):
 
     @staticmethod
     def _compute_chunk(
-        s: slice,
-        hidden: Any,
-        weight: Any,
-        ref_hidden: Any,
-        ref_weight: Any,
-        scale: Any,
-        support: SupportTable | None,
+        s: slice, tensors: Sequence[Tensor], support: SupportTable | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return probabilities [n, V], log-ratios [n, V] and KL [n] of a chunk."""
+        hidden, weight, ref_hidden, ref_weight, scale = tensors
         a = torch.log_softmax((hidden[s] @ weight.T).float() * scale[s, None], -1)
         b = torch.log_softmax((ref_hidden[s] @ ref_weight.T).float() * scale[s, None], -1)
         if support is None:
@@ -418,33 +412,19 @@ class _StepKL(torch.autograd.Function):
     ) -> Tensor:
         ctx.step = max(1, LOGIT_CHUNK // weight.shape[0])
         ctx.support = support
-        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, scale)
-        cuts = range(0, len(hidden), ctx.step)
-        return torch.cat(
-            [
-                _StepKL._compute_chunk(
-                    slice(at, min(at + ctx.step, len(hidden))),
-                    hidden,
-                    weight,
-                    ref_hidden,
-                    ref_weight,
-                    scale,
-                    support=support,
-                )[2]
-                for at in cuts
-            ]
-        )
+        tensors = hidden, weight, ref_hidden, ref_weight, scale
+        ctx.save_for_backward(*tensors)
+        chunks = (slice(at, at + ctx.step) for at in range(0, len(hidden), ctx.step))
+        return torch.cat([_StepKL._compute_chunk(s, tensors, support)[2] for s in chunks])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        hidden, weight, ref_hidden, ref_weight, scale = ctx.saved_tensors
+        hidden, weight, _, _, scale = ctx.saved_tensors
         gh = torch.empty_like(hidden)
         gw = torch.zeros_like(weight)
         for at in range(0, len(hidden), ctx.step):
-            s = slice(at, min(at + ctx.step, len(hidden)))
-            p, gap, k = _StepKL._compute_chunk(
-                s, hidden, weight, ref_hidden, ref_weight, scale, support=ctx.support
-            )
+            s = slice(at, at + ctx.step)
+            p, gap, k = _StepKL._compute_chunk(s, ctx.saved_tensors, ctx.support)
             d = (p * (gap - k[:, None]) * (grads[0][s] * scale[s])[:, None]).to(hidden.dtype)
             gh[s] = d @ weight
             gw += d.T @ hidden[s]

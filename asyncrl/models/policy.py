@@ -405,14 +405,6 @@ def build_model(
     import transformers
 
     tokenizer = build_character_tokenizer(symbols)
-    configs = {
-        "llama": "LlamaConfig",
-        "qwen2": "Qwen2Config",
-        "qwen3": "Qwen3Config",
-        "mistral": "MistralConfig",
-        "qwen3_moe": "Qwen3MoeConfig",
-        "mixtral": "MixtralConfig",
-    }
     extra: dict[str, Any] = {} if family == "qwen2" else {"head_dim": hidden // heads}
     extra |= {"sliding_window": None} if family in ("mistral", "mixtral") else {}
     if family == "qwen3_moe":
@@ -422,7 +414,8 @@ def build_model(
         extra |= {"num_local_experts": experts}
     if family in packed_forward.SPARSE:
         extra |= {"num_experts_per_tok": CHOSEN}
-    config = getattr(transformers, configs[family])(
+    config = transformers.AutoConfig.for_model(
+        family,
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         num_hidden_layers=layers,

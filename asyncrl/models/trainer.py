@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.optim import AdamW
 
 from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import LearnerConfig
@@ -53,18 +54,18 @@ def split_micro_batches(
     return micros
 
 
-class PlainAdamW(torch.optim.AdamW):
+class PlainAdamW(AdamW):
     """torch's AdamW without the wrappers for torch.compile.
 
     The first call of each wrapper would import the compiler, which takes seconds of CPU.
     """
 
     # the effect of the wrapper when nothing is compiled
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
-    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
-    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
-    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
-    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
+    step = torch.no_grad()(inspect.unwrap(AdamW.step))
+    add_param_group = inspect.unwrap(AdamW.add_param_group)
+    zero_grad = inspect.unwrap(AdamW.zero_grad)
+    state_dict = inspect.unwrap(AdamW.state_dict)
+    load_state_dict = inspect.unwrap(AdamW.load_state_dict)
 
 
 def build_optimizer(

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.models.layout import (
     INDEX,
@@ -36,7 +36,7 @@ class BareConfig(SimpleNamespace):
         return self
 
 
-class RotaryEmbedding(torch.nn.Module):
+class RotaryEmbedding(nn.Module):
     """Rotary embedding in the half-split layout (Su et al. 2021, arXiv 2104.09864).
 
     Maps positions [B, n] to cos and sin [B, n, head_dim], whose second half repeats the first.
@@ -62,35 +62,35 @@ class RotaryEmbedding(torch.nn.Module):
         return repeated.cos().to(like.dtype), repeated.sin().to(like.dtype)
 
 
-class BareLinear(torch.nn.Linear):
+class BareLinear(nn.Linear):
     """x W^T + b, built without torch's random initialization.
 
-    It is a subclass of torch.nn.Linear because peft only attaches adapters to that.
+    It is a subclass of nn.Linear because peft only attaches adapters to that.
     """
 
-    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
-        torch.nn.Module.__init__(self)
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
         self.weight = weight
         self.register_parameter("bias", bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return torch.nn.functional.linear(inputs, self.weight, self.bias)
+        return nn.functional.linear(inputs, self.weight, self.bias)
 
 
-class WeightModule(torch.nn.Module):
+class WeightModule(nn.Module):
     """A module that only has the weight of an embedding or a norm."""
 
-    def __init__(self, weight: torch.nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
 
 
-class ModuleHolder(torch.nn.Module):
+class ModuleHolder(nn.Module):
     """An inner node of the tree of modules."""
 
 
-class BareModel(torch.nn.Module):
+class BareModel(nn.Module):
     """A Llama-like model with transformers' parameter names.
 
     files: the directory's JSON files, for `save_pretrained`.
@@ -102,14 +102,14 @@ class BareModel(torch.nn.Module):
         super().__init__()
         config = self.config = BareConfig(**raw)
         self._files = files
-        parameters = {name: torch.nn.Parameter(tensors[name]) for name in list_shapes(raw)}
+        parameters = {name: nn.Parameter(tensors[name]) for name in list_shapes(raw)}
 
         def build_linear(module: str) -> BareLinear:
             return BareLinear(parameters[module + ".weight"], parameters.get(module + ".bias"))
 
         self.model = ModuleHolder()
         self.model.embed_tokens = WeightModule(parameters["model.embed_tokens.weight"])
-        self.model.layers = torch.nn.ModuleList()
+        self.model.layers = nn.ModuleList()
         for index in range(config.num_hidden_layers):
             prefix = f"model.layers.{index}."
             layer = ModuleHolder()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from actors.gateway.hubs import prompt_files
 from asyncrl.config import presets, rules
@@ -158,7 +159,7 @@ def localize(config: Config) -> Config:
         return config
     say(f"fetching {config.model.path}")
     path = str(fetch.download_model(config.model.path))
-    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
+    return replace(config, model=replace(config.model, path=path))
 
 
 def localize_sets(config: Config, sets: Sequence[str]) -> Sequence[str]:
@@ -499,7 +500,7 @@ def call_reward(subject: Subject) -> str:
             prompts = _generate_prompts(subject.task, name, config.seed)
         else:
             of_part = _generate_prompts(get_task(part.task), "train", config.seed)
-            prompts = (msgspec.structs.replace(prompt, task=name) for prompt in of_part)
+            prompts = (replace(prompt, task=name) for prompt in of_part)
         _call_on_prompts(subject, part, prompts, agents.get(name, config.agent).uses_sessions)
     training_prompts = _generate_prompts(subject.task, "train", config.seed)
     others = (prompt for prompt in training_prompts if prompt.task not in parts)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from asyncrl.config.scorers import JudgeConfig, RewardModelConfig
 from asyncrl.config.tree import Config, EvaluationSetConfig, RewardConfig, TaskConfig
@@ -57,7 +57,7 @@ class TaskWithSets:
         if self.sets[split].file:
             return self._read_file(split)[index]
         prompt = self._find_task(split).prompt(self.sets[split].split, index, seed)
-        return msgspec.structs.replace(prompt, split=split)
+        return replace(prompt, split=split)
 
     def size(self, split: str) -> int | None:
         """Return the number of prompts; None for an endless split."""
@@ -116,7 +116,7 @@ def resolve_reward_configs(config: Config) -> dict[str, Config]:
 
     The key is the split or the task of their prompts; the names differ."""
     parts = {
-        part.title: msgspec.structs.replace(
+        part.title: replace(
             config,
             task=resolve_part_task(part),
             reward=_replace_reward(config, part.reward, part.judge, part.reward_model),
@@ -127,7 +127,7 @@ def resolve_reward_configs(config: Config) -> dict[str, Config]:
     for chosen in filter(has_own_reward, config.evaluation.sets):
         task = TaskConfig(name=chosen.task, options=chosen.options) if chosen.task else config.task
         reward = _replace_reward(config, chosen.reward)
-        parts[chosen.name] = msgspec.structs.replace(config, task=task, reward=reward)
+        parts[chosen.name] = replace(config, task=task, reward=reward)
     return parts
 
 
@@ -140,7 +140,7 @@ def resolve_part_config(config: Config, title: str) -> Config:
         labels = ", ".join(parts) or "none: the config has no mixture"
         raise ConfigError(f"--part {title or 'LABEL'}: name a part of the mixture: {labels}")
     part = parts[title]
-    return msgspec.structs.replace(
+    return replace(
         config,
         task=resolve_part_task(part),
         agent=config.agents.get(title, config.agent),
@@ -154,7 +154,7 @@ def _replace_reward(
     judge: JudgeConfig = JudgeConfig(),
     model: RewardModelConfig = RewardModelConfig(),
 ) -> RewardConfig:
-    return msgspec.structs.replace(
+    return replace(
         config.reward, function=function, functions=[], weights=[], judge=judge, model=model
     )
 

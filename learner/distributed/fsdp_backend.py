@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,7 +59,7 @@ class FsdpBackend(DistributedBackend):
         self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         self.roots: list[FSDPModule] = []
         # of each part of a checkpoint: its parameters and their optimizer
-        self.parts: dict[str, tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]] = {}
+        self.parts: dict[str, tuple[dict[str, nn.Parameter], torch.optim.Optimizer]] = {}
         self._shard_model(model)
         Trainer.__init__(
             self, (p for p in model.hf.parameters() if p.requires_grad), config.learner
@@ -71,7 +71,7 @@ class FsdpBackend(DistributedBackend):
     def load_device(self) -> str:
         return "cpu"
 
-    def add_part(self, name: str, head: torch.nn.Module, trunk: PolicyModel | None) -> Trainer:
+    def add_part(self, name: str, head: nn.Module, trunk: PolicyModel | None) -> Trainer:
         self._shard(head, [], MixedPrecisionPolicy(cast_forward_inputs=False))
         if trunk is not None:
             self._shard_model(trunk)
@@ -79,7 +79,7 @@ class FsdpBackend(DistributedBackend):
         self._keep_part(name, trainer, [head, *([] if trunk is None else [trunk.hf])])
         return trainer
 
-    def _keep_part(self, name: str, trainer: Trainer, modules: Sequence[torch.nn.Module]) -> None:
+    def _keep_part(self, name: str, trainer: Trainer, modules: Sequence[nn.Module]) -> None:
         """Keep the modules' parameters and their optimizer in checkpoints."""
         parameters = {
             f"{index}.{path}": parameter
@@ -112,7 +112,7 @@ class FsdpBackend(DistributedBackend):
         self._shard(model.hf, layers, policy)
 
     def _shard(
-        self, root: torch.nn.Module, layers: Sequence[torch.nn.Module], policy: MixedPrecisionPolicy
+        self, root: nn.Module, layers: Sequence[nn.Module], policy: MixedPrecisionPolicy
     ) -> None:
         offload = (
             CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
@@ -148,10 +148,10 @@ class FsdpBackend(DistributedBackend):
             loss = self.sum_over_ranks(loss.detach().cpu().clone())
         return super().apply(rate, loss)
 
-    def collect_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[Tensor]:
+    def collect_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         return [get_local_part(p.grad) for p in parameters if p.grad is not None]
 
-    def clip(self, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+    def clip(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         gradients = self.collect_gradients(parameters)
         norm = self._sum_over_parts(sum_squares(gradients).cpu()).sqrt()
         if self.clip_norm:
@@ -194,7 +194,7 @@ class FsdpBackend(DistributedBackend):
     def gather_full_parameters(self) -> Iterator[None]:
         # by the address of rank 0's part, which is never empty; tied modules share one
         full_parameters_by_address = {
-            get_local_part(parameter).data_ptr(): torch.nn.Parameter(tensor, requires_grad=False)
+            get_local_part(parameter).data_ptr(): nn.Parameter(tensor, requires_grad=False)
             for _, parameter, tensor in self._gather_weights()
             if tensor is not None
         }

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 import asyncrl
 from asyncrl.config import load
@@ -361,7 +361,7 @@ def adapt_config(config: Config) -> Config:
             f"--on ray: weights.transport = {transport} only works on one machine; use auto"
         )
     count = config.placement.generator.count or config.generators
-    return msgspec.structs.replace(config, generators=count)
+    return replace(config, generators=count)
 
 
 def list_addresses(wires: WiresConfig) -> list[str]:
@@ -448,14 +448,14 @@ def place_bundles(
     wires = config.wires
     # replace addresses of an earlier start, but keep those that the user set
     if jsonl.read_object(run_dir / "hosts.json").get("wires") == list_addresses(wires):
-        wires = msgspec.structs.replace(wires, address="", weights_address="", gateway_address="")
+        wires = replace(wires, address="", weights_address="", gateway_address="")
     buffer, weights, gateway = (
         f"tcp://{description['ip']}:{port}" for port in description["ports"]
     )
     curve_dir = wires.curve_dir or str((run_dir / "keys").resolve())
-    config = msgspec.structs.replace(
+    config = replace(
         config,
-        wires=msgspec.structs.replace(
+        wires=replace(
             wires,
             address=wires.address or buffer,
             weights_address=wires.weights_address or weights,
