@@ -167,6 +167,13 @@ class DistributedBackend(TorchBackend):
         if time.monotonic() - self.last_broadcast_at > self.config.learner.rank_timeout_s / 4:
             self.broadcast("wait")
 
+    def _describe_loss(self) -> str:
+        """Name the first rank that has ended, if any has."""
+        exited = [r for r, process in enumerate(self.others, 1) if process.poll() is not None]
+        if exited:
+            return f"rank {exited[0]} of the learner has ended"
+        return "a rank of the learner has ended or does not answer"
+
     def _watch(self) -> None:
         """End this process and its ranks when a collective takes too long (a thread).
 
@@ -177,16 +184,9 @@ class DistributedBackend(TorchBackend):
             time.sleep(min(1.0, limit / 10))
             guarded_since = self.guarded_since
             if guarded_since and time.monotonic() - guarded_since > limit:
-                exited = [
-                    r for r, process in enumerate(self.others, 1) if process.poll() is not None
-                ]
-                problem = (
-                    f"rank {exited[0]} of the learner has ended"
-                    if exited
-                    else "a rank of the learner does not answer"
-                )
                 print(
-                    f"error: RankLost: {problem}: rank {self.rank} has waited {limit:g} s for it "
+                    f"error: RankLost: {self._describe_loss()}: rank {self.rank} has waited "
+                    f"{limit:g} s for it "
                     f"(learner.rank_timeout_s = {limit:g})",
                     file=sys.stderr,
                 )
@@ -211,15 +211,9 @@ class DistributedBackend(TorchBackend):
             ):
                 raise  # this rank's own error
             time.sleep(0.2)  # a process's end becomes visible shortly after its connection's
-            exited = [r for r, p in enumerate(self.others, 1) if p.poll() is not None]
-            problem = (
-                f"rank {exited[0]} of the learner has ended"
-                if exited
-                else "a rank of the learner has ended or did not answer"
-            )
             raise RankLost(
-                f"{problem} (learner.rank_timeout_s = {self.config.learner.rank_timeout_s:g}): "
-                f"{describe_exception(error)}"
+                f"{self._describe_loss()} (learner.rank_timeout_s = "
+                f"{self.config.learner.rank_timeout_s:g}): {describe_exception(error)}"
             ) from error
         finally:
             self.guarded_since = outer

@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 from asyncrl.config.tree import Config
 from asyncrl.models import fetch
-
-SOURCES = ("prompts", "heldout", "ood")
+from asyncrl.tasks.data.row_objects import KEYS
 
 
 def fetch_data_sets(config: Config, report: Callable[[str], None]) -> Config:
@@ -29,7 +28,7 @@ def fetch_data_sets(config: Config, report: Callable[[str], None]) -> Config:
         return local[source]
 
     def locate_in(task: Any) -> Any:
-        return replace(task, **{key: locate(getattr(task, key)) for key in SOURCES})
+        return replace(task, **{key: locate(getattr(task, key)) for key in KEYS})
 
     task = locate_in(config.task)
     task = replace(task, mixture=[locate_in(part) for part in task.mixture])

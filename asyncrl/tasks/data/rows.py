@@ -65,17 +65,23 @@ def require_encodable(where: str, row: Any) -> None:
             ) from error
 
 
-def _read_parquet(path: Path) -> Iterator[LocatedRow]:
+def _read_arrow(path: Path) -> Iterator[LocatedRow]:
+    """Read a parquet file, or a stream of Arrow."""
+    kind = "a parquet" if path.suffix == ".parquet" else "an Arrow"
     try:
+        import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
         raise ConfigError(
-            f"{path}: parquet needs pyarrow: pip install 'asyncrl[parquet]'"
+            f"{path}: {kind} file needs pyarrow: pip install 'asyncrl[parquet]'"
         ) from error
     try:
-        table = pq.read_table(path)
+        if path.suffix == ".parquet":
+            table = pq.read_table(path)
+        else:
+            table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{path}: not {kind} file: {str(error).splitlines()[0]}") from error
     try:
         rows = table.to_pylist()
     except UnicodeDecodeError:
@@ -140,21 +146,7 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
         raise ConfigError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
 
 
-def _read_arrow(path: Path) -> Iterator[LocatedRow]:
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise ConfigError(f"{path}: Arrow needs pyarrow: pip install 'asyncrl[parquet]'") from error
-    try:
-        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
-            rows = reader.read_all().to_pylist()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not an Arrow file: {str(error).splitlines()[0]}") from error
-    for number, row in enumerate(rows, 1):
-        yield f"{path}: row {number}", drop_added_fields(row)
-
-
-READERS = {".parquet": _read_parquet, ".csv": _read_csv, ".arrow": _read_arrow}
+READERS = {".parquet": _read_arrow, ".csv": _read_csv, ".arrow": _read_arrow}
 
 
 def read_rows(file: Path) -> Iterator[LocatedRow]:
