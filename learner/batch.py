@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from numpy import ndarray
-from torch import Tensor
+from torch import Tensor, from_numpy, tensor
 
 from asyncrl.algorithms.loss import LossBatch
 from asyncrl.algorithms.ratios import sum_by_sample
@@ -84,7 +84,7 @@ class PackedBatch(LossBatch):
 
     def find_token_positions(self, samples: Sequence[int]) -> Tensor:
         """Return the positions among N of the tokens of `samples`, in their order."""
-        return torch.from_numpy(
+        return from_numpy(
             np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in samples])
         ).to(self.seq.device)
 
@@ -113,7 +113,7 @@ class PackedBatch(LossBatch):
 
     def get_row_temperature(self, samples: Sequence[int]) -> Tensor:
         """Return the sampling temperature of each row of `samples`."""
-        count = torch.from_numpy(np.diff(self.row_offsets)[list(samples)])
+        count = from_numpy(np.diff(self.row_offsets)[list(samples)])
         return self.temperature[list(samples)].repeat_interleave(count)
 
     def to_device(self, device: torch.device) -> PackedBatch:
@@ -169,14 +169,14 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
     ).copy()
     mask = np.concatenate([np.frombuffer(row.mask, np.uint8) for row in all_rows]) > 0
     packed = PackedBatch(
-        seq=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
-        behavior=torch.from_numpy(behavior),
-        mask=torch.from_numpy(mask),
-        token_lag=torch.from_numpy(lag),
-        rewards=torch.tensor([sample.reward for sample in samples]),
-        groups=torch.tensor(groups),
-        truncated=torch.tensor([sample.finish == "length" for sample in samples]),
-        age=torch.from_numpy(age),
+        seq=from_numpy(np.repeat(np.arange(len(samples)), lengths)),
+        behavior=from_numpy(behavior),
+        mask=from_numpy(mask),
+        token_lag=from_numpy(lag),
+        rewards=tensor([sample.reward for sample in samples]),
+        groups=tensor(groups),
+        truncated=tensor([sample.finish == "length" for sample in samples]),
+        age=from_numpy(age),
         prompts=[np.frombuffer(row.prompt_tokens, "<i4") for row in all_rows],
         responses=[np.frombuffer(row.tokens, "<i4") for row in all_rows],
         shared=[
@@ -185,7 +185,7 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
         ],
         row_offsets=np.concatenate([[0], np.cumsum([len(sample_rows) for sample_rows in rows])]),
         group_of=groups,
-        temperature=torch.tensor([sample.temperature for sample in samples]),
+        temperature=tensor([sample.temperature for sample in samples]),
         offsets=offsets,
         supports=[
             SampledSupport.decode(row.support, len(row.mask)) if row.support else None
@@ -197,15 +197,15 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
     )
     if greedy:
         completions = [baseline[sample.ticket] for sample in samples]
-        packed.greedy = torch.tensor([sample.reward for sample in completions])
-        packed.greedy_truncated = torch.tensor([x.finish == "length" for x in completions])
-        packed.greedy_lengths = torch.tensor([sample.length for sample in completions])
+        packed.greedy = tensor([sample.reward for sample in completions])
+        packed.greedy_truncated = tensor([x.finish == "length" for x in completions])
+        packed.greedy_lengths = tensor([sample.length for sample in completions])
     if any(row.token_rewards for row in all_rows):
         packed.token_rewards, packed.steps = _collect_token_rewards(samples)
     names = sorted(samples[0].reward_parts)
     if names and all(sorted(sample.reward_parts) == names for sample in samples):
         packed.part_names = tuple(names)
-        packed.parts = torch.tensor([[s.reward_parts[name] for name in names] for s in samples])
+        packed.parts = tensor([[s.reward_parts[name] for name in names] for s in samples])
     return packed
 
 
@@ -233,7 +233,7 @@ def _collect_token_rewards(samples: Sequence[Trajectory]) -> tuple[Tensor, Tenso
         has_number = ~np.isnan(token_rewards)
         steps.append((token_rewards != 0) | is_last if has_number.all() else has_number)
         rewards.append(np.where(has_number, token_rewards, np.float32(0.0)))
-    return torch.from_numpy(np.concatenate(rewards)), torch.from_numpy(np.concatenate(steps))
+    return from_numpy(np.concatenate(rewards)), from_numpy(np.concatenate(steps))
 
 
 def split_micro_batches(

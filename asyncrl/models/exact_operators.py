@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, cat
 
 from asyncrl.models import expert_layers
 
@@ -45,7 +45,7 @@ def round_up(n: int, multiple: int) -> int:
 def pad_rows(x: Tensor) -> Tensor:
     """Append rows of zeros to x [n, ...], up to a multiple of ROWS."""
     padding = round_up(len(x), ROWS) - len(x)
-    return x if not padding else torch.cat([x, x.new_zeros(padding, *x.shape[1:])])
+    return x if not padding else cat([x, x.new_zeros(padding, *x.shape[1:])])
 
 
 def multiply(x: Tensor, w: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def multiply(x: Tensor, w: Tensor) -> Tensor:
     return (
         x @ w
         if width >= COLUMNS
-        else (x @ torch.cat([w, w.new_zeros(len(w), COLUMNS - width)], 1))[:, :width]
+        else (x @ cat([w, w.new_zeros(len(w), COLUMNS - width)], 1))[:, :width]
     )
 
 
@@ -139,7 +139,7 @@ def fuse_layer(lay: Any, i: int, weights: Weights) -> dict[str, Tensor]:
     p = f"model.layers.{i}."
     norm1 = weights[p + "input_layernorm.weight"]
     norm2 = weights[p + "post_attention_layernorm.weight"]
-    qkv = torch.cat([weights[f"{p}self_attn.{n}_proj.weight"] for n in "qkv"]) * norm1
+    qkv = cat([weights[f"{p}self_attn.{n}_proj.weight"] for n in "qkv"]) * norm1
     fused = {"qkv": qkv.T, "o": weights[p + "self_attn.o_proj.weight"].T}
     if p + "mlp.gate.weight" in weights:
         fused["router"] = (weights[p + "mlp.gate.weight"] * norm2).T
@@ -147,14 +147,14 @@ def fuse_layer(lay: Any, i: int, weights: Weights) -> dict[str, Tensor]:
         fused["down"] = weights[p + "mlp.experts.down_proj"].transpose(1, 2)
     else:
         gate, up = (weights[f"{p}mlp.{n}_proj.weight"] for n in ("gate", "up"))
-        fused["up"] = (torch.cat([gate, up]) * norm2).T
+        fused["up"] = (cat([gate, up]) * norm2).T
         fused["down"] = weights[p + "mlp.down_proj.weight"].T
     if p + "self_attn.q_proj.bias" in weights:
-        fused["b"] = torch.cat([weights[f"{p}self_attn.{n}_proj.bias"] for n in "qkv"])
+        fused["b"] = cat([weights[f"{p}self_attn.{n}_proj.bias"] for n in "qkv"])
     if p + "self_attn.q_norm.weight" in weights:
         q = weights[p + "self_attn.q_norm.weight"]
         k = weights[p + "self_attn.k_norm.weight"]
-        fused["norm"] = torch.cat(
+        fused["norm"] = cat(
             [(q * lay.head_dim**-0.5).expand(lay.heads, -1), k.expand(lay.kv_heads, -1)]
         )
     return fused

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, bmm, cat
 
 from asyncrl.models import exact_operators
 
@@ -194,7 +194,7 @@ class _Attention(torch.autograd.Function):
             parts.append(attended)
             saved += side_saved
         ctx.save_for_backward(*saved)
-        return _pad_rows(torch.cat(parts), len(q), q.shape[1])
+        return _pad_rows(cat(parts), len(q), q.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
@@ -210,7 +210,7 @@ class _Attention(torch.autograd.Function):
             end = start + 3 + len(side.cuts)
             gradients.append(_backpropagate_side(side, of_side, saved[start:end], ctx.scale))
             start = end
-        queries = torch.cat([of_queries for of_queries, _, _ in gradients])
+        queries = cat([of_queries for of_queries, _, _ in gradients])
         keys = _sum_key_gradients(rows, [of_keys for _, of_keys, _ in gradients])
         values = _sum_key_gradients(rows, [of_values for _, _, of_values in gradients])
         n = len(grads[0])
@@ -230,7 +230,7 @@ def _pad_rows(x: Tensor, n: int, heads: int) -> Tensor:
     Exact mode pads the packed tokens.
     """
     if extra := n * heads - len(x):
-        x = torch.cat([x, x.new_zeros(extra, x.shape[1])])
+        x = cat([x, x.new_zeros(extra, x.shape[1])])
     return x.view(n, -1)
 
 
@@ -251,12 +251,12 @@ def _attend_side(
     saved = [queries, keys, values]
     if scale is not None:
         queries.mul_(scale)
-    multiply = exact_operators.sum_weighted_values if scale is None else torch.bmm
+    multiply = exact_operators.sum_weighted_values if scale is None else bmm
     parts = []
     for cut in side.cuts:
         # attention probabilities [B * h_kv, queries, keys] of a block
         block = _select_block_queries(queries, side, cut)
-        scores = torch.bmm(block, keys[:, : cut.columns].transpose(1, 2)).float()
+        scores = bmm(block, keys[:, : cut.columns].transpose(1, 2)).float()
         bias = side.bias[:, :, cut.first : cut.end, : cut.columns]
         scores.view(len(bias), -1, *bias.shape[2:]).add_(bias)
         shares = torch.softmax(scores, -1).to(queries.dtype)
@@ -285,7 +285,7 @@ def _join_blocks(parts: list[Tensor], side: AttentionSide) -> Tensor:
             part.view(groups, -1, cut.end - cut.first, dim)
             for part, cut in zip(parts, side.cuts, strict=True)
         ]
-        return torch.cat(by_head, 2).view(-1, dim)
+        return cat(by_head, 2).view(-1, dim)
     return parts[0].view(-1, dim)
 
 
@@ -306,11 +306,11 @@ def _backpropagate_side(
     for cut, shares in zip(reversed(side.cuts), reversed(blocks), strict=True):
         block_grad = _select_block_queries(padded, side, cut)
         block_queries = _select_block_queries(queries, side, cut)
-        to_values = torch.bmm(shares.transpose(1, 2), block_grad)
-        of_shares = torch.bmm(block_grad, values[:, : cut.columns].transpose(1, 2))
+        to_values = bmm(shares.transpose(1, 2), block_grad)
+        of_shares = bmm(block_grad, values[:, : cut.columns].transpose(1, 2))
         of_scores = torch._softmax_backward_data(of_shares, shares, -1, shares.dtype)
-        of_queries.insert(0, torch.bmm(of_scores, keys[:, : cut.columns]))
-        to_keys = torch.bmm(of_scores.transpose(1, 2), block_queries)
+        of_queries.insert(0, bmm(of_scores, keys[:, : cut.columns]))
+        to_keys = bmm(of_scores.transpose(1, 2), block_queries)
         if len(of_queries) == 1:
             of_keys, of_values = to_keys, to_values  # the last block has all columns
         else:
@@ -336,7 +336,7 @@ def _sum_key_gradients(rows: AttentionRows, sides: list[Tensor]) -> Tensor:
         shared = by_row[:, :, :width]
         of_prompts[:, :, : shared.shape[2]].index_add_(0, owner, shared)
     places = [rows.prompt_keys, *rows.answer_keys]
-    return torch.cat(
+    return cat(
         [
             grad.view(-1, dim).index_select(0, place)
             for grad, place in zip([prompts, *answers], places, strict=True)

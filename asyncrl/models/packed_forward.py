@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy import ndarray
-from torch import Tensor
+from torch import Tensor, float32, from_numpy, log_softmax
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
@@ -247,7 +247,7 @@ def renormalize(logs: Tensor, mask: Tensor) -> Tensor:
         logs: [n, V], log-probabilities over the whole vocabulary.
         mask: bool [n, V].
     """
-    cut = torch.log_softmax(logs.masked_fill(~mask, -torch.inf), -1)
+    cut = log_softmax(logs.masked_fill(~mask, -torch.inf), -1)
     return torch.where(mask.all(-1, keepdim=True), logs, cut)
 
 
@@ -273,9 +273,9 @@ class SupportTable:
         )
         self.offsets = np.concatenate([[0], np.cumsum(joined.sizes)])
         position = np.repeat(np.arange(len(joined.sizes)), joined.sizes)
-        self.position = torch.from_numpy(position).to(device)
-        self.ids = torch.from_numpy(joined.ids.astype(np.int64)).to(device)
-        self.truncated = torch.from_numpy(joined.sizes > 0).to(device)
+        self.position = from_numpy(position).to(device)
+        self.ids = from_numpy(joined.ids.astype(np.int64)).to(device)
+        self.truncated = from_numpy(joined.sizes > 0).to(device)
 
     @classmethod
     def build(
@@ -333,12 +333,12 @@ class _PickedLogprobs(Function):
     ) -> tuple[Tensor, Tensor]:
         n = hidden.shape[0]
         step = exact_operators.round_up(LOGIT_CHUNK // weight.shape[0], exact_operators.ROWS)
-        lp = hidden.new_empty(n, dtype=torch.float32)
-        ent = hidden.new_zeros(n if want_entropy else 0, dtype=torch.float32)
+        lp = hidden.new_empty(n, dtype=float32)
+        ent = hidden.new_zeros(n if want_entropy else 0, dtype=float32)
         saved_logs = []
         for at in range(0, n, step):
             s = slice(at, at + step)
-            logs = torch.log_softmax(
+            logs = log_softmax(
                 exact_operators.multiply(hidden[s], weight.T).float() * scale[s, None], -1
             )
             picked = logs if support is None else support.renormalize(logs, at)
@@ -362,7 +362,7 @@ class _PickedLogprobs(Function):
             logs = (
                 saved_logs[0]
                 if saved_logs
-                else torch.log_softmax(
+                else log_softmax(
                     exact_operators.multiply(hidden[s], weight.T).float() * scale[s, None], -1
                 )
             )
@@ -390,8 +390,8 @@ class _StepKL(Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return probabilities [n, V], log-ratios [n, V] and KL [n] of a chunk."""
         hidden, weight, ref_hidden, ref_weight, scale = tensors
-        a = torch.log_softmax((hidden[s] @ weight.T).float() * scale[s, None], -1)
-        b = torch.log_softmax((ref_hidden[s] @ ref_weight.T).float() * scale[s, None], -1)
+        a = log_softmax((hidden[s] @ weight.T).float() * scale[s, None], -1)
+        b = log_softmax((ref_hidden[s] @ ref_weight.T).float() * scale[s, None], -1)
         if support is None:
             gap = a - b
         else:
@@ -447,7 +447,7 @@ def compute_step_kl(
     support: of the N positions; the KL is then the one over their kept tokens
     """
     heads = lay.hf.get_output_embeddings().weight, ref.hf.get_output_embeddings().weight
-    scale = 1.0 / temperature.to(hidden.device, torch.float32)
+    scale = 1.0 / temperature.to(hidden.device, float32)
     return _StepKL.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden, heads[0], ref_hidden.detach(), heads[1].detach(), scale, support
     )
@@ -464,15 +464,15 @@ def compute_squared_probabilities(
     support: of the N positions, over which p is then normalized
     """
     weight = lay.hf.get_output_embeddings().weight
-    scale = 1.0 / temperature.to(hidden.device, torch.float32)
-    squares = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    scale = 1.0 / temperature.to(hidden.device, float32)
+    squares = torch.empty(len(hidden), dtype=float32, device=hidden.device)
     rows = max(1, LOGIT_CHUNK // weight.shape[0])
     for start in range(0, len(hidden), rows):
         chunk = slice(start, start + rows)
         logits = (hidden[chunk] @ weight.T).float() * scale[chunk, None]
         p = logits.softmax(-1)
         if support is not None:
-            p = support.renormalize(torch.log_softmax(logits, -1), start).exp()
+            p = support.renormalize(log_softmax(logits, -1), start).exp()
         squares[chunk] = p.square().sum(-1)
     return squares
 
@@ -545,7 +545,7 @@ def _build_causal_mask(valid: ndarray) -> ndarray:
 
 
 def _to_device(x: ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(device)
+    return from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(device)
 
 
 def _build_table(
@@ -561,7 +561,7 @@ def _build_table(
     """
     rows, keys, flat = (_to_device(index, device) for index in indices)
     bias = np.where(visible, np.float32(0), np.float32(-1e30))
-    return AttentionTable(rows, keys, torch.from_numpy(bias).to(device), flat, query_offset)
+    return AttentionTable(rows, keys, from_numpy(bias).to(device), flat, query_offset)
 
 
 def plan_packing(
@@ -724,7 +724,7 @@ def _compute_packed_logprobs(
         kwargs = {"cos": cos, "sin": sin, "rows": attention, "replayed": ids}
         x = call_as_forward(layer, run_layer, apply_block, lay, layer, x, **kwargs)
     hidden = apply_rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
-    scale = (1.0 / rows.temperature.to(weight.device, torch.float32))[pl.sample]
+    scale = (1.0 / rows.temperature.to(weight.device, float32))[pl.sample]
     scored = pl.targets if rows.targets is None else rows.targets.to(weight.device)
     lp, ent = _PickedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, scored, scale, rows.want_entropy, rows.build_support(weight.device)
@@ -779,9 +779,7 @@ def _compute_fixed_logprobs(
     hidden = exact_operators.normalize(
         exact_operators.pad_rows(x.index_select(0, pl.picks)), lay.eps
     )
-    scale = exact_operators.pad_rows(
-        (1.0 / rows.temperature.to(x.device, torch.float32))[pl.sample]
-    )
+    scale = exact_operators.pad_rows((1.0 / rows.temperature.to(x.device, float32))[pl.sample])
     head = top["head"].contiguous()
     scored = exact_operators.pad_rows(
         pl.targets if rows.targets is None else rows.targets.to(x.device)

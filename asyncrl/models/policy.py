@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, cat
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.contract.blobs import images as image_blobs
@@ -169,9 +169,9 @@ def compute_plain_logprobs(
         )
     lp, ent, hid = zip(*parts, strict=True)
     return ForwardOutput(
-        torch.cat(lp),
-        torch.cat(ent) if rows.want_entropy else None,
-        torch.cat(hid) if rows.want_hidden else None,
+        cat(lp),
+        cat(ent) if rows.want_entropy else None,
+        cat(hid) if rows.want_hidden else None,
     )
 
 
@@ -226,9 +226,9 @@ def _compute_plain_rows(
         if rows.want_hidden:
             hid.append(output.hidden_states[-1][row, states])
     return (
-        torch.cat(lp),
-        torch.cat(ent) if rows.want_entropy else None,
-        torch.cat(hid) if rows.want_hidden else None,
+        cat(lp),
+        cat(ent) if rows.want_entropy else None,
+        cat(hid) if rows.want_hidden else None,
     )
 
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, log_softmax
 
 from asyncrl.algorithms import advantages, correction, kl, ratios
 from asyncrl.experiments.lab.page import LabFindings, make_table
@@ -170,15 +170,15 @@ def check_identities(case: EstimatorCase, gradients: dict[str, Tensor]) -> dict[
     s = case.space
     p = case.probability
     visits = torch.zeros(s.prefixes, dtype=p.dtype).index_add_(0, s.place, p[s.seq])
-    b = torch.log_softmax(case.ref, -1)
+    b = log_softmax(case.ref, -1)
 
     def compute_reverse(t: Tensor) -> Tensor:
-        gap = torch.log_softmax(t, -1) - b
-        return (visits * (torch.log_softmax(t, -1).exp() * gap).sum(-1)).sum()
+        gap = log_softmax(t, -1) - b
+        return (visits * (log_softmax(t, -1).exp() * gap).sum(-1)).sum()
 
     reverse = differentiate(compute_reverse, case.theta)[0]
     forward = differentiate(
-        lambda t: -(visits * (b.exp() * torch.log_softmax(t, -1)).sum(-1)).sum(), case.theta
+        lambda t: -(visits * (b.exp() * log_softmax(t, -1)).sum(-1)).sum(), case.theta
     )[0]
     value = compute_reverse(case.theta) / s.compute_kl(case.theta, case.ref)
     k2, k3 = gradients["k2_in_loss"], gradients["k3_in_loss"]

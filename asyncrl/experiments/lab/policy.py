@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, log_softmax
 
 from asyncrl.contract.errors import ConfigError
 
@@ -63,7 +63,7 @@ class ResponseSpace:
 
     def compute_logprobs(self, theta: Tensor) -> Tensor:
         """Return the log-probability of every token: [N], with gradient if theta has one."""
-        return torch.log_softmax(theta, -1)[self.place, self.symbol]
+        return log_softmax(theta, -1)[self.place, self.symbol]
 
     def compute_probability(self, theta: Tensor) -> Tensor:
         """Return the probability of every response: [S]."""
@@ -77,8 +77,8 @@ class ResponseSpace:
 
         The result is [N], with gradient.
         """
-        a = torch.log_softmax(p, -1)
-        b = torch.log_softmax(q, -1)
+        a = log_softmax(p, -1)
+        b = log_softmax(q, -1)
         return (a.exp() * (a - b)).sum(-1)[self.place]
 
     def compute_kl(self, p: Tensor, q: Tensor) -> Tensor:
@@ -146,11 +146,11 @@ class ResponseSpace:
         coefficient: of grad lp, [N].
         step: of grad KL(theta || ref) at the token's state, [N].
         """
-        log_p = torch.log_softmax(theta, -1)
+        log_p = log_softmax(theta, -1)
         one_hot = torch.nn.functional.one_hot(self.symbol, self.vocabulary).to(theta.dtype)
         rows = coefficient[:, None] * (one_hot - log_p.exp()[self.place])
         if step is not None and ref is not None:
-            gap = log_p - torch.log_softmax(ref, -1)
+            gap = log_p - log_softmax(ref, -1)
             slope = log_p.exp() * (gap - (log_p.exp() * gap).sum(-1, keepdim=True))
             rows = rows + step[:, None] * slope[self.place]
         return rows

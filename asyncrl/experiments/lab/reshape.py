@@ -14,7 +14,7 @@ from collections.abc import Callable
 from math import nan
 
 import torch
-from torch import Tensor
+from torch import Tensor, arange
 
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms import ratios
@@ -101,13 +101,13 @@ class TabularTrainer:
         sampled = s.sample(self.theta.detach(), samples, seed)
         lp = self.compute_logprobs(sampled).detach()
         return sampled, step_loss.LossBatch(
-            seq=torch.arange(samples).repeat_interleave(s.length),
+            seq=arange(samples).repeat_interleave(s.length),
             behavior=lp,
             proximal=lp,
             mask=torch.ones_like(lp, dtype=torch.bool),
             token_lag=torch.zeros_like(lp, dtype=torch.long),
             rewards=self.right[sampled],
-            groups=torch.arange(samples) // GROUP,
+            groups=arange(samples) // GROUP,
             truncated=torch.zeros(samples, dtype=torch.bool),
         )
 
@@ -123,7 +123,7 @@ class TabularTrainer:
         stopped = False
         parts = self.c.learner.minibatches
         order = torch.Generator().manual_seed(seed)
-        groups = torch.arange(samples).reshape(-1, GROUP)
+        groups = arange(samples).reshape(-1, GROUP)
         for _ in range(self.c.learner.epochs):
             deal = torch.randperm(len(groups), generator=order)
             for m in range(parts):
@@ -157,7 +157,7 @@ class TabularTrainer:
         logprobs = self.compute_logprobs(sampled)
         has_stepped = prep.steps > 0
         step = step_loss.begin_step(prep, minibatch, logprobs.detach())
-        part = torch.arange(len(logprobs)).reshape(-1, self.space.length)[minibatch].reshape(-1)
+        part = arange(len(logprobs)).reshape(-1, self.space.length)[minibatch].reshape(-1)
         lp = logprobs[part]
         loss, sums = step_loss.compute_micro_loss(prep, step, part, lp)
         if has_stepped and (
