@@ -1,4 +1,4 @@
-"""Optimizer backends: torch in one process, or DeepSpeed or FSDP2 over several ranks.
+"""Optimizer backends: torch, DeepSpeed and FSDP2, in one process or over several ranks.
 
 The learner's mathematics (learner/step.py) is the same on every rank and sees the whole batch. A
 backend assigns samples' forward and backward passes to ranks, adds up their results and makes the
@@ -30,7 +30,7 @@ from learner.gradients import GradientAlignment, sum_squares
 
 
 class TorchBackend(Trainer):
-    """The backend of one process with plain torch."""
+    """The backend of plain torch in one process; `ReplicatedBackend` has several."""
 
     rank = 0
     ranks = 1
@@ -151,8 +151,7 @@ class TorchBackend(Trainer):
 
         Returns a bound like `asyncrl.models.policy.copy_flat`, or None where nothing was checked.
         """
-        assert buffer is not None
-        return copy_flat(self.weights, buffer, self.layout)
+        return None if buffer is None else copy_flat(self.weights, buffer, self.layout)
 
     def probe(self) -> bytes:
         """Return the probe's log-probabilities (float32) for engines that check swaps.

@@ -433,7 +433,7 @@ def main(config: Config, run_dir: Path) -> bool:
     learner: Learner | None = None
     bind_learner(config)
     memory.keep_freed()
-    if int(os.environ.get("RANK", "0")) > 0 and config.learner.backend != "torch":
+    if int(os.environ.get("RANK", "0")) > 0 and config.learner.distributed:
         from learner.distributed.ranks import exit_rank
 
         for signal_number in (signal.SIGTERM, signal.SIGINT):

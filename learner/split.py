@@ -44,7 +44,7 @@ class SplitMeter:
         self.layout = layout
         self.forward = forward
         # the learner's own model needs every rank for a forward pass, and this is rank 0 alone
-        self.distributed = config.learner.backend != "torch"
+        self.distributed = config.learner.distributed
         self.read_weights: WeightReader | None = None
         self.shadow: PolicyModel | None = None  # the model of one earlier version at a time
         self.reference: PolicyModel | None = None

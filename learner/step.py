@@ -140,9 +140,7 @@ class LearnerCore:
         # one process computes the loss on the model's device and never waits for it; several ranks
         # exchange it on the host
         self.loss_device = (
-            self.model.device
-            if self.backend.ranks == 1 and config.learner.backend == "torch"
-            else torch.device("cpu")
+            self.model.device if not config.learner.distributed else torch.device("cpu")
         )
         self.critic = (
             Critic(config, self.model, self.backend) if config.advantage.name == "gae" else None
@@ -784,4 +782,8 @@ def make_backend(config: Config, model: PolicyModel) -> TorchBackend:
         from learner.distributed.fsdp_backend import FsdpBackend
 
         return FsdpBackend(config, model)
+    if config.learner.ranks > 1:
+        from learner.distributed.ranks import ReplicatedBackend
+
+        return ReplicatedBackend(config, model)
     return TorchBackend(config, model)

@@ -114,7 +114,7 @@ def needs_start_first(config: Settings) -> bool:
     """
     in_advantage = config.advantage.name == "opob"
     in_reward = config.kl.reward.coefficient > 0 and config.kl.reward.at == "start"
-    in_parts = config.learner.minibatches > 1 or config.learner.backend != "torch"
+    in_parts = config.learner.minibatches > 1 or config.learner.distributed
     return bool(in_advantage or in_reward or (config.stop.kl_max > 0 and in_parts))
 
 

@@ -330,10 +330,10 @@ class MeshConfig(Section, frozen=True, kw_only=True):
 
 class LearnerConfig(Section, frozen=True, kw_only=True):
     backend: Literal["torch", "deepspeed", "fsdp2"] = "torch"
-    """Training backend. deepspeed and fsdp2 divide the training among several processes; fsdp2 is
-    part of PyTorch."""
+    """Training backend. With several ranks, torch keeps the whole model in each, while deepspeed
+    and fsdp2 can divide it among them; fsdp2 is part of PyTorch."""
     ranks: Positive = 1
-    """DeepSpeed, FSDP2: number of learner processes that share the training."""
+    """Number of learner processes that share the training."""
     mesh: MeshConfig = msgspec.field(default_factory=MeshConfig)
     zero_stage: Annotated[int, Meta(ge=0, le=3)] = 2
     """DeepSpeed: what the ranks partition. 0: nothing; 1: optimizer state; 2: also gradients; 3:
@@ -342,7 +342,7 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     """DeepSpeed, FSDP2: keep the optimizer state, and run the optimizer step, in the CPU's memory.
     Saves GPU memory and is slower."""
     rank_timeout_s: PositiveFloat = 120.0
-    """DeepSpeed, FSDP2: seconds without a response from another rank after which that rank counts
+    """Seconds without a response from another rank after which that rank counts
     as lost."""
     steps: Count = 100
     """Batches to train on. The run ends after them. 0: only evaluate the model."""
@@ -406,6 +406,11 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     """OpenMP threads of the learner process."""
     gpus: list[Count] = []
     """GPU number of each rank. Empty: model.device."""
+
+    @property
+    def distributed(self) -> bool:
+        """Whether gradients add up over processes, in another order than in one."""
+        return self.ranks > 1 or self.backend != "torch"
 
 
 class LoraConfig(Section, frozen=True, kw_only=True):

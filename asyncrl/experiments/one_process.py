@@ -18,8 +18,9 @@ def needs_own_process(config: Config) -> str:
             f"generator.engine: {config.generator.engine} does not run in a warm process; "
             f"use {list_engines('one_process')}"
         )
-    if config.learner.backend != "torch":
+    if config.learner.distributed:
         return (
-            f"learner.backend: {config.learner.backend} does not run in a warm process; use torch"
+            f"learner.backend: {config.learner.backend} with learner.ranks = "
+            f"{config.learner.ranks} does not run in a warm process; use torch and one rank"
         )
     return ""

@@ -125,8 +125,8 @@ def _explain_split(config: Config, count: int) -> str:
     takes = (
         "the learner takes one GPU" if ranks == 1 else f"each of {ranks} learner ranks takes one"
     )
-    if config.learner.backend == "torch" and count > 2:
-        takes += " (more with learner.backend=fsdp2 and learner.ranks)"
+    if ranks == 1 and count > 2:
+        takes += " (more with learner.ranks)"
     generators = count - ranks
     return f"{takes}; " + (
         "the other one has a generator"

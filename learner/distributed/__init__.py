@@ -1,1 +1,1 @@
-"""Backends of several learner ranks: DeepSpeed and FSDP2."""
+"""Backends of several learner ranks: whole models in each, DeepSpeed and FSDP2."""

@@ -283,6 +283,48 @@ class DistributedBackend(TorchBackend):
                 os.environ.pop(name, None)
 
 
+class ReplicatedBackend(DistributedBackend):
+    """The backend torch of several ranks, each of which holds the whole model.
+
+    One message a step holds all gradients, so it suits small models on the cores of a machine,
+    where dividing them costs more than it saves. A checkpoint is that of one process.
+    """
+
+    def __init__(self, config: Config, model: PolicyModel) -> None:
+        super().__init__(config, model)
+        TorchBackend.__init__(self, config, model)
+
+    def apply(self, rate: float, loss: Tensor | None = None) -> float:
+        if loss is not None:
+            # a loss that is not finite on one rank alone: all ranks skip the step, or none
+            loss = self.sum_over_ranks(loss.detach().cpu().clone())
+        self._add_up(self.parameters)
+        return super().apply(rate, loss)
+
+    def clip(self, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+        # the policy's were added up before their cosine was measured
+        if parameters is not self.parameters:
+            self._add_up(parameters)
+        return super().clip(parameters)
+
+    def _add_up(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Replace the gradients by their sums over the ranks, added up in float32.
+
+        A parameter that no rank used keeps none, as in one process.
+        """
+        parts = [
+            torch.zeros(p.numel(), device=p.device) if p.grad is None else p.grad.float().flatten()
+            for p in parameters
+        ]
+        used = parts[0].new_tensor([p.grad is not None for p in parameters])
+        sums = self.sum_over_ranks(torch.cat([used, *parts]))
+        sizes = [len(used), *(p.numel() for p in parameters)]
+        used, *parts = sums.split(sizes)
+        for parameter, total, count in zip(parameters, parts, used.tolist(), strict=True):
+            if count:
+                parameter.grad = total.view_as(parameter).to(parameter.dtype)
+
+
 def exit_rank() -> NoReturn:
     """End a rank above 0 without the interpreter's own shutdown.
 

@@ -1,5 +1,5 @@
-"""The learners of several ranks (DeepSpeed, FSDP2) against the torch one: same data, same seed,
-every ZeRO stage; stops, resumes, lost ranks, whole runs."""
+"""The learners of several ranks (torch, DeepSpeed, FSDP2) against one torch process: same data,
+same seed, every ZeRO stage; stops, resumes, lost ranks, whole runs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ def zero(stage: int, **learner: Any) -> dict[str, Any]:
     return {"backend": "deepspeed", "zero_stage": stage, "ranks": 2} | learner
 
 
+# every rank holds all, as at stage 0
+TORCH = {"backend": "torch", "ranks": 2, "zero_stage": 0}
 FSDP2 = {"backend": "fsdp2", "ranks": 2}
 COPIES = FSDP2 | {"mesh": {"replicate": 2}}
 
 
 def shards(learner: dict[str, Any]) -> int:
     """Ranks that divide one copy of the model."""
-    count: int = learner["ranks"] // learner.get("mesh", {"replicate": 1})["replicate"]
-    return count
+    copies: int = learner.get("mesh", {"replicate": 1})["replicate"]
+    return 1 if learner["backend"] == "torch" else learner["ranks"] // copies
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,9 @@ def whole(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
         name = json.dumps(learner)
         if name not in made:
             saved = tmp_path_factory.mktemp("whole")
-            save = {"save": [STEPS, str(saved)]} if learner in (zero(3), FSDP2, COPIES) else {}
+            save = (
+                {"save": [STEPS, str(saved)]} if learner in (zero(3), TORCH, FSDP2, COPIES) else {}
+            )
             done = trained(model_dir, learner, STEPS, **TRAINED, **save, launcher=launcher)
             made[name] = *done, saved / f"number_{STEPS}"
         return made[name]
@@ -94,6 +98,8 @@ TRAINED: dict[str, Any] = {"bad": BAD, "lost": LOST, "sessions": ["split", "shar
         (zero(2, ranks=1), FORKED),
         (zero(2, offload=True, gradient_checkpointing=True), ()),
         (zero(3), FORKED),
+        (TORCH, FORKED),
+        (TORCH | {"ranks": 3, "gradient_checkpointing": True}, ()),
         (FSDP2 | {"ranks": 1}, FORKED),
         (FSDP2, FORKED),
         (FSDP2 | {"ranks": 4, "offload": True}, FORKED),
@@ -120,7 +126,7 @@ def test_every_backend_is_the_torch_learner(
     part = parameters if stage == 0 or ranks == 1 else parameters / shards(learner)
     # the stage is really on: what each rank holds of Adam's moments, and of the parameters, of
     # which ZeRO-3 holds none between passes
-    kept = {"deepspeed": 0, "fsdp2": parameters / shards(learner)}[learner["backend"]]
+    kept = parameters / shards(learner) if learner["backend"] == "fsdp2" else 0
     for r in (mine, *others.values()):
         assert abs(r["held"] - part) <= 64
         assert abs(r["parameters"] - (kept if stage == 3 else parameters)) <= 64
@@ -157,7 +163,7 @@ def plain_adapters(model_dir: Path) -> dict[str, Any]:
 
 
 # stage 1 differs from 2 in the gradients' place alone
-@pytest.mark.parametrize("two", [zero(0), zero(2), FSDP2])
+@pytest.mark.parametrize("two", [zero(0), zero(2), TORCH, FSDP2])
 def test_adapters_are_trained_published_and_kept_alone(
     two: dict[str, Any], model_dir: Path, plain_adapters: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -193,7 +199,7 @@ def test_adapters_are_trained_published_and_kept_alone(
     assert plain["held"] < plain["parameters"] / 2
 
 
-@pytest.mark.parametrize("two", [zero(2), FSDP2])
+@pytest.mark.parametrize("two", [zero(2), TORCH, FSDP2])
 def test_an_early_stopped_step_leaves_weights_and_moments_untouched(
     two: dict[str, Any], model_dir: Path
 ) -> None:
@@ -218,6 +224,7 @@ def test_an_early_stopped_step_leaves_weights_and_moments_untouched(
             "the optimizer of learner.backend = fsdp2",
         ),
         (COPIES, [FSDP2], {"backend": "torch"}, "the optimizer of learner.backend = fsdp2"),
+        (TORCH, [TORCH | {"ranks": 1}], FSDP2, "the optimizer of learner.backend = torch"),
     ],
 )
 def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
@@ -229,7 +236,7 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
     model_dir: Path,
     tmp_path: Path,
 ) -> None:
-    """At stage 3 and with FSDP2; a whole run at stage 2 is stopped and resumed below."""
+    """At stage 3, with torch's ranks and with FSDP2; at stage 2 a whole run below is resumed."""
     made, _, saved = whole(two)
     restore: dict[str, Any] = TRAINED | {"restore": str(saved)}
     # by transformers' own modules (ZeRO-3) and the packed forward, each layer computed again
@@ -248,8 +255,10 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
     assert [x.name for x in saved.parent.iterdir()] == [saved.name]
     # DeepSpeed loads nothing from a path that is not there, and says nothing
     assert checkpoint.verify(saved) == ""
-    shutil.copytree(saved, tmp_path / "torn", ignore=shutil.ignore_patterns("deepspeed", "fsdp2"))
-    assert "has no bytes" in checkpoint.verify(tmp_path / "torn")
+    if two is not TORCH:
+        folders = shutil.ignore_patterns("deepspeed", "fsdp2")
+        shutil.copytree(saved, tmp_path / "torn", ignore=folders)
+        assert "has no bytes" in checkpoint.verify(tmp_path / "torn")
     job = {
         "model": str(model_dir),
         "batches": STEPS,
@@ -318,7 +327,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("two", [zero(3), FSDP2])
+@pytest.mark.parametrize("two", [zero(3), TORCH, FSDP2])
 def test_a_rank_that_stands_still_ends_the_step_with_a_clear_error(
     two: dict[str, Any], model_dir: Path, tmp_path: Path
 ) -> None:
@@ -360,6 +369,7 @@ def test_a_rank_that_stands_still_ends_the_step_with_a_clear_error(
     ("config", "sets"),
     [
         ("demo", ("learner.backend='deepspeed'", "learner.ranks=2", "learner.zero_stage=2")),
+        ("demo", ("learner.ranks=2",)),
         ("fsdp2", ()),
     ],
 )
@@ -420,7 +430,7 @@ def test_a_rank_that_has_followed_to_the_end_leaves_without_the_interpreters_own
 @pytest.mark.parametrize(
     ("learner", "model", "said"),
     [
-        ({"ranks": 2}, {}, "several ranks need learner.backend = deepspeed or fsdp2, not torch"),
+        ({"ranks": 2, "gpus": [0]}, {}, "each needs its own GPU"),
         ({"backend": "fsdp2", "zero_stage": 3}, {}, "3 is a stage of DeepSpeed"),
         (zero(2, mesh={"replicate": 2}), {}, r"mesh\.replicate: needs learner\.backend = fsdp2"),
         (COPIES | {"ranks": 3}, {}, "2 copies of equally many ranks are not the 3 of"),

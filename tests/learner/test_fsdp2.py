@@ -20,6 +20,7 @@ from asyncrl.models.policy import build_character_tokenizer, build_model
 pytestmark = pytest.mark.slow
 
 TWO = {"backend": "fsdp2", "ranks": 2}
+WHOLE = {"backend": "torch", "ranks": 2}
 FULL_KL = {"coefficient": 0.1, "off_policy": "prefix_full"}
 METHODS: dict[str, dict[str, Any]] = {
     "gae, a trunk of its own": {"advantage": {"name": "gae"}},
@@ -40,16 +41,20 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compare(
-    model: Path, sections: dict[str, Any], save: Path | None = None, **more: Any
+    model: Path,
+    sections: dict[str, Any],
+    save: Path | None = None,
+    backend: dict[str, Any] = TWO,
+    **more: Any,
 ) -> tuple[Any, Any]:
-    """(what torch printed, what two ranks of FSDP2 printed) of two batches; the latter save."""
+    """(what torch printed, what two ranks printed) of two batches; the latter save."""
     learner = sections.get("learner", {})
     rest = {name: section for name, section in sections.items() if name != "learner"}
     plain, two = (
-        trained(model, learner | backend, batches=2, sections=rest, **more, **saves)[0]
-        for backend, saves in (
+        trained(model, learner | one, batches=2, sections=rest, **more, **saves)[0]
+        for one, saves in (
             ({"backend": "torch"}, {}),
-            (TWO, {"save": [1, str(save)]} if save else {}),
+            (backend, {"save": [1, str(save)]} if save else {}),
         )
     )
     assert two["losses"] == pytest.approx(plain["losses"], abs=1e-5)
@@ -59,19 +64,20 @@ def compare(
     return plain, two
 
 
+@pytest.mark.parametrize("backend", [TWO, WHOLE], ids=["fsdp2", "torch"])
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_that_deepspeed_refuses_are_those_of_torch(
-    method: str, model_dir: Path, tmp_path: Path
+    method: str, backend: dict[str, Any], model_dir: Path, tmp_path: Path
 ) -> None:
     """Also resumed by one rank: a value head and the last gradient are in the checkpoint."""
     sections = METHODS[method]
     resumes = method.startswith("gae") or "learner" in sections
-    plain, _ = compare(model_dir, sections, tmp_path if resumes else None)
+    plain, _ = compare(model_dir, sections, tmp_path if resumes else None, backend)
     if resumes:
         rest = {name: section for name, section in sections.items() if name != "learner"}
         one, _ = trained(
             model_dir,
-            sections.get("learner", {}) | TWO | {"ranks": 1},
+            sections.get("learner", {}) | backend | {"ranks": 1},
             batches=2,
             restore=str(tmp_path / "number_1"),
             sections=rest,
@@ -95,6 +101,7 @@ def test_rank_0_runs_the_versions_of_tokens_without_the_others(rank: int, model_
         for backend in (
             {"backend": "torch"},
             TWO,
+            WHOLE,
             {"backend": "deepspeed", "ranks": 2, "zero_stage": 2},
         )
     )
@@ -109,7 +116,7 @@ def test_rank_0_runs_the_versions_of_tokens_without_the_others(rank: int, model_
         assert made["weights"] == pytest.approx(plain["weights"], abs=1e-5)
 
 
-@pytest.mark.parametrize("two", [TWO, {"backend": "deepspeed", "ranks": 2, "zero_stage": 3}])
+@pytest.mark.parametrize("two", [TWO, WHOLE, {"backend": "deepspeed", "ranks": 2, "zero_stage": 3}])
 def test_each_rank_averages_its_part_of_the_versions(
     two: dict[str, Any], model_dir: Path, tmp_path: Path
 ) -> None:
@@ -128,7 +135,8 @@ def test_each_rank_averages_its_part_of_the_versions(
     assert again["digest"] == made["digest"]
     job = {"batches": 3, "config": {"learner": LEARNER | two | {"ranks": 1}, **sections}}
     code, _, err = forked(job | {"model": str(model_dir), "restore": saved})
-    assert code != 0 and "has no average of these weights" in err
+    # whole copies are the same at any number of ranks
+    assert (code == 0) == (two is WHOLE) != ("has no average of these weights" in err), err
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe"])

@@ -91,7 +91,7 @@ def make_single_process_config(config: Config, initial: Path | None) -> Config:
     initial: the recorded first weights, if the recording starts at version 0.
     """
     replace = msgspec.structs.replace
-    if config.learner.backend != "torch":
+    if config.learner.distributed:
         config = replace(config, learner=replace(config.learner, backend="torch", ranks=1))
     # the check at lag 0 compares with the run's weights, from which a changed replay differs
     if config.exact is True:
@@ -295,10 +295,11 @@ def replay(
     source = Replay(run_dir, sets, start=start, until=until)
     if source.cut:
         log(f"note: {source.cut}")
-    if source.recorded.learner.backend != "torch":
+    if source.recorded.learner.distributed:
         log(
-            f"note: recorded with learner.backend = {source.recorded.learner.backend}; one torch "
-            "process rounds differently, so the results are not bitwise equal"
+            f"note: recorded with learner.backend = {source.recorded.learner.backend} and "
+            f"learner.ranks = {source.recorded.learner.ranks}; one torch process rounds "
+            "differently, so the results are not bitwise equal"
         )
     directory = create_replay_directory(run_dir, out)
     (directory / "config.toml").write_text(
@@ -360,9 +361,7 @@ def judge(
         (n for n, d in sorted(result.digests.items()) if n in digests and d != digests[n]), None
     )
     equal = difference is None and first_weights is None and not result.failed
-    reproduced = (
-        equal if not source.changed and source.recorded.learner.backend == "torch" else None
-    )
+    reproduced = equal if not (source.changed or source.recorded.learner.distributed) else None
     evaluated = [
         n
         for n, row in sorted(result.rows.items())
