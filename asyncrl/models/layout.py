@@ -46,7 +46,7 @@ def compute_head_dim(raw: JsonObject) -> int:
 
 def list_shapes(raw: JsonObject) -> dict[str, tuple[int, ...]]:
     """Return every parameter's name and shape, tied ones once."""
-    width = raw["hidden_size"]
+    width: int = raw["hidden_size"]
     intermediate = raw["intermediate_size"]
     dim = compute_head_dim(raw)
     rows = {

@@ -318,8 +318,7 @@ class ReplicatedBackend(DistributedBackend):
         ]
         used = parts[0].new_tensor([p.grad is not None for p in parameters])
         sums = self.sum_over_ranks(torch.cat([used, *parts]))
-        sizes = [len(used), *(p.numel() for p in parameters)]
-        used, *parts = sums.split(sizes)
+        used, *parts = torch.split(sums, [len(part) for part in (used, *parts)])
         for parameter, total, count in zip(parameters, parts, used.tolist(), strict=True):
             if count:
                 parameter.grad = total.view_as(parameter).to(parameter.dtype)
