@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from numpy import ndarray
+from torch import Tensor, cat
 
 from asyncrl.contract.messages import RoutingShape
 from asyncrl.contract.routed_experts import RoutedExperts
@@ -253,9 +254,9 @@ class StepColumns:
         self.high = max(self.high, column + 1)
         return column
 
-    def list_columns(self, first_step: int, end: int) -> np.ndarray:
+    def list_columns(self, first_step: int, end: int) -> ndarray:
         """Return the columns [end - first] of the steps first..end-1 of a live row."""
-        columns: np.ndarray = self.column_at[np.arange(first_step, end) % self.count]
+        columns: ndarray = self.column_at[np.arange(first_step, end) % self.count]
         return columns
 
 
@@ -294,7 +295,7 @@ class PrefixCache:
     def tokens(self) -> int:
         return len(self.blocks) * KEPT_BLOCK
 
-    def find(self, tokens: np.ndarray) -> list[int]:
+    def find(self, tokens: ndarray) -> list[int]:
         """Return the numbers of the kept blocks that `tokens` [L] begin with.
 
         These blocks count as used now.
@@ -303,11 +304,11 @@ class PrefixCache:
 
     def store(
         self,
-        tokens: np.ndarray,
+        tokens: ndarray,
         keys: Tensor,
         values: Tensor,
-        columns: np.ndarray,
-        routed: np.ndarray | None = None,
+        columns: ndarray,
+        routed: ndarray | None = None,
     ) -> None:
         """Keep the whole blocks of `tokens` [L] that are not kept yet.
 
@@ -354,10 +355,10 @@ class PrefixCache:
         self.v.index_copy_(2, target, values.index_select(2, source))
 
     @staticmethod
-    def list_columns(numbers: Sequence[int]) -> np.ndarray:
+    def list_columns(numbers: Sequence[int]) -> ndarray:
         """Return the columns of these blocks in k and v: int64 [blocks x KEPT_BLOCK]."""
         first = np.array(numbers, np.int64) * KEPT_BLOCK
-        columns: np.ndarray = (first[:, None] + np.arange(KEPT_BLOCK)).flatten()
+        columns: ndarray = (first[:, None] + np.arange(KEPT_BLOCK)).flatten()
         return columns
 
     def _find_path(self, blocks: Sequence[bytes]) -> list[BlockName]:
@@ -377,7 +378,7 @@ class PrefixCache:
             self.blocks.move_to_end(name)
 
 
-def _split_blocks(tokens: np.ndarray) -> list[bytes]:
+def _split_blocks(tokens: ndarray) -> list[bytes]:
     """Split `tokens` [L] into whole blocks, as bytes."""
     data = tokens.astype("<i4").tobytes()
     width = 4 * KEPT_BLOCK
@@ -627,7 +628,7 @@ def _run_layers(
             if i + 1 == w.layers:
                 return x
         if prefix is not None:
-            k, v = torch.cat([prefix.k[i], k], 2), torch.cat([prefix.v[i], v], 2)
+            k, v = cat([prefix.k[i], k], 2), cat([prefix.v[i], v], 2)
         a = _attend_exactly(q, k, v, mask) if w.exact and mask else _attend(q, k, v, mask)
         x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1), routed, replay[i])
     return x
@@ -684,7 +685,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, prefix: BlockMask | None) -> Tensor
                 enable_gqa=grouped,
             )
         )
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+    return outputs[0] if len(outputs) == 1 else cat(outputs, 2)
 
 
 def sample(
@@ -723,7 +724,7 @@ def sample(
     return tokens[:, 0], logs.gather(1, tokens)[:, 0], kept_mask
 
 
-def list_kept_ids(kept: Tensor) -> list[np.ndarray]:
+def list_kept_ids(kept: Tensor) -> list[ndarray]:
     """List the kept tokens of each row, int32; an empty array if all were kept.
 
     kept: bool [n, V].
@@ -749,7 +750,7 @@ def _attend_exactly(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
             mask.bias[:queries, :queries].repeat(heads // groups, 1),
         )
         attended.append(of_block.view(b, heads, queries, dim))
-    return torch.cat(attended, 2)
+    return cat(attended, 2)
 
 
 # ---- scoring -------------------------------------------------------------------------------------
@@ -780,4 +781,4 @@ def score_states(
         values, indices = logs.topk(most_likely)
         best.append(values)
         ids.append(indices)
-    return torch.cat(picked), torch.cat(ids), torch.cat(best)
+    return cat(picked), cat(ids), cat(best)

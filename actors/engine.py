@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from numpy import ndarray, uint64
 
 from actors.decoding.constraints import TokenConstraint
 from asyncrl.config.tree import Config
@@ -35,7 +36,7 @@ class CompletionRequest:
     """
 
     key: Key
-    prompt: np.ndarray
+    prompt: ndarray
     group: Hashable
     max_new_tokens: int
     temperature: float
@@ -78,9 +79,9 @@ class Completion:
     """
 
     key: Key
-    prompt: np.ndarray
-    tokens: np.ndarray
-    logprobs: np.ndarray
+    prompt: ndarray
+    tokens: ndarray
+    logprobs: ndarray
     spans: list[VersionSpan]
     finish: Finish
     support: SampledSupport | None = None
@@ -106,9 +107,9 @@ class PromptScores:
     top_logprobs: float32 [P - 1, N].
     """
 
-    logprobs: np.ndarray
-    top_ids: np.ndarray
-    top_logprobs: np.ndarray
+    logprobs: ndarray
+    top_ids: ndarray
+    top_logprobs: ndarray
 
 
 class Engine(Protocol):
@@ -135,7 +136,7 @@ class Engine(Protocol):
     def step(self, steps: int = 8) -> list[Completion]:
         """Make at most `steps` decode steps and return the completions that ended."""
 
-    def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:
+    def score(self, prompts: Sequence[ndarray], most_likely: int = 1) -> list[PromptScores]:
         """Score the tokens of sequences by one forward pass, without touching live rows.
 
         prompts: int32 [P] each, P >= 1. most_likely: the N of `PromptScores`, at least 1 and at
@@ -153,7 +154,7 @@ class Engine(Protocol):
         """Return metrics, summed since the engine's start."""
 
 
-def require_context(prompts: Sequence[np.ndarray], context: int) -> None:
+def require_context(prompts: Sequence[ndarray], context: int) -> None:
     """Raise ConfigError for a sequence to score that is longer than the context."""
     longest = max((len(prompt) for prompt in prompts), default=0)
     if longest > context:
@@ -210,7 +211,7 @@ def load_model(engine: Engine, model: PolicyModel, label: Label) -> None:
     engine.load(dict(list_named_weights(model)), label, compute_weights_digest(model))
 
 
-def draw_uniform_rows(keys: Sequence[tuple[int, int, int]], count: int) -> np.ndarray:
+def draw_uniform_rows(keys: Sequence[tuple[int, int, int]], count: int) -> ndarray:
     """Return float32 [len(keys), count] in (0, 1), a counter-based random stream of every key.
 
     keys: (seed, ticket, sample) each; a number depends on its key and its position alone.
@@ -218,21 +219,21 @@ def draw_uniform_rows(keys: Sequence[tuple[int, int, int]], count: int) -> np.nd
     The finalizer is SplitMix64 (Steele, Lea, Flood 2014), applied to a key that is itself mixed per
     component.
     """
-    key = np.full(len(keys), 0x9E3779B97F4A7C15, np.uint64)
+    key = np.full(len(keys), 0x9E3779B97F4A7C15, uint64)
     for components in zip(*keys, strict=True):
-        column = np.array([number & 0xFFFFFFFFFFFFFFFF for number in components], np.uint64)
-        key = _mix(key ^ _mix(column + np.uint64(0x632BE59BD9B4E019)))
-    counter = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        column = np.array([number & 0xFFFFFFFFFFFFFFFF for number in components], uint64)
+        key = _mix(key ^ _mix(column + uint64(0x632BE59BD9B4E019)))
+    counter = np.arange(1, count + 1, dtype=uint64) * uint64(0x9E3779B97F4A7C15)
     bits = _mix(key[:, None] + counter)
-    rows: np.ndarray = ((bits >> np.uint64(40)).astype(np.float64) + 0.5).astype(
-        np.float32
-    ) * np.float32(2.0**-24)
+    rows: ndarray = ((bits >> uint64(40)).astype(np.float64) + 0.5).astype(np.float32) * np.float32(
+        2.0**-24
+    )
     return rows
 
 
-def _mix(bits: np.ndarray) -> np.ndarray:
+def _mix(bits: ndarray) -> ndarray:
     """Mix uint64 arrays. A numpy scalar would warn about the intended wraparound."""
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = bits ^ (bits >> np.uint64(31))
+    bits = (bits ^ (bits >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> uint64(27))) * uint64(0x94D049BB133111EB)
+    mixed: ndarray = bits ^ (bits >> uint64(31))
     return mixed

@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy import ndarray
+from torch import Tensor, from_numpy, int64, zeros
+from torch.nn.functional import pad
 
 from actors import decoder
 from actors.decoder import RoutedLayers
@@ -53,7 +55,7 @@ from asyncrl.models.policy import PolicyModel, load_policy
 from asyncrl.models.weight_rounding import WeightRounder
 from asyncrl.records import machine_memory
 
-TokenRows = list[np.ndarray]
+TokenRows = list[ndarray]
 
 CHUNK = 64  # rows refilled at a time: an admission costs about as much as a few decode steps
 TOGETHER = 1 << 15  # prompt tokens encoded in one batch
@@ -76,7 +78,7 @@ class EngineRow:
     # int32, the tokens that were kept at each position, where the request has a support; empty: all
     kept: TokenRows = field(default_factory=list)
     # uint16 [P - 1, layers, k], the experts of the prompt without its last token; None: no record
-    routed: np.ndarray | None = None
+    routed: ndarray | None = None
     sampled: int = 0  # tokens so far, where rows advance by different numbers of them
 
 
@@ -153,27 +155,27 @@ class EmbeddedEngine:
         self.hits = self.reused = self.encoded = 0  # prompts with kept keys; tokens
         self.label = Label(0, 0)
         self.digest = ""
-        self.token = torch.zeros(rows, dtype=torch.long, device=self.device)
-        self.position = torch.zeros(rows, dtype=torch.long, device=self.device)
+        self.token = zeros(rows, dtype=int64, device=self.device)
+        self.position = zeros(rows, dtype=int64, device=self.device)
         # tokens that may still be sampled; 0: the row is not live
-        self.remaining = torch.zeros(rows, dtype=torch.long, device=self.device)
-        self.count = torch.zeros(rows, dtype=torch.long, device=self.device)  # tokens sampled
+        self.remaining = zeros(rows, dtype=int64, device=self.device)
+        self.count = zeros(rows, dtype=int64, device=self.device)  # tokens sampled
         self.scale = torch.ones(rows, device=self.device)
         self.top_p = torch.ones(rows, device=self.device)
-        self.top_k = torch.zeros(rows, dtype=torch.long, device=self.device)
+        self.top_k = zeros(rows, dtype=int64, device=self.device)
         self.cuts = False  # some live row has top-p or top-k
         self.vocabulary = 0  # tokens that a truncated row was sampled from
         self.plain = True  # every live row has temperature 1, no cut and no grammar
-        self.stop = torch.full((rows, 1), -1, dtype=torch.long, device=self.device)
-        self.uniform = torch.zeros(rows, max_new_tokens, device=self.device)
-        self.out_token = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=self.device)
-        self.out_logprob = torch.zeros(rows, max_new_tokens, device=self.device)
+        self.stop = torch.full((rows, 1), -1, dtype=int64, device=self.device)
+        self.uniform = zeros(rows, max_new_tokens, device=self.device)
+        self.out_token = zeros(rows, max_new_tokens, dtype=int64, device=self.device)
+        self.out_logprob = zeros(rows, max_new_tokens, device=self.device)
         # the experts of the token that each step read
         self.out_routed: Tensor | None = None
         if self.routing is not None:
             size = (rows, max_new_tokens, self.routing.layers, self.routing.chosen)
             kind = torch.uint8 if self.routing.experts < 256 else torch.int16
-            self.out_routed = torch.zeros(size, dtype=kind, device=self.device)
+            self.out_routed = zeros(size, dtype=kind, device=self.device)
 
     # ---- the protocol ----------------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ class EmbeddedEngine:
         return completions
 
     @torch.inference_mode()
-    def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:
+    def score(self, prompts: Sequence[ndarray], most_likely: int = 1) -> list[PromptScores]:
         require_context(prompts, self.context)
         scores: dict[int, PromptScores] = {}
         for batch in group_into_batches([len(prompt) for prompt in prompts]):
@@ -266,10 +268,10 @@ class EmbeddedEngine:
             # a state for every token but the last, whose successor is unknown
             counts = np.array([len(prompt) - 1 for prompt in rows])
             row, column = np.nonzero(np.arange(ids.shape[1])[None] < counts[:, None])
-            targets = torch.from_numpy(ids[row, np.minimum(column + 1, ids.shape[1] - 1)])
+            targets = from_numpy(ids[row, np.minimum(column + 1, ids.shape[1] - 1)])
             states = decoder.compute_final_states(self.weights, self._pad_columns(ids))
             scored = decoder.score_states(
-                states[torch.from_numpy(row), torch.from_numpy(column)],
+                states[from_numpy(row), from_numpy(column)],
                 targets.to(self.device),
                 most_likely,
                 self.weights.compute_logits,
@@ -330,13 +332,13 @@ class EmbeddedEngine:
         """Count the tokens sampled so far."""
         return self.clock - row.born if self.drafts is None else row.sampled
 
-    def _list_output_columns(self, row: EngineRow) -> np.ndarray:
+    def _list_output_columns(self, row: EngineRow) -> ndarray:
         """Return the columns of its tokens in `out_token` and `out_logprob`, int [length]."""
         if self.drafts is not None:
             return np.arange(row.sampled)
         return self.columns.list_columns(row.born, self.clock)
 
-    def _list_key_columns(self, row: EngineRow, count: int) -> np.ndarray:
+    def _list_key_columns(self, row: EngineRow, count: int) -> ndarray:
         """Return the cache's columns of its first `count` tokens, the prompt's included."""
         if self.by_position:
             return np.arange(count)
@@ -399,20 +401,20 @@ class EmbeddedEngine:
         def put(values: list[Any], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=self.device)
 
-        self.token[index] = put([int(request.prompt[-1]) for request in requests], torch.long)
-        self.position[index] = put([len(request.prompt) - 1 for request in requests], torch.long)
+        self.token[index] = put([int(request.prompt[-1]) for request in requests], int64)
+        self.position[index] = put([len(request.prompt) - 1 for request in requests], int64)
         self.count[index] = 0
-        self.remaining[index] = put([request.max_new_tokens for request in requests], torch.long)
+        self.remaining[index] = put([request.max_new_tokens for request in requests], int64)
         self.scale[index] = 1.0 / put([request.temperature for request in requests], torch.float32)
         self.top_p[index] = put([request.top_p for request in requests], torch.float32)
-        self.top_k[index] = put([request.top_k for request in requests], torch.long)
+        self.top_k[index] = put([request.top_k for request in requests], int64)
         width = self.stop.shape[1]
         self.stop[index] = put(
             [list(request.stop) + [-1] * (width - len(request.stop)) for request in requests],
-            torch.long,
+            int64,
         )
         stream = draw_uniform_rows([request.stream for request in requests], self.uniform.shape[1])
-        self.uniform[index] = torch.from_numpy(stream).to(self.device)
+        self.uniform[index] = from_numpy(stream).to(self.device)
 
     def _reserve(self, requests: list[CompletionRequest]) -> None:
         """Grow the cache and tables for longer prompts or responses or more stop tokens."""
@@ -420,9 +422,7 @@ class EmbeddedEngine:
         response = max(self.response_needed, *(request.max_new_tokens for request in requests))
         stops = max(1, *(len(request.stop) for request in requests))
         if stops > self.stop.shape[1]:
-            self.stop = torch.nn.functional.pad(
-                self.stop, (0, stops - self.stop.shape[1]), value=-1
-            )
+            self.stop = pad(self.stop, (0, stops - self.stop.shape[1]), value=-1)
         previous, count = self.cache, self.cache.bias.shape[2]
         if count and (prompt, response) == (self.prompt_needed, self.response_needed):
             return
@@ -444,7 +444,6 @@ class EmbeddedEngine:
         if response > self.columns.count:
             added = response - self.columns.count
             self.columns.grow(response)
-            pad = torch.nn.functional.pad
             self.uniform, self.out_token, self.out_logprob = (
                 pad(tensor, (0, added))
                 for tensor in (self.uniform, self.out_token, self.out_logprob)
@@ -481,7 +480,7 @@ class EmbeddedEngine:
 
     def _encode(
         self,
-        ids: np.ndarray,
+        ids: ndarray,
         routed: RoutedLayers = None,
         replayed: Sequence[RoutedExperts] | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
@@ -498,14 +497,14 @@ class EmbeddedEngine:
             for keys, values in decoder.encode(self.weights, tokens, routed=routed, replayed=replay)
         ]
 
-    def _pad_columns(self, ids: np.ndarray) -> Tensor:
+    def _pad_columns(self, ids: ndarray) -> Tensor:
         """Copy ids [B, L] to the device; in exact mode L becomes a multiple of KEYS."""
         if self.fixed:
             padding = -ids.shape[1] % exact_operators.KEYS
             ids = np.pad(ids, ((0, 0), (0, padding)))
-        return torch.from_numpy(ids).to(self.device)
+        return from_numpy(ids).to(self.device)
 
-    def _collect_prompt_routing(self, routed: list[Tensor], rows: int, width: int) -> np.ndarray:
+    def _collect_prompt_routing(self, routed: list[Tensor], rows: int, width: int) -> ndarray:
         """Return the recorded experts of encoded prompts, uint16 [rows, width, layers, k].
 
         A last layer encodes no prompt, because its output is not needed: it is not recorded.
@@ -573,13 +572,13 @@ class EmbeddedEngine:
         suffixes = [p[length:] for p, length in zip(prompts, prefix_lengths, strict=True)]
         past, ids = pad_token_rows(columns), pad_token_rows(suffixes)
         slots, owner = np.array(list(owners)), np.array(list(owners.values()))
-        past_columns = torch.from_numpy(past).to(self.device)
+        past_columns = from_numpy(past).to(self.device)
         prefix = decoder.PrefilledPrefix(
             self.prefix_cache.k[:, :, past_columns].transpose(1, 2),
             self.prefix_cache.v[:, :, past_columns].transpose(1, 2),
-            torch.from_numpy(prefix_lengths).to(self.device),
+            from_numpy(prefix_lengths).to(self.device),
         )
-        row, source = (torch.from_numpy(x).to(self.device) for x in (slots, owner))
+        row, source = (from_numpy(x).to(self.device) for x in (slots, owner))
         for cached, prefix_tensor in ((self.cache.k, prefix.k), (self.cache.v, prefix.v)):
             cached[:, row, :, : past.shape[1]] = prefix_tensor[:, source]
         routed: RoutedLayers = None if self.routing is None else []
@@ -592,7 +591,7 @@ class EmbeddedEngine:
                 np.arange(ids.shape[1])[None] < np.array([len(suffixes[o]) for o in owner])[:, None]
             )
             to_row, to_column, suffix, token = (
-                torch.from_numpy(indices).to(self.device)
+                from_numpy(indices).to(self.device)
                 for indices in (
                     slots[row_index],
                     prefix_lengths[owner][row_index] + token_index,
@@ -600,7 +599,7 @@ class EmbeddedEngine:
                     token_index,
                 )
             )
-            tokens = torch.from_numpy(ids).to(self.device)
+            tokens = from_numpy(ids).to(self.device)
             encoded = decoder.encode(self.weights, tokens, prefix, routed)
             for layer, (keys, values) in enumerate(encoded):
                 self.cache.k[layer][to_row, :, to_column] = keys[suffix, :, token]
@@ -614,14 +613,14 @@ class EmbeddedEngine:
                 self._set_prompt_routing(slot, np.concatenate([prefix_routing, suffix_routing]))
         self._show_prompts(row, np.array([len(prompts[number]) for number in owner]))
 
-    def _set_prompt_routing(self, slot: int, routed: np.ndarray) -> None:
+    def _set_prompt_routing(self, slot: int, routed: ndarray) -> None:
         row = self.rows[slot]
         assert row is not None
         row.routed = routed
 
-    def _show_prompts(self, row: Tensor, lengths: np.ndarray) -> None:
+    def _show_prompts(self, row: Tensor, lengths: ndarray) -> None:
         """Let each row [n] see the columns of its prompt; lengths: int [n]."""
-        visible = torch.from_numpy(np.arange(lengths.max())[None] < lengths[:, None])
+        visible = from_numpy(np.arange(lengths.max())[None] < lengths[:, None])
         bias = torch.where(visible.to(self.device), 0.0, decoder.MASKED)
         self.cache.bias[row, 0, : bias.shape[1]] = bias
 
@@ -655,7 +654,7 @@ class EmbeddedEngine:
             batch_rows = [live[index] for index in batch]
             sequences = []
             for slot, row in batch_rows:
-                columns = torch.from_numpy(self._list_output_columns(row)).to(self.device)
+                columns = from_numpy(self._list_output_columns(row)).to(self.device)
                 sampled = self.out_token[slot, columns].cpu().numpy().astype(np.int32)
                 sequences.append(np.concatenate([row.request.prompt, sampled])[:-1])
             ids = np.zeros((len(batch_rows), max(1, *map(len, sequences))), np.int64)
@@ -673,7 +672,7 @@ class EmbeddedEngine:
             for index, (slot, row) in enumerate(batch_rows):
                 row.loads = self.loads
                 length = len(sequences[index])
-                target = torch.from_numpy(self._list_key_columns(row, length)).to(self.device)
+                target = from_numpy(self._list_key_columns(row, length)).to(self.device)
                 for layer, (keys, values) in enumerate(layers):
                     self.cache.k[layer, slot, :, target], self.cache.v[layer, slot, :, target] = (
                         keys[index, :, :length],
@@ -832,7 +831,7 @@ class EmbeddedEngine:
             policy.count_lookup(self.live, time.perf_counter() - began)
         width = max(map(len, drafts))
         padded = [draft + [-1] * (width - len(draft)) for draft in drafts]
-        return torch.tensor(padded, dtype=torch.long, device=self.device).view(len(drafts), width)
+        return torch.tensor(padded, dtype=int64, device=self.device).view(len(drafts), width)
 
     def _measure_drafts(self, draft_tokens: int) -> dict[int, tuple[float, float]]:
         """Measure steps without and with drafts to verify.
@@ -855,7 +854,7 @@ class EmbeddedEngine:
         """Return the least seconds of three steps of `rows` rows in an empty cache."""
         columns = exact_operators.round_up(min(self.context, BRIEF), exact_operators.KEYS)
         cache = self._make_cache(rows, columns)
-        tokens = torch.zeros(rows, width, dtype=torch.long, device=self.device)
+        tokens = zeros(rows, width, dtype=int64, device=self.device)
         positions = torch.arange(width, device=self.device).expand(rows, width)
         seconds = []
         for _ in range(4):  # the first one warms up
@@ -937,7 +936,7 @@ class EmbeddedEngine:
         self.live -= len(completions)
         return completions
 
-    def _join_routing(self, row: EngineRow, step_experts: np.ndarray) -> RoutedExperts:
+    def _join_routing(self, row: EngineRow, step_experts: ndarray) -> RoutedExperts:
         """Join the experts of a row's prompt with those of its decode steps.
 
         step_experts: [T, layers, k].
@@ -982,7 +981,7 @@ def group_into_batches(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def pad_token_rows(rows: TokenRows) -> np.ndarray:
+def pad_token_rows(rows: TokenRows) -> ndarray:
     """Pad token rows with zeros at the right: int64 [rows, length of the longest]."""
     padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
     for target, row in zip(padded, rows, strict=True):
@@ -1016,8 +1015,17 @@ def make_engine(config: Config) -> Engine:
     model = load_policy(Path(config.model.path), dtype, config.model.device)
     from actors.engine_generic import GenericEngine
 
-    engine_class: Any = GenericEngine if model.fast is None else EmbeddedEngine
-    if engine_class is GenericEngine:
+    engine_class: Any = EmbeddedEngine
+    packed_settings: dict[str, Any] = {
+        "mantissa_bits": settings.mantissa_bits,
+        "quantize": settings.quantize,
+        "drafts": DraftPolicy(settings.speculate, settings.draft_rows)
+        if settings.speculate
+        else None,
+        "kept_tokens": settings.prefix_cache_tokens if config.uses_sessions else 0,
+    }
+    if model.fast is None:
+        engine_class, packed_settings = GenericEngine, {}
         for key, neutral_value in (("mantissa_bits", 0), ("quantize", "none"), ("speculate", 0)):
             if getattr(settings, key) != neutral_value:
                 raise ConfigError(
@@ -1037,18 +1045,7 @@ def make_engine(config: Config) -> Engine:
         max_new_tokens=settings.max_new_tokens,
         base=AdapterBase(model, config.lora) if config.lora.rank else None,
         record_routing=bool(config.learner.replay_routing and model.require_replayable_routing()),
-        **(
-            {
-                "fixed": bool(config.exact),
-                "mantissa_bits": settings.mantissa_bits,
-                "quantize": settings.quantize,
-                "drafts": DraftPolicy(settings.speculate, settings.draft_rows)
-                if settings.speculate
-                else None,
-                "kept_tokens": settings.prefix_cache_tokens if config.uses_sessions else 0,
-            }
-            if engine_class is EmbeddedEngine
-            else {"fixed": bool(config.exact)}
-        ),
+        fixed=bool(config.exact),
+        **packed_settings,
     )
     return engine

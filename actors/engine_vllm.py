@@ -28,7 +28,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy import ndarray
+from torch import Generator, Tensor
 from torch.nn.functional import linear
 
 from actors.decoder import list_kept_ids
@@ -147,9 +148,9 @@ class DirectWriter:
             ):
                 raise UnsupportedModel(f"vLLM's own loading changes {part.names[0]}")
             if live.numel() == 0 or (part.product and self.cpu):
-                probe = torch.randn(
-                    4, expected.shape[1], generator=torch.Generator().manual_seed(0)
-                ).to(self.dtype)
+                probe = torch.randn(4, expected.shape[1], generator=Generator().manual_seed(0)).to(
+                    self.dtype
+                )
                 product = part.layer.cpu_linear(probe, part.layer.weight, None).float()
                 plain = linear(probe, expected).float()
                 if live.numel():
@@ -300,9 +301,9 @@ class RecordedRequest:
     def __init__(self, constraint: TokenConstraint | None) -> None:
         self.constraint = constraint
         self.consumed = 0  # tokens that the constraint has advanced by
-        self.kept: dict[int, np.ndarray] = {}
+        self.kept: dict[int, ndarray] = {}
 
-    def compute_allowed(self, tokens: list[int], size: int) -> np.ndarray | None:
+    def compute_allowed(self, tokens: list[int], size: int) -> ndarray | None:
         """Return bool [size]: the tokens that may follow `tokens`; None: all."""
         if self.constraint is None:
             return None
@@ -340,7 +341,7 @@ class SupportRecorder:
 
         def forward(
             logits: Tensor,
-            generators: dict[int, torch.Generator],
+            generators: dict[int, Generator],
             keys: Tensor | None,
             parameter: Tensor | None,
         ) -> Any:
@@ -489,13 +490,13 @@ class SeededSampler:
         self.plain = plain
         self.room = room
         # by id, which stays unique because the generator is kept alive
-        self.ahead: OrderedDict[int, tuple[torch.Generator, list[int]]] = OrderedDict()
+        self.ahead: OrderedDict[int, tuple[Generator, list[int]]] = OrderedDict()
         self.last_numbers: dict[int, int] = {}  # the number each of these returned last
 
     def __call__(
         self,
         logits: Tensor,
-        generators: dict[int, torch.Generator],
+        generators: dict[int, Generator],
         keys: Tensor | None,
         parameter: Tensor | None,
     ) -> Any:
@@ -511,7 +512,7 @@ class SeededSampler:
             -1, dtype=torch.float32
         )
 
-    def draw(self, generator: torch.Generator) -> int:
+    def draw(self, generator: Generator) -> int:
         """Return the generator's next number."""
         name = id(generator)
         if name not in self.ahead:
@@ -526,14 +527,14 @@ class SeededSampler:
         self.last_numbers[name] = numbers.pop()
         return self.last_numbers[name]
 
-    def rewind(self, generator: torch.Generator) -> None:
+    def rewind(self, generator: Generator) -> None:
         """Return the generator's last number to the front of its numbers."""
         name = id(generator)
         if name in self.last_numbers:
             self.ahead[name][1].append(self.last_numbers.pop(name))
 
 
-def compute_probe_limits(expected: np.ndarray, dtype: torch.dtype, layers: int) -> np.ndarray:
+def compute_probe_limits(expected: ndarray, dtype: torch.dtype, layers: int) -> ndarray:
     """Compute how far each log-probability of the probe may be off, in nats.
 
     Two programs round differently. The difference grows for an unlikely token, whose logit is far
@@ -544,7 +545,7 @@ def compute_probe_limits(expected: np.ndarray, dtype: torch.dtype, layers: int) 
     """
     unlikely = 1 + np.abs(expected) / 5
     depth_factor = max(1.0, layers / 8) ** 0.5
-    limits: np.ndarray = TOLERANCE[dtype] * unlikely * depth_factor
+    limits: ndarray = TOLERANCE[dtype] * unlikely * depth_factor
     return limits
 
 
@@ -560,7 +561,7 @@ class ReferenceWeights:
         self.model.fast = None
         self._forget()
 
-    def compute_logprobs(self, weights: Mapping[str, Tensor]) -> np.ndarray:
+    def compute_logprobs(self, weights: Mapping[str, Tensor]) -> ndarray:
         """See `asyncrl.models.policy.compute_probe_logprobs`."""
         for name, parameter in self.model.hf.named_parameters():
             parameter.data = weights[name].cpu()
@@ -611,9 +612,7 @@ class ProbedEngine:
         """The name of the loaded version at vLLM."""
         return f"{self.label.epoch}.{self.label.number}.{self.digest}"
 
-    def merge(
-        self, weights: Mapping[str, Any], probe: bytes
-    ) -> tuple[Mapping[str, Any], np.ndarray]:
+    def merge(self, weights: Mapping[str, Any], probe: bytes) -> tuple[Mapping[str, Any], ndarray]:
         """Return whole weights, and the log-probabilities that their probe must have."""
         if self.base is not None:
             merged = self.base.merge(weights, probe)
@@ -625,7 +624,7 @@ class ProbedEngine:
             self.reference = ReferenceWeights(self.path, self.published)
         return weights, self.reference.compute_logprobs(weights)
 
-    def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:
+    def score(self, prompts: Sequence[ndarray], most_likely: int = 1) -> list[PromptScores]:
         """See `actors.engine.Engine`."""
         raise ConfigError(
             "generator.engine: vLLM's engines do not score prompts; set generator.engine = "
@@ -639,7 +638,7 @@ class ProbedEngine:
         """
         return str(loads) if self.kept_tokens != 0 else f"{loads}-{hash(group)}"
 
-    def check_probe(self, expected: np.ndarray, logprobs: Sequence[float]) -> None:
+    def check_probe(self, expected: ndarray, logprobs: Sequence[float]) -> None:
         """Compare a probe.
 
         Raises ProtocolError, which stops the run, when the engine computes with other weights.
@@ -690,7 +689,7 @@ class VllmEngine(ProbedEngine):
         self.llm.collective_rpc("asyncrl_install_recorder", args=(self.recorder,))
         # id -> (request, label when it was added)
         self.requests: dict[str, tuple[CompletionRequest, Label]] = {}
-        self.expected: np.ndarray | None = None  # logprobs of the running probe
+        self.expected: ndarray | None = None  # logprobs of the running probe
         self.unprobed: deque[Completion] = deque()  # completions that wait for the probe
 
     # ---- the protocol ----------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from asyncrl.contract.outcomes import MOST_PARTS, MOST_ROWS, NAME_LENGTH, REASON
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER
 from asyncrl.transport import arrays
+from asyncrl.transport.arrays import cite
 from asyncrl.transport.message_checks import require
 from buffer.groups import Grant, StoreSettings
 from buffer.ledger import Key, Ledger
@@ -137,7 +138,7 @@ def check_images_known(store: StoreState, sample: Trajectory, blobs: Blobs) -> N
     group = store.find_group(sample.ticket)
     if group is not None and (missing := names - blobs.keys() - group.images.keys()):
         raise BadMessage(
-            f"{arrays.cite(sample)}: its image {min(missing)[:40]} is neither in the delivery nor "
+            f"{cite(sample)}: its image {min(missing)[:40]} is neither in the delivery nor "
             "in its prompt",
             "image",
         )
@@ -261,7 +262,7 @@ def _check_shape(sample: Trajectory, settings: StoreSettings) -> None:
     """Check the lengths of a sample's arrays, and that its spans give each token one version.
 
     Only a failed sample may be empty."""
-    name = arrays.cite(sample)
+    name = cite(sample)
     is_session = bool(settings.session_tokens)
     if not is_session and (sample.rows or sample.aside or sample.calls or sample.adopted):
         raise BadMessage(
@@ -316,14 +317,14 @@ def _check_texts(sample: Trajectory, settings: StoreSettings) -> None:
     context = settings.context or ROWS
     if max(len(sample.text), len(sample.prompt_text)) > TEXT_PER_TOKEN * context + TEXT_MORE:
         raise BadMessage(
-            f"{arrays.cite(sample)}: texts of {len(sample.text)} and {len(sample.prompt_text)} "
+            f"{cite(sample)}: texts of {len(sample.text)} and {len(sample.prompt_text)} "
             f"characters are too long for at most {context} tokens",
             "text",
         )
     parts = sample.reward_parts
     if len(parts) > NAMES or any(len(name) > NAME_LENGTH for name in parts):
         raise BadMessage(
-            f"{arrays.cite(sample)}: its reward has {len(parts)} parts (at most {NAMES} are "
+            f"{cite(sample)}: its reward has {len(parts)} parts (at most {NAMES} are "
             f"allowed), or the name of one has more than {NAME_LENGTH} characters",
             "text",
         )
@@ -331,13 +332,12 @@ def _check_texts(sample: Trajectory, settings: StoreSettings) -> None:
         sample.failed and len(sample.failed.why) > REASON_LENGTH
     ):
         raise BadMessage(
-            f"{arrays.cite(sample)}: its group_key or the reason of its failure is too long",
+            f"{cite(sample)}: its group_key or the reason of its failure is too long",
             "text",
         )
     if sample.failed and sample.failed.kind == "refused":
         raise BadMessage(
-            f"{arrays.cite(sample)}: its failure has the kind `refused`, which only the buffer may "
-            "set",
+            f"{cite(sample)}: its failure has the kind `refused`, which only the buffer may set",
             "text",
         )
 

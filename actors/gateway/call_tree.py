@@ -26,6 +26,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import xxhash
+from numpy import ndarray
 
 from asyncrl.contract.messages import TrainingSequence, VersionSpan
 from asyncrl.contract.routed_experts import RoutedExperts
@@ -47,11 +48,11 @@ class CallNode:
 
     number: int  # in the order in which calls were placed
     parent: CallNode | None
-    tail: np.ndarray
+    tail: ndarray
     aside: bool = False  # excluded from training
     stop: tuple[str, ...] = ()
-    ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    ids: ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     spans: list[VersionSpan] = field(default_factory=list)
     support: SampledSupport | None = None  # of the T tokens; None: nothing was truncated
     # of the tokens that the call read and its parent did not; None: not recorded
@@ -69,7 +70,7 @@ class CallNode:
     # chat.py: length, digest and closing of the turn
     rendered_turn: tuple[int, bytes, str] | None = None
 
-    def build_prompt(self) -> np.ndarray:
+    def build_prompt(self) -> ndarray:
         """Return the ids of the whole prompt, int32 [P]."""
         pieces = [self.tail]
         node = self.parent
@@ -78,7 +79,7 @@ class CallNode:
             node = node.parent
         return np.concatenate(pieces[::-1])
 
-    def build_token_ids(self) -> np.ndarray:
+    def build_token_ids(self) -> ndarray:
         """Return the prompt and the sampled ids, int32 [P + T]."""
         return np.concatenate([self.build_prompt(), self.ids])
 
@@ -260,7 +261,7 @@ class CallTree:
                 last = node.number
         return MessageMatch(chains, candidates, known_count, answers)
 
-    def find_ids(self, ids: np.ndarray, aside: bool = False) -> CallNode | None:
+    def find_ids(self, ids: ndarray, aside: bool = False) -> CallNode | None:
         """Find the node with the longest token ids that `ids` begin with.
 
         Among nodes of equal length, one with an equal `aside` is preferred, and then the newest.

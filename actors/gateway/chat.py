@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 import xxhash
+from numpy import ndarray
 
 from actors.gateway.call_tree import CallNode, Message, compute_text_digest, join_text
 from actors.gateway.image_marks import find_digests, replace_marks, restore_marks
@@ -80,7 +81,7 @@ class ChatFormat:
 
     # ---- to ids ----------------------------------------------------------------------------------
 
-    def encode(self, text: str, *, begins: bool = False) -> np.ndarray:
+    def encode(self, text: str, *, begins: bool = False) -> ndarray:
         """Encode a text as int32 [P].
 
         begins: whether a prompt without a template begins with it, which then gets the tokens that
@@ -113,7 +114,7 @@ class ChatFormat:
             return image_tokens.expand(ids, self.image_shape)
         return np.asarray(ids, dtype=np.int32)
 
-    def find_images(self, text: str, tail: np.ndarray) -> list[str]:
+    def find_images(self, text: str, tail: ndarray) -> list[str]:
         """Return the digests of the images of `tail`, the end of the prompt `text`."""
         if self.image_shape is None:
             return []
@@ -121,7 +122,7 @@ class ChatFormat:
         image_count = image_tokens.count(tail, self.image_shape) // self.image_shape.length
         return digests[len(digests) - image_count :]
 
-    def require_text(self, ids: np.ndarray) -> None:
+    def require_text(self, ids: ndarray) -> None:
         """Raise CallRefused for ids with image tokens."""
         if self.image_shape is not None and image_tokens.count(ids, self.image_shape):
             raise CallRefused(
@@ -133,7 +134,7 @@ class ChatFormat:
 
     def follow(
         self, node: CallNode, messages: Sequence[Message], answer_at: int, text: str
-    ) -> np.ndarray | None:
+    ) -> ndarray | None:
         """Encode the rest of `text` after the node's answer, as int32.
 
         `text` is rendered from `messages`, and the answer is message `answer_at`.  None when the
@@ -150,7 +151,7 @@ class ChatFormat:
             suffix = self._find_after_mark(node, messages, answer_at)
         return None if suffix is None else self._encode_suffix(node, suffix)
 
-    def continue_text(self, node: CallNode, text: str) -> np.ndarray | None:
+    def continue_text(self, node: CallNode, text: str) -> ndarray | None:
         """Do the same as `follow` for a text without a template."""
         suffix = self._cut_sampled(node, text)
         return None if suffix is None else self._encode_suffix(node, suffix)
@@ -274,7 +275,7 @@ class ChatFormat:
                     return suffix_after_end
         return suffix
 
-    def _encode_suffix(self, node: CallNode, suffix: str) -> np.ndarray:
+    def _encode_suffix(self, node: CallNode, suffix: str) -> ndarray:
         """Encode `suffix`, after the sampled end token if there is one.
 
         A tokenizer may encode a text differently at the beginning and after a token.
@@ -288,7 +289,7 @@ class ChatFormat:
 
     # ---- to a message ----------------------------------------------------------------------------
 
-    def read(self, ids: np.ndarray, stop: Sequence[str], name: str) -> Message:
+    def read(self, ids: ndarray, stop: Sequence[str], name: str) -> Message:
         """Parse sampled ids int32 [T] into a message, in the template's form."""
         text = self.decode_visible(ids, stop)
         try:
@@ -305,7 +306,7 @@ class ChatFormat:
             return {"role": "assistant", "content": text}
         return {**message, "tool_calls": calls} if calls else message
 
-    def decode_visible(self, ids: np.ndarray, stop: Sequence[str] = ()) -> str:
+    def decode_visible(self, ids: ndarray, stop: Sequence[str] = ()) -> str:
         """Decode sampled ids, up to the end token or a stop string."""
         tokens = [int(token) for token in ids]
         if tokens and tokens[-1] in self.ends:
@@ -314,7 +315,7 @@ class ChatFormat:
         positions = [text.find(string) for string in stop if string and string in text]
         return text[: min(positions)] if positions else text
 
-    def find_stop(self, ids: np.ndarray, stop: Sequence[str]) -> int | None:
+    def find_stop(self, ids: ndarray, stop: Sequence[str]) -> int | None:
         """Count the leading ids of int32 [T] that complete a stop string, if any."""
 
         def contains_stop(count: int) -> bool:

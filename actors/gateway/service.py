@@ -25,9 +25,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import xxhash
+from msgspec.structs import replace
 
 from actors.gateway.call_router import CallRouter
 from actors.gateway.chat import ChatFormat, find_parser
@@ -322,7 +322,7 @@ class Gateway(TicketHolder):
                 call = self.deferred_calls.pop(number)
             self.numbers += 1
             self.calls[self.numbers] = placed
-            self.deferred_calls[self.numbers] = msgspec.structs.replace(call, id=self.numbers)
+            self.deferred_calls[self.numbers] = replace(call, id=self.numbers)
 
     # ---- sessions --------------------------------------------------------------------------------
 
@@ -359,7 +359,7 @@ class Gateway(TicketHolder):
 
     def submit_call(self, call: m.GenerationCall, ticket: m.Ticket) -> None:
         """Submit a call, with the minimum version of its session's current ticket."""
-        self.router.submit(msgspec.structs.replace(call, min_version=ticket.min_version))
+        self.router.submit(replace(call, min_version=ticket.min_version))
 
     def open_sessions(self) -> None:
         """Have the source begin sessions, and note that this process waits without one."""
@@ -700,7 +700,7 @@ class Gateway(TicketHolder):
                 session.reported = session.tokens
                 self.get_source(session.ticket).on_progress(session)
         oldest_sessions = self.list_oldest_sessions(time.monotonic())
-        return msgspec.structs.replace(super().make_renewal(wait), sessions=oldest_sessions)
+        return replace(super().make_renewal(wait), sessions=oldest_sessions)
 
     def list_judging(self) -> list[IntPair]:
         return [name for name, grant in self.held.items() if not self.is_expired(grant.ticket)]

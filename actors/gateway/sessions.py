@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import xxhash
 from msgspec import structs
+from numpy import ndarray
 
 from actors.gateway.call_tree import (
     CallNode,
@@ -80,7 +81,7 @@ class SessionCall:
     stream_key: its random stream; 0 is the stream of a sample without an agent
     """
 
-    prompt_ids: np.ndarray
+    prompt_ids: ndarray
     prompt_digest: bytes
     stream_key: int
     max_new_tokens: int
@@ -99,7 +100,7 @@ class Composed(NamedTuple):
     """The prompt of a call, rendered by the template and encoded by the tokenizer."""
 
     parent: CallNode | None
-    tail: np.ndarray  # int32 [P]: what follows the parent's turn; without a parent, all
+    tail: ndarray  # int32 [P]: what follows the parent's turn; without a parent, all
     text: str
     fork_cause: str  # the cause to count if the call begins a training sequence
     match: MessageMatch | None = None  # of a call by messages
@@ -170,7 +171,7 @@ class Session:
     attempt: int
     limits: SessionLimits
     composer: ChatFormat
-    own_prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    own_prompt: ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     opened: float = 0.0
 
     def __post_init__(self) -> None:
@@ -319,7 +320,7 @@ class Session:
 
     def place_ids(
         self,
-        ids: np.ndarray,
+        ids: ndarray,
         *,
         now: float,
         max_new_tokens: int = 0,
@@ -441,8 +442,8 @@ class Session:
     def on_result(
         self,
         call: SessionCall,
-        ids: np.ndarray,
-        logprobs: np.ndarray,
+        ids: ndarray,
+        logprobs: ndarray,
         spans: Sequence[VersionSpan],
         finish: Finish,
         *,

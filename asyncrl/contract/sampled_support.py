@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy import ndarray
 
 HEAD = struct.Struct("<I")  # the size of the vocabulary
 MOST_TOKENS = 1 << 24  # of a vocabulary
@@ -33,12 +34,12 @@ class SampledSupport:
     ([True, True], [False, True])
     """
 
-    sizes: np.ndarray
-    ids: np.ndarray
+    sizes: ndarray
+    ids: ndarray
     vocabulary: int
 
     @classmethod
-    def from_lists(cls, kept: list[np.ndarray], vocabulary: int) -> SampledSupport:
+    def from_lists(cls, kept: list[ndarray], vocabulary: int) -> SampledSupport:
         """Build it from the kept tokens of each position; an empty array: the whole vocabulary."""
         sizes = np.array([len(ids) for ids in kept], np.int64)
         ids = np.concatenate([np.zeros(0, np.int32), *kept]).astype(np.int32)
@@ -64,12 +65,12 @@ class SampledSupport:
         sizes = self.sizes[:length]
         return SampledSupport(sizes, self.ids[: int(sizes.sum())], self.vocabulary)
 
-    def contains(self, tokens: np.ndarray) -> np.ndarray:
+    def contains(self, tokens: ndarray) -> ndarray:
         """Return bool [T]: whether the token of each position is in its support.
 
         tokens: int [T]."""
         position = np.repeat(np.arange(len(self.sizes)), self.sizes)
-        is_inside: np.ndarray = self.sizes == 0
+        is_inside: ndarray = self.sizes == 0
         is_inside[position[self.ids == tokens[position]]] = True
         return is_inside
 

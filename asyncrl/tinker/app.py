@@ -38,6 +38,7 @@ from asyncrl.tinker.sample_log import TrainedSampleLog
 from asyncrl.tinker.samplers import SampleOutcome, SamplerRecord, SamplerService, SessionShares
 from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.tinker.settings import TinkerConfig
+from asyncrl.tinker.wire import parse_json, parse_object
 from asyncrl.transport.http_server import authorize, open_body
 
 LEDGER_S = 2.0  # between updates of the ledger files
@@ -45,7 +46,8 @@ POLL_S = 20.0  # longest time that one request of a client waits for a result
 WAITING_BYTES = 4 << 30  # on disk, of training calls that wait for earlier ones
 METADATA_BYTES = 1 << 16
 _Outcome = TypeVar("_Outcome")
-Handler = Callable[[Request, bytes], Awaitable[Response]]
+Reply = Response | JsonObject
+Handler = Callable[[Request, bytes], Awaitable[Reply]]
 
 
 class TinkerServer:
@@ -104,15 +106,14 @@ class TinkerServer:
 
     def _serve(self, record: ModelRecord) -> ServedModel:
         folder = self.folder / build_folder_name(record.model)
-        samples = TrainedSampleLog(folder, self.tokenizer)
         model = ServedModel(
             record,
             folder,
             self.config,
             self.trainer,
             self.ledger,
-            samples=samples,
-            shares=self.shares,
+            TrainedSampleLog(folder, self.tokenizer),
+            self.shares,
         )
         self.models[record.model] = model
         model.on_change = self.samplers.released.set
@@ -227,18 +228,19 @@ class TinkerServer:
                 raise HTTPException(415, f"Content-Encoding: {coding} is not served")
             limit = self.config.server.body_mib << 20
             async with open_body(request, limit, " (server.body_mib)") as body:
-                return await handler(request, body)
+                reply = await handler(request, body)
+            return JSONResponse(reply) if isinstance(reply, dict) else reply
 
         return respond
 
     # ---- sessions --------------------------------------------------------------------------------
 
-    async def create_session(self, request: Request, body: bytes) -> Response:
-        wire.parse_json(sdk.CreateSessionRequest, body)
+    async def create_session(self, request: Request, body: bytes) -> Reply:
+        parse_json(sdk.CreateSessionRequest, body)
         session = f"s-{secrets.token_hex(6)}"
         self.session_rows.write({"id": session, "time": time.time()})
         self.sessions.add(session)
-        return JSONResponse({"type": "create_session", "session_id": session})
+        return {"type": "create_session", "session_id": session}
 
     def _check_session(self, id: str | None) -> str:
         if id not in self.sessions:
@@ -254,8 +256,8 @@ class TinkerServer:
 
     # ---- models ----------------------------------------------------------------------------------
 
-    async def create_model(self, request: Request, body: bytes) -> Response:
-        values = wire.parse_object(body)
+    async def create_model(self, request: Request, body: bytes) -> Reply:
+        values = parse_object(body)
         message = wire.validate(sdk.CreateModelRequest, values)
         self._check_base_model(message.base_model)
         if message.optimizer_config.type != "adamw":
@@ -283,7 +285,7 @@ class TinkerServer:
         )
         return self._create_model(record, TrainingCall(0, "create_model", body), values)
 
-    def _create_model(self, record: ModelRecord, call: TrainingCall, message: Any) -> Response:
+    def _create_model(self, record: ModelRecord, call: TrainingCall, message: Any) -> JsonObject:
         """Create a model with its call 0."""
         if (size := len(json.dumps(record.metadata))) > METADATA_BYTES:
             raise ConfigError(
@@ -299,8 +301,8 @@ class TinkerServer:
         model.submit(call, message)
         return self._reply_promise(model, 0)
 
-    async def load_weights(self, request: Request, body: bytes) -> Response:
-        values = wire.parse_object(body)
+    async def load_weights(self, request: Request, body: bytes) -> Reply:
+        values = parse_object(body)
         message = wire.validate(sdk.LoadWeightsRequest, values)
         if message.model_id is not None:
             return self._submit_json("load_weights", values, body)
@@ -322,27 +324,26 @@ class TinkerServer:
         return self._create_model(record, TrainingCall(0, "load_weights", body), values)
 
     def _find_model(self, id: str | None) -> ServedModel:
-        if id not in self.models:
+        if (model := self.models.get(id or "")) is None:
             raise ConfigError(f"model_id = {id}: this server has no such model")
-        assert id is not None
-        return self.models[id]
+        return model
 
-    def _reply_promise(self, model: ServedModel, number: int) -> Response:
+    def _reply_promise(self, model: ServedModel, number: int) -> JsonObject:
         name = model.record.model
-        return JSONResponse({"request_id": f"{name}:call:{number}", "model_id": name})
+        return {"request_id": f"{name}:call:{number}", "model_id": name}
 
-    def _submit(self, id: str | None, call: TrainingCall, message: Any) -> Response:
+    def _submit(self, id: str | None, call: TrainingCall, message: Any) -> JsonObject:
         model = self._find_model(id)
         if call.number < 1:
             raise ConfigError(f"seq_id = {call.number}: the calls of a model are numbered from 1")
         model.submit(call, message)
         return self._reply_promise(model, call.number)
 
-    async def submit_training_call(self, request: Request, body: bytes) -> Response:
+    async def submit_training_call(self, request: Request, body: bytes) -> Reply:
         route = request.url.path.rpartition("/")[2]
-        return self._submit_json(route, wire.parse_object(body), body)
+        return self._submit_json(route, parse_object(body), body)
 
-    def _submit_json(self, route: str, values: JsonObject, body: bytes) -> Response:
+    def _submit_json(self, route: str, values: JsonObject, body: bytes) -> JsonObject:
         id, number = values.get("model_id"), values.get("seq_id")
         if not isinstance(id, str) or type(number) is not int:
             raise ConfigError(
@@ -350,7 +351,7 @@ class TinkerServer:
             )
         return self._submit(id, TrainingCall(number, route, body), values)
 
-    async def submit_loss(self, request: Request, body: bytes) -> Response:
+    async def submit_loss(self, request: Request, body: bytes) -> Reply:
         if wire.PROTOBUF not in request.headers.get("content-type", ""):
             raise HTTPException(415, f"the body must be {wire.PROTOBUF}: update the client")
         message = wire.parse_loss_request(body)
@@ -358,28 +359,26 @@ class TinkerServer:
         call = TrainingCall(message.seq_id, route, body)
         return self._submit(message.model_id, call, message)
 
-    async def get_info(self, request: Request, body: bytes) -> Response:
-        message = wire.parse_json(sdk.GetInfoRequest, body)
+    async def get_info(self, request: Request, body: bytes) -> Reply:
+        message = parse_json(sdk.GetInfoRequest, body)
         record = self._find_model(message.model_id).record
-        return JSONResponse(
-            {
-                "type": "get_info",
-                "model_data": {
-                    "arch": "causal_lm",
-                    "model_name": self.config.model.path,
-                    "tokenizer_id": str(self.path),
-                },
-                "model_id": record.model,
-                "is_lora": record.rank > 0,
-                "lora_rank": record.rank or None,
+        return {
+            "type": "get_info",
+            "model_data": {
+                "arch": "causal_lm",
                 "model_name": self.config.model.path,
-            }
-        )
+                "tokenizer_id": str(self.path),
+            },
+            "model_id": record.model,
+            "is_lora": record.rank > 0,
+            "lora_rank": record.rank or None,
+            "model_name": self.config.model.path,
+        }
 
     # ---- samplers --------------------------------------------------------------------------------
 
-    async def create_sampling_session(self, request: Request, body: bytes) -> Response:
-        message = wire.parse_json(sdk.CreateSamplingSessionRequest, body)
+    async def create_sampling_session(self, request: Request, body: bytes) -> Reply:
+        message = parse_json(sdk.CreateSamplingSessionRequest, body)
         session = self._check_session(message.session_id)
         id = f"{session}:sample:{message.sampling_session_seq_id}"
         if message.model_path:
@@ -392,40 +391,38 @@ class TinkerServer:
             self._check_base_model(message.base_model)
             record = SamplerRecord(id, session)
         self.samplers.open(record)
-        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": id})
+        return {"type": "create_sampling_session", "sampling_session_id": id}
 
-    async def join_sampling_session(self, request: Request, body: bytes) -> Response:
-        message = wire.parse_json(sdk.JoinSamplingSessionRequest, body)
+    async def join_sampling_session(self, request: Request, body: bytes) -> Reply:
+        message = parse_json(sdk.JoinSamplingSessionRequest, body)
         sampler = self.samplers.find(message.sampling_session_id)
         self.samplers.clones[sampler.id] += 1
-        return JSONResponse({"client_counter": self.samplers.clones[sampler.id]})
+        return {"client_counter": self.samplers.clones[sampler.id]}
 
-    async def get_sampler(self, request: Request, body: bytes) -> Response:
+    async def get_sampler(self, request: Request, body: bytes) -> Reply:
         id = request.path_params["id"]
         if id not in self.samplers.samplers:
             raise HTTPException(404, f"this server has no sampler {id}")
         sampler = self.samplers.find(id)
-        return JSONResponse(
-            {
-                "sampler_id": id,
-                "base_model": self.config.model.path,
-                "model_path": sampler.path or None,
-            }
-        )
+        return {
+            "sampler_id": id,
+            "base_model": self.config.model.path,
+            "model_path": sampler.path or None,
+        }
 
-    async def sample(self, request: Request, body: bytes) -> Response:
-        message = wire.parse_json(sdk.SampleRequest, body)
+    async def sample(self, request: Request, body: bytes) -> Reply:
+        message = parse_json(sdk.SampleRequest, body)
         name, promise = self.samplers.submit(message, body)
-        return JSONResponse({"request_id": name, "sample_sequence_ids": promise.sequences})
+        return {"request_id": name, "sample_sequence_ids": promise.sequences}
 
-    async def cancel_future(self, request: Request, body: bytes) -> Response:
-        self.samplers.cancel(str(wire.parse_object(body).get("request_id")))
+    async def cancel_future(self, request: Request, body: bytes) -> Reply:
+        self.samplers.cancel(str(parse_object(body).get("request_id")))
         return Response(status_code=204)
 
     # ---- results ---------------------------------------------------------------------------------
 
-    async def retrieve_future(self, request: Request, body: bytes) -> Response:
-        message = wire.parse_json(sdk.FutureRetrieveRequest, body)
+    async def retrieve_future(self, request: Request, body: bytes) -> Reply:
+        message = parse_json(sdk.FutureRetrieveRequest, body)
         name, _, number = message.request_id.rpartition(":call:")
         if name and number.isdecimal() and len(number) < 19:
             model = self._find_model(name)
@@ -463,31 +460,29 @@ class TinkerServer:
 
     # ---- the REST client -------------------------------------------------------------------------
 
-    async def get_weights_info(self, request: Request, body: bytes) -> Response:
-        path = str(wire.parse_object(body).get("tinker_path"))
+    async def get_weights_info(self, request: Request, body: bytes) -> Reply:
+        path = str(parse_object(body).get("tinker_path"))
         _, saved = find_saved(self.folder, path)
-        return JSONResponse(
-            {
-                "base_model": self.config.model.path,
-                "is_lora": saved.rank > 0,
-                "lora_rank": saved.rank or None,
-            }
-        )
+        return {
+            "base_model": self.config.model.path,
+            "is_lora": saved.rank > 0,
+            "lora_rank": saved.rank or None,
+        }
 
-    async def list_training_runs(self, request: Request, body: bytes) -> Response:
+    async def list_training_runs(self, request: Request, body: bytes) -> Reply:
         runs = [self._describe_run(model) for model in self.models.values()]
         cursor = {"offset": 0, "limit": len(runs), "total_count": len(runs)}
-        return JSONResponse({"training_runs": runs, "cursor": cursor})
+        return {"training_runs": runs, "cursor": cursor}
 
-    async def get_training_run(self, request: Request, body: bytes) -> Response:
+    async def get_training_run(self, request: Request, body: bytes) -> Reply:
         id = request.path_params["id"]
         if id not in self.models:
             raise HTTPException(404, f"this server has no model {id}")
-        return JSONResponse(self._describe_run(self.models[id]))
+        return self._describe_run(self.models[id])
 
     def _describe_run(self, model: ServedModel) -> JsonObject:
         record = model.record
-        saved = self._list_saved(model)
+        last = {saved["checkpoint_type"]: saved for saved in reversed(self._list_saved(model))}
         metadata = record.metadata
         if self.config.losses.stable_reinforce:
             substitute = {"losses.stable_reinforce": self.config.losses.stable_reinforce}
@@ -499,10 +494,8 @@ class TinkerServer:
             "is_lora": record.rank > 0,
             "lora_rank": record.rank or None,
             "last_request_time": _format_time(model.last_request),
-            "last_checkpoint": next((x for x in saved if x["checkpoint_type"] == "training"), None),
-            "last_sampler_checkpoint": next(
-                (x for x in saved if x["checkpoint_type"] == "sampler"), None
-            ),
+            "last_checkpoint": last.get("training"),
+            "last_sampler_checkpoint": last.get("sampler"),
             "user_metadata": metadata,
         }
 
@@ -528,11 +521,11 @@ class TinkerServer:
                 )
         return sorted(checkpoints, key=lambda checkpoint: str(checkpoint["time"]), reverse=True)
 
-    async def list_checkpoints(self, request: Request, body: bytes) -> Response:
+    async def list_checkpoints(self, request: Request, body: bytes) -> Reply:
         model = self._find_model(request.path_params["id"])
-        return JSONResponse({"checkpoints": self._list_saved(model)})
+        return {"checkpoints": self._list_saved(model)}
 
-    async def delete_checkpoint(self, request: Request, body: bytes) -> Response:
+    async def delete_checkpoint(self, request: Request, body: bytes) -> Reply:
         params = request.path_params
         path = f"tinker://{params['id']}/{params['kind']}/{params['name']}"
         folder, _ = find_saved(self.folder, path)
@@ -544,8 +537,8 @@ class TinkerServer:
 def _always(**reply: Any) -> Handler:
     """Return a handler that sends the same reply to every request."""
 
-    async def handle(request: Request, body: bytes) -> Response:
-        return JSONResponse(reply)
+    async def handle(request: Request, body: bytes) -> Reply:
+        return reply
 
     return handle
 

@@ -66,11 +66,8 @@ class CallLog:
     def _locate_file(self, number: int, kind: str) -> Path:
         return self.calls / f"{number:09d}.{kind}"
 
-    def write_call(self, call: TrainingCall) -> None:
-        atomic_write.write(self._locate_file(call.number, "call"), msgspec.msgpack.encode(call))
-
-    def write_outcome(self, number: int, outcome: TrainingOutcome) -> None:
-        atomic_write.write(self._locate_file(number, "outcome"), msgspec.msgpack.encode(outcome))
+    def write(self, number: int, kind: str, entry: TrainingCall | TrainingOutcome) -> None:
+        atomic_write.write(self._locate_file(number, kind), msgspec.msgpack.encode(entry))
 
     def read_call(self, number: int) -> TrainingCall | None:
         path = self._locate_file(number, "call")

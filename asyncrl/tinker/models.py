@@ -23,6 +23,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,28 +95,23 @@ class RequestRefused(Exception):
     """A call cannot be carried out; the client receives the text."""
 
 
+@dataclass(eq=False)
 class ServedModel:
-    """A model since its creation; a restarted server continues it."""
+    """A model since its creation; a restarted server continues it.
 
-    def __init__(
-        self,
-        record: ModelRecord,
-        folder: Path,
-        config: TinkerConfig,
-        trainer: WorkerLink,
-        ledger: SequenceLedger,
-        *,
-        samples: TrainedSampleLog,
-        shares: SessionShares,
-    ) -> None:
-        """Open the model's folder.  shares: the disk space of calls that wait."""
-        self.record = record
-        self.folder = folder
-        self.config = config
-        self.trainer = trainer
-        self.ledger = ledger
-        self.samples = samples
-        self.shares = shares
+    shares: the disk space of calls that wait."""
+
+    record: ModelRecord
+    folder: Path
+    config: TinkerConfig
+    trainer: WorkerLink
+    ledger: SequenceLedger
+    samples: TrainedSampleLog
+    shares: SessionShares
+
+    def __post_init__(self) -> None:
+        """Open the model's folder."""
+        record, folder = self.record, self.folder
         self.sizes: dict[int, int] = {}  # bytes of the calls that wait
         self.log = CallLog(folder)
         self.branch = 0  # number of the load_weights call that its weights descend from
@@ -137,19 +133,19 @@ class ServedModel:
         self._begin_step()
         path = folder / "config.toml"
         if not path.exists():
-            atomic_write.write(path, load.dump(build_run_config(config, record.rank)))
-        self.trained_path = self.folder / "trained.jsonl"
+            atomic_write.write(path, load.dump(build_run_config(self.config, record.rank)))
+        self.trained_path = folder / "trained.jsonl"
         rows = jsonl.read(self.trained_path)
         self.recorded = max((int(row.get("call", 0)) for row in rows), default=0)
         self.listed = sum(len(row["sequences"]) for row in rows)  # ids in trained.jsonl
         self.supervised = sum(row.get("supervised", 0) for row in rows)  # tokens
-        counted = self.ledger.counted.get(self.record.model, -1)
+        counted = self.ledger.counted.get(record.model, -1)
         for row in rows:
             if (number := int(row.get("call", 0))) > counted:
-                self.ledger.mark_trained(row["sequences"], self.record.model, number)
+                self.ledger.mark_trained(row["sequences"], record.model, number)
         self.trained_file = jsonl.JsonlAppender(self.trained_path)
-        self.metrics = metrics.MetricsWriter(self.folder)
-        self.clock = metrics.RunClock(self.folder)
+        self.metrics = metrics.MetricsWriter(folder)
+        self.clock = metrics.RunClock(folder)
         self.clock.start(time.monotonic())
 
         # restore the state after the calls whose outcomes are on disk
@@ -232,7 +228,7 @@ class ServedModel:
         # the one that all others wait for is always accepted
         if number > self.next and not self.shares.is_free(self.record.session, len(call.body)):
             raise self.shares.refuse(self.record.session, "training calls")
-        self.log.write_call(call)
+        self.log.write(number, "call", call)
         self.digests[number] = xxhash.xxh3_128_digest(call.body)
         if len(self.decoded) < DECODED and len(call.body) <= DECODED_BYTES:
             self.decoded[number] = call, message
@@ -288,7 +284,7 @@ class ServedModel:
         except Exception as error:  # a client waits for the outcome, and later calls must run
             log(f"{self.record.model}, call {number}, {call.route}", traceback=True)
             outcome = self._build_outcome(error=repr(error), category="server")
-        self.log.write_outcome(number, outcome)  # from here on the call's effect is permanent
+        self.log.write(number, "outcome", outcome)  # from here on the call's effect is permanent
         self._apply_outcome(number, call.route, outcome)
         self.digests.pop(number, None)
         self.shares.used -= Counter({self.record.session: self.sizes.pop(number)})
@@ -528,15 +524,6 @@ class ServedModel:
 
     # ---- weights ---------------------------------------------------------------------------------
 
-    def locate_weights(self, kind: str, name: str | None) -> Path:
-        """Return the directory of saved weights.  Raises ConfigError for an invalid name."""
-        if name is None or not NAME.fullmatch(name):
-            raise ConfigError(
-                f"path: {name!r} must be a name of letters, digits, dots, dashes and underscores "
-                "that does not end in .json or .part"
-            )
-        return self.folder / kind / name
-
     async def _write_saved(self, path: Path, number: int, *, state: bool = False) -> None:
         """Save the model under a name or as a version, and write its record."""
         await self._call_trainer(SaveWeights(self.record.model, str(path), state=state))
@@ -553,13 +540,18 @@ class ServedModel:
     def _locate_unused(self, kind: str, name: str, number: int, overwrite: bool) -> Path:
         """Return the directory of new weights.
 
-        Raises ConfigError if another call has saved weights there."""
-        path = self.locate_weights(kind, name)
+        Raises ConfigError for an invalid name, RequestRefused if another call has saved weights
+        there."""
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"path: {name!r} must be a name of letters, digits, dots, dashes and underscores "
+                "that does not end in .json or .part"
+            )
         with contextlib.suppress(ConfigError):
             _, saved = find_saved(self.folder.parent, f"tinker://{self.record.model}/{kind}/{name}")
             if saved.call != number and not overwrite:
                 raise RequestRefused(f"{kind} {name} exist already: choose another name")
-        return path
+        return self.folder / kind / name
 
     async def _save(self, number: int, message: JsonObject) -> TrainingOutcome:
         request = wire.validate(sdk.SaveWeightsRequest, message)

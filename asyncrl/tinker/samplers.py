@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -70,24 +71,26 @@ class SampleOutcome(msgspec.Struct, frozen=True):
     category: ErrorCategory = "user"
 
 
+@dataclass(eq=False)
 class SamplePromise:
     """A pending or finished request to sample, with the ids of its sequences.
 
+    digest: of its body.
+    number: of its call to the sampling process.
     size: the bytes of memory that it and its result take at most."""
 
-    def __init__(
-        self, body: bytes, sequences: list[str], sampler: SamplerRecord, number: int, size: int
-    ) -> None:
-        self.digest = xxhash.xxh3_128_digest(body)
-        self.sequences = sequences
-        self.sampler = sampler
-        self.number = number  # of its call to the sampling process
-        self.size = size
-        self.is_retrieved = False
-        self.is_started = False  # sent to the sampling process
-        self.paced = ""  # why it waits, or ""
+    digest: bytes
+    sequences: list[str]
+    sampler: SamplerRecord
+    number: int
+    size: int
+    is_retrieved: bool = False
+    is_started: bool = False  # sent to the sampling process
+    paced: str = ""  # why it waits, or ""
+    task: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
         self.future: asyncio.Future[SampleOutcome] = asyncio.get_running_loop().create_future()
-        self.task: asyncio.Task[None] | None = None
 
 
 class SamplerService:
@@ -156,8 +159,9 @@ class SamplerService:
         Raises ConfigError, and HTTPException as `_make_room` does."""
         sampler = self.find(request.sampling_session_id)
         name = f"{sampler.id}:sample:{request.seq_id}"
+        digest = xxhash.xxh3_128_digest(body)
         if request.seq_id is not None and name in self.promises:
-            if self.promises[name].digest != xxhash.xxh3_128_digest(body):
+            if self.promises[name].digest != digest:
                 raise ConfigError(f"seq_id {request.seq_id} of {sampler.id} was another request")
             return name, self.promises[name]
         if request.record_stability_info and not self.config.losses.stable_reinforce:
@@ -193,7 +197,7 @@ class SamplerService:
         size += 2 * job.prompt_topk * len(job.prompt)
         self._make_room(sampler.session, size)
         promise = SamplePromise(
-            body, self.ledger.mint(job.count), sampler, self.link.take_number(), size
+            digest, self.ledger.mint(job.count), sampler, self.link.take_number(), size
         )
         self.promises[name] = promise
         promise.task = asyncio.create_task(self._sample(job, promise))

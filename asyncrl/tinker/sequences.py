@@ -31,6 +31,7 @@ from asyncrl.tinker.model_records import strip_branch
 
 REMEMBERED = 200_000  # newest sequences of a server, about 100 MB
 COMPARABLE_TOKENS = 1 << 25  # of the newest sequences, 256 MiB
+COLUMNS = ("id", "model", "version", "length", "fingerprint")  # of sequences.jsonl, always there
 
 
 @dataclass(slots=True)
@@ -130,7 +131,7 @@ class SequenceLedger:
                 continue
             self._add(
                 SampledSequence(
-                    *(row["id"], row["model"], row["version"], row["length"], row["fingerprint"]),
+                    *(row[name] for name in COLUMNS),
                     tuple(row["uncertain"]) if row.get("uncertain") else None,
                     row.get("trained", 0),
                     base64.b64decode(row.get("content", "")),
@@ -382,16 +383,11 @@ def _check_span(datum: Datum, span: ProvenanceSpan, start: int, sequence: Sample
 
 def _build_row(sequence: SampledSequence) -> JsonObject:
     """Build the row of a sequence in sequences.jsonl."""
-    trained = {"trained": sequence.trained} if sequence.trained else {}
     return {
-        "id": sequence.id,
-        "model": sequence.model,
-        "version": sequence.version,
-        "length": sequence.length,
-        "fingerprint": sequence.fingerprint,
+        **{name: getattr(sequence, name) for name in COLUMNS},
         "uncertain": sequence.uncertain,
         "content": base64.b64encode(sequence.content).decode(),
-        **trained,
+        **({"trained": sequence.trained} if sequence.trained else {}),
     }
 
 

@@ -35,7 +35,7 @@ import msgspec
 import torch
 import torch.distributed
 from msgspec import Struct
-from torch import Tensor
+from torch import Tensor, uint8
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import PeerUnreachable
@@ -157,15 +157,15 @@ class GpuPair:
     def write(self, message: Struct) -> None:
         """Send a control message. Raises RuntimeError when it takes too long."""
         data = msgspec.msgpack.encode(message)
-        padded = torch.zeros(CONTROL_BYTES, dtype=torch.uint8)
+        padded = torch.zeros(CONTROL_BYTES, dtype=uint8)
         padded[: len(data) + 2] = torch.frombuffer(
-            bytearray(len(data).to_bytes(2, "little") + data), dtype=torch.uint8
+            bytearray(len(data).to_bytes(2, "little") + data), dtype=uint8
         )
         finish(self.control.send([padded], 1 - self.rank, 0), padded.device, self.deadline)
 
     def read(self, kind: Any, deadline: timedelta | None = None) -> Any:
         """Receive a control message of type `kind`. Raises RuntimeError after the deadline."""
-        padded = torch.zeros(CONTROL_BYTES, dtype=torch.uint8)
+        padded = torch.zeros(CONTROL_BYTES, dtype=uint8)
         finish(
             self.control.recv([padded], 1 - self.rank, 0), padded.device, deadline or self.deadline
         )
@@ -279,9 +279,9 @@ class PairServer(WeightsServer):
                     flat = (
                         self.spare.pop()
                         if self.spare
-                        else torch.zeros(self.size, dtype=torch.uint8, device=self.device)
+                        else torch.zeros(self.size, dtype=uint8, device=self.device)
                     )
-                    flat.copy_(torch.frombuffer(self.host, dtype=torch.uint8))
+                    flat.copy_(torch.frombuffer(self.host, dtype=uint8))
                     reply = _PairReply(digest, self.reader.probe, compute_mark(flat))
                     staged = _StagedVersion(label, reply, flat)
                     if self.newest is not None and not self.newest.users:
@@ -327,9 +327,7 @@ class PairClient:
             store = connect_store(address, deadline_s)
             self.layout: Rows = msgspec.json.decode(store.get("layout"), type=Rows)
             self.pair = GpuPair(backend, store, store.add("pairs", 1), 1, deadline_s)
-        self.flat = torch.zeros(
-            count_flat_bytes(self.layout), dtype=torch.uint8, device=self.pair.device
-        )
+        self.flat = torch.zeros(count_flat_bytes(self.layout), dtype=uint8, device=self.pair.device)
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:

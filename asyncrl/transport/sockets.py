@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from msgspec.msgpack import Decoder
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import (
@@ -262,7 +263,7 @@ class BufferSocket(ListeningSocket):
         self.sender = ""  # the name of the last message's key
         # the last message as it was encoded; a reference to it keeps zmq's memory alive
         self.payload: bytes | memoryview = b""
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reads)
+        self._decoder: Decoder[Any] = Decoder(reads)
 
     def recv(self, timeout: float) -> tuple[bytes, Any] | None:
         """Return the next message within `timeout` seconds, with its peer.
@@ -369,7 +370,7 @@ class PeerSocket:
         self.broken = self.broken_in_a_row = 0
         self.context = zmq.Context()
         self.socket = self._connect()
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reads)
+        self._decoder: Decoder[Any] = Decoder(reads)
 
     def _connect(self) -> Any:
         socket = self.context.socket(zmq.DEALER)

@@ -19,7 +19,7 @@ from tinker_kit import draw, prompt, tuned_datum
 from tinker_local_kit import KEY, LocalServer
 
 from asyncrl.tinker import app
-from asyncrl.tinker.call_log import CallLog, TrainingCall
+from asyncrl.tinker.call_log import CallLog
 from asyncrl.tinker.messages import CallFailure
 from asyncrl.tinker.model_records import build_folder_name
 
@@ -130,14 +130,14 @@ def test_calls_are_numbered(http: httpx.Client, service: tinker.ServiceClient) -
         assert message in error(http.post("/optim_step", json=step | {"seq_id": number}), 400)
     failures = [OSError(errno.ENOSPC, "No space left on device")]
 
-    def write(self: CallLog, call: TrainingCall) -> None:
+    def fail_once(self: CallLog, *entry: Any) -> None:
         if failures:
             raise failures.pop()
-        write_call(self, call)
+        write(self, *entry)
 
-    write_call = CallLog.write_call
+    write = CallLog.write
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CallLog, "write_call", write)
+        patch.setattr(CallLog, "write", fail_once)
         assert "No space left" in error(http.post("/optim_step", json=step), 503)
         for _ in range(2):  # repeated: the same call
             promise = http.post("/optim_step", json=step).json()
@@ -191,7 +191,7 @@ def test_what_clients_read_of_server_models_and_samplers(
     rest.delete_checkpoint(client.model_id, "weights/state").result()
     listed = rest.list_checkpoints(client.model_id).result().checkpoints
     assert [checkpoint.tinker_path for checkpoint in listed] == [sampler]
-    assert not server.server.models[client.model_id].locate_weights("weights", "state").exists()
+    assert not server.server.models[client.model_id].folder.joinpath("weights", "state").exists()
     with pytest.raises(tinker.BadRequestError, match="state"):
         service.create_training_client_from_state(state).result()
 

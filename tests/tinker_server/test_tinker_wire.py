@@ -37,8 +37,8 @@ def test_calls_and_outcomes_are_read_as_written(tmp_path: Path) -> None:
     log = CallLog(tmp_path / "new" / "model")
     assert CallLog(tmp_path / "new" / "model").list_numbers("call") == []
     call, outcome = TrainingCall(12, "optim_step", b"{}"), TrainingOutcome(b"r", version=3)
-    log.write_call(call)
-    log.write_outcome(7, outcome)
+    log.write(12, "call", call)
+    log.write(7, "outcome", outcome)
     assert log.read_call(12) == call and log.read_outcome(7) == outcome
     assert log.read_call(7) is None and log.read_outcome(12) is None
     assert (log.list_numbers("call"), log.list_numbers("outcome")) == ([12], [7])
@@ -53,8 +53,8 @@ def test_the_last_two_checkpoints_and_what_they_do_not_cover_stay(tmp_path: Path
 
     def begin(*checkpoints: tuple[int, int]) -> None:
         for number in range(8):
-            log.write_call(TrainingCall(number, "optim_step", b""))
-            log.write_outcome(number, TrainingOutcome())
+            log.write(number, "call", TrainingCall(number, "optim_step", b""))
+            log.write(number, "outcome", TrainingOutcome())
         for number, version in checkpoints:
             log.locate_checkpoint(number, version).mkdir()
 

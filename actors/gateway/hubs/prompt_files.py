@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config, TaskSource
@@ -32,7 +32,7 @@ def write_prompt_files(config: Config) -> Config:
     folder = Path(config.runs) / FOLDER
     if config.task.name == ROWS and not config.task.prompts:
         task = write_task_files(config.task, config.agent, folder)
-        return msgspec.structs.replace(config, task=task)
+        return replace(config, task=task)
     agents = config.agents
     parts = [
         write_task_files(part, agents.get(part.title, config.agent), folder)
@@ -42,8 +42,8 @@ def write_prompt_files(config: Config) -> Config:
     ]
     if parts == config.task.mixture:
         return config
-    task = msgspec.structs.replace(config.task, mixture=parts)
-    return msgspec.structs.replace(config, task=task)
+    task = replace(config.task, mixture=parts)
+    return replace(config, task=task)
 
 
 def write_task_files(task: Task, agent: AgentConfig, folder: Path) -> Task:
@@ -58,7 +58,7 @@ def write_task_files(task: Task, agent: AgentConfig, folder: Path) -> Task:
             if count
         }
     heldout = task.heldout or files.get("eval", "")
-    return msgspec.structs.replace(task, prompts=files["train"], heldout=heldout)
+    return replace(task, prompts=files["train"], heldout=heldout)
 
 
 def examine(agent: AgentConfig, folder: Path) -> dict[str, Any]:
