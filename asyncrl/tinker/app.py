@@ -113,7 +113,7 @@ class TinkerServer:
             self.trainer,
             self.ledger,
             TrainedSampleLog(folder, self.tokenizer),
-            self.shares,
+            shares=self.shares,
         )
         self.models[record.model] = model
         model.on_change = self.samplers.released.set
