@@ -466,9 +466,11 @@ def verify(
     n, m = tokens.shape
     lay = w.lay
     pad = exact_operators.pad_rows if w.exact else Tensor.contiguous
-    positions, width, bias = _select_causal_columns(
-        cache, positions, end, exact_operators.KEYS if w.exact else 1
-    )
+    columns = cache.bias.shape[2]
+    positions = positions.clamp(max=columns - 1)
+    width = min(exact_operators.round_up(end, exact_operators.KEYS if w.exact else 1), columns)
+    column = torch.arange(width, device=tokens.device)
+    bias = torch.where(column <= positions[..., None], 0.0, MASKED)
     rows = torch.arange(n, device=tokens.device)[:, None]
     turns = w.compute_rotations(pad(positions.flatten().clamp(max=len(w.cos) - 1)))
     x = w.top["embed"].index_select(0, pad(tokens.flatten()))
@@ -510,22 +512,6 @@ def _attend_causally(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> T
     return attended.reshape(n * m, heads * dim)
 
 
-def _select_causal_columns(
-    cache: ColumnCache, positions: Tensor, end: int, multiple: int
-) -> tuple[Tensor, int, Tensor]:
-    """Select the columns to read.
-
-    Returns positions within the cache, the number of columns, and their bias [n, m, width].
-    multiple: the number of columns is rounded up to it.
-    """
-    columns = cache.bias.shape[2]
-    positions = positions.clamp(max=columns - 1)
-    width = min(exact_operators.round_up(end, multiple), columns)
-    column = torch.arange(width, device=positions.device)
-    bias = torch.where(column <= positions[..., None], 0.0, MASKED)
-    return positions, width, bias
-
-
 def count_accepted(sampled: Tensor, drafts: Tensor, stop: Tensor, left: Tensor) -> KeysAndValues:
     """Count the accepted tokens of each row [n] and decide whether it stops [n].
 
@@ -544,23 +530,6 @@ def count_accepted(sampled: Tensor, drafts: Tensor, stop: Tensor, left: Tensor) 
     return torch.minimum(torch.minimum(accepted, stop_count), left), stop_count <= torch.minimum(
         accepted, left
     )
-
-
-def split_queries(lay: ModelLayout, b: int, n: int, past: int, device: str) -> list[QueryBlock]:
-    """Split the queries of b rows of n tokens, behind `past` others, into blocks.
-
-    A block has SCORES attention scores, so that memory grows with n instead of its square.
-    """
-    return cut_queries(n, n, 0, device, max(1, SCORES // max(1, b * lay.heads * (past + n))))
-
-
-def build_causal_bias(blocks: Sequence[QueryBlock], device: torch.device) -> Tensor:
-    """Build the causal bias [m, m] among the m tokens of the longest block.
-
-    A shorter block uses its top left corner.
-    """
-    longest = max(block.end - block.first for block in blocks)
-    return torch.full((longest, longest), MASKED, device=device).triu_(1)
 
 
 def encode(
@@ -612,10 +581,16 @@ def _run_layers(
         columns = torch.arange(past, device=ids.device)
         known_bias = torch.where(columns < prefix.lengths[:, None, None, None], 0.0, MASKED)
     if w.exact or prefix is not None:
-        blocks = split_queries(lay, b, n, past, ids.device.type)
-        mask = BlockMask(known_bias, blocks, build_causal_bias(blocks, ids.device))
+        # a block has SCORES attention scores, so that memory grows with n instead of its square
+        most_queries = max(1, SCORES // max(1, b * lay.heads * (past + n)))
+        blocks = cut_queries(n, n, 0, ids.device.type, most_queries)
+        longest = max(block.end - block.first for block in blocks)
+        bias = torch.full((longest, longest), MASKED, device=ids.device).triu_(1)
+        mask = BlockMask(known_bias, blocks, bias)
     turns = w.compute_rotations(positions)
-    replay = _split_replay(w, replayed)
+    # the experts to replay in each layer; None in dense layers, and in all without `replayed`
+    to_replay = iter(() if replayed is None else replayed)
+    replay = [next(to_replay, None) if "router" in layer else None for layer in w.per_layer]
     groups = lay.kv_heads // (exact_operators.count_heads_per_product(lay) if w.exact else 1)
     x = w.top["embed"].index_select(0, ids.flatten())
     for i in range(w.layers):
@@ -634,22 +609,14 @@ def _run_layers(
     return x
 
 
-def _split_replay(w: FusedWeights, replayed: Tensor | None) -> Sequence[Tensor | None]:
-    """Return the experts to replay in each layer.
-
-    None in dense layers, and in all layers without `replayed`.
-    """
-    ids = iter(() if replayed is None else replayed)
-    return [next(ids, None) if "router" in layer else None for layer in w.per_layer]
-
-
 class BlockMask(NamedTuple):
     """The bias of queries by blocks."""
 
     # [B, 1, 1, M] over the keys of a known prefix: its padding is masked; 0: M = 0
     prefix_bias: Tensor | float
     blocks: Sequence[QueryBlock]
-    bias: Tensor  # `build_causal_bias` of the blocks
+    # [m, m], causal, among the tokens of the longest block; a shorter one uses its top left corner
+    bias: Tensor
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, prefix: BlockMask | None) -> Tensor:

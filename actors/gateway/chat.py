@@ -140,7 +140,7 @@ class ChatFormat:
         `text` is rendered from `messages`, and the answer is message `answer_at`.  None when the
         text does not begin with the node's turn.  Raises CallRefused.
         """
-        suffix = self._cut_sampled(node, text)
+        suffix = self.cut_sampled(node, text)
         if suffix is not None and self._ended_by_token(node):
             ends = (end for end in self.ends.values() if suffix.startswith(end))
             end = next(ends, None)
@@ -149,12 +149,7 @@ class ChatFormat:
             suffix = self._find_after_turn(node, messages[: answer_at + 1], text)
         if suffix is None and self.keeps_history:
             suffix = self._find_after_mark(node, messages, answer_at)
-        return None if suffix is None else self._encode_suffix(node, suffix)
-
-    def continue_text(self, node: CallNode, text: str) -> ndarray | None:
-        """Do the same as `follow` for a text without a template."""
-        suffix = self._cut_sampled(node, text)
-        return None if suffix is None else self._encode_suffix(node, suffix)
+        return None if suffix is None else self.encode_suffix(node, suffix)
 
     def write(
         self, messages: Sequence[Message], tools: Sequence[Any], *, answering: bool = True
@@ -207,12 +202,11 @@ class ChatFormat:
     def _ended_by_token(self, node: CallNode) -> bool:
         return int(node.ids[-1]) in self.ends
 
-    def _cut_sampled(self, node: CallNode, text: str) -> str | None:
+    def cut_sampled(self, node: CallNode, text: str) -> str | None:
         """Find the text after the sampled text: way 1 of the module's docstring."""
         sampled = self.decode_visible(node.ids, node.stop)
-        if not self._begins_with_prompt(node, text):
-            return None
-        if not text.startswith(sampled, node.text_length):
+        continues = text.startswith(sampled, node.text_length)
+        if not continues or not self._begins_with_prompt(node, text):
             return None
         return text[node.text_length + len(sampled) :]
 
@@ -275,7 +269,7 @@ class ChatFormat:
                     return suffix_after_end
         return suffix
 
-    def _encode_suffix(self, node: CallNode, suffix: str) -> ndarray:
+    def encode_suffix(self, node: CallNode, suffix: str) -> ndarray:
         """Encode `suffix`, after the sampled end token if there is one.
 
         A tokenizer may encode a text differently at the beginning and after a token.

@@ -170,8 +170,10 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
             if reason:
                 session.fail(f"the agent failed: {reason}")
                 self.sessions.on_change(session)
-            else:
-                self.sessions.requeue(player.opened)
+            elif (episode := self.sessions.episodes.get(session.name)) is not None:
+                # another session plays its sample
+                self.sessions.gateway.drop(episode)
+                self.sessions.gateway.held[session.ticket_key].waiting.append(session.sample)
 
     def _start_sessions(self) -> None:
         """Begin sessions in the processes with the fewest; request samples for the rest."""

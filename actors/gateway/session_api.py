@@ -262,14 +262,6 @@ class SessionApi(SessionSource):
             return WaitCause("place", f"a process that imports {name} to be ready")
         return WaitCause("place", f"a place: agent.at_once = {agent.at_once}")
 
-    def requeue(self, opened: OpenedSession) -> None:
-        """Put back the sample of a session that lost its agent through another session."""
-        episode = self.episodes.get(opened.session.name)
-        if episode is not None and episode.session.state == "open":
-            session = episode.session
-            self.gateway.drop(episode)
-            self.gateway.held[session.ticket_key].waiting.append(session.sample)
-
     def wake(self) -> None:
         """Make the gateway take its next turn now."""
         self.due.set()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -265,7 +265,8 @@ class Session:
 
     def _compose_text(self, texts: Sequence[CallNode], text: str) -> Composed:
         for node in texts:
-            if (tail := self.composer.continue_text(node, text)) is not None:
+            if (suffix := self.composer.cut_sampled(node, text)) is not None:
+                tail = self.composer.encode_suffix(node, suffix)
                 return Composed(node, tail, text, "branch")
         return Composed(None, self.composer.encode(text, begins=True), text, "text")
 
@@ -495,7 +496,7 @@ class Session:
         node.support = support
         if routed is not None:
             end = len(call.prompt_ids) + len(ids) - 1
-            node.routed = routed.take_part(end - node.own_reads, end)
+            node.routed = replace(routed, ids=routed.ids[end - node.own_reads : end])
         node.finish = finish
         if not node.aside:
             self.shortened = finish == "length" and (call.run_bound or call.cut)

@@ -55,10 +55,6 @@ class RoutedExperts:
         """The routers of the model."""
         return RoutingShape(self.ids.shape[1], self.experts, self.ids.shape[2])
 
-    def take_part(self, first: int, end: int) -> RoutedExperts:
-        """Return the ids of the tokens [first, end)."""
-        return RoutedExperts(self.ids[first:end], self.experts)
-
     # ---- the wire --------------------------------------------------------------------------------
 
     def encode(self) -> bytes:

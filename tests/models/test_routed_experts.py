@@ -125,7 +125,7 @@ def test_malformed_ids_are_refused_at_the_door() -> None:
         (b"", "it: it has no experts, and the learner replays them"),
         (b"\1\2", "it: the experts of its tokens: 2 bytes"),
         (good.encode()[:-1], "bytes for 4 tokens and 2 layers with 2 experts"),
-        (good.take_part(0, 3).encode(), "bytes for 4 tokens"),
+        (RoutedExperts(good.ids[:3], good.experts).encode(), "bytes for 4 tokens"),
         (HEAD.pack(8, 0, 2), "0 layers with 2 of 8 experts"),
         (HEAD.pack(1, 2, 2) + b"\0" * 16, "2 layers with 2 of 1 experts"),
         (changed(0, 9), "ids that are not 2 different ones below 8"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from actors.gateway.call_tree import Message
@@ -162,11 +162,3 @@ def split_events(body: Options) -> list[JsonObject]:
         {"type": "message_delta", "delta": ending, "usage": body["usage"]},
         {"type": "message_stop"},
     ]
-
-
-def encode_events(events: Sequence[Options]) -> bytes:
-    """Encode named server-sent events, for Anthropic's API and /v1/responses."""
-    return b"".join(
-        f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
-        for event in events
-    )

@@ -80,7 +80,12 @@ def _build_translated(
     else:
         body = responses.build_response(*completion, head)
         split = responses.split_events
-    return anthropic.encode_events(split(body)) if parsed.stream else _encode(body)
+    if not parsed.stream:
+        return _encode(body)
+    return b"".join(
+        f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
+        for event in split(body)
+    )
 
 
 def _count_usage(node: CallNode) -> dict[str, int]:
