@@ -24,13 +24,18 @@ import msgspec
 from msgspec import Struct
 
 from actors.scorers.deadline_pause import DeadlinePause, JudgeBudgetSpent, current_pause
-from actors.scorers.user_function import FailureLog, adapt_function, format_last_frame, is_async
+from actors.scorers.user_function import FailureLog, adapt_function, is_async
 from asyncrl.config.tree import RewardConfig, TaskConfig
 from asyncrl.contract import outcomes
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.importing import import_function
 from asyncrl.contract.messages import Numbers, Prompt
-from asyncrl.contract.printable import describe_exception, escape_line, get_first_line
+from asyncrl.contract.printable import (
+    describe_exception,
+    escape_line,
+    format_last_frame,
+    get_first_line,
+)
 from asyncrl.tasks import get_task
 from asyncrl.transport import worker_pool
 from asyncrl.transport.worker_pool import FRAME_BYTES, frame, read_frame

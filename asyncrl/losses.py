@@ -27,6 +27,7 @@ from asyncrl.algorithms import kl, ratios
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.advantages import compute_advantage
 from asyncrl.algorithms.batch import LossBatch
+from asyncrl.algorithms.settings import FunctionAdvantage, FunctionLoss
 from asyncrl.config import layers, load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
@@ -240,6 +241,34 @@ def prepare_step(
     prep = step_loss.prepare(batch, config, advantages=adv)
     samples = torch.arange(batch.count, device=current.device)
     return prep, step_loss.begin_step(prep, samples, current)
+
+
+def check_functions(config: Config) -> dict[str, str]:
+    """Call the config's own functions on two small rows; return their keys and paths.
+
+    Raises ConfigError for a function that fails, or whose result is not finite.
+    """
+    seq, behavior = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([-1.0, -2.0, -0.5, -1.5, -0.7])
+    rewards = torch.tensor([1.0, 0.0])
+    columns = {"start": behavior - 0.1, "reference": behavior, "truncated": rewards < 0}
+    columns |= {"token_lag": seq, "mask": seq >= 0, "groups": seq[:2]}
+    batch = LossBatch(seq=seq, behavior=behavior, rewards=rewards, **columns)
+    adv, values = rewards[seq] - 0.5, {}
+    if isinstance(config.advantage, FunctionAdvantage):
+        adv = compute_advantage(batch, batch.mask, config, 0.0, config.kl.reward.coefficient)[0]
+        values["advantage.function"] = config.advantage.function, adv
+    if isinstance(config.loss, FunctionLoss):
+        planned = prepare_step(batch, config, adv, columns["start"])[1].prepass
+        values["loss.function"] = (
+            config.loss.function,
+            planned["coefficient"] + planned["objective"],
+        )
+    for key, (path, value) in values.items():
+        if not bool(value.isfinite().all()):
+            raise ConfigError(
+                f"{key} = {path}: its value or gradient on two small rows is not finite"
+            )
+    return {key: path for key, (path, _) in values.items()}
 
 
 def _number(groups: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.contract.printable import list_user_frames
 
 Function = Callable[..., Any]
 
@@ -21,8 +21,6 @@ LOG_BYTES = 1 << 20  # further entries are dropped
 SHOWN = 80  # characters of a prompt, or of a response, in an error
 LOGS_OF_TRL = ("log_extra", "log_metric")
 ONLY_IN_TRL = ("trainer_state", "environments")  # keywords of its trainer
-OURS = ("reward_worker.py", "user_function.py")
-LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 # ---- signatures ----------------------------------------------------------------------------------
@@ -128,23 +126,6 @@ def wrap_trl_function(function: Function, signature: inspect.Signature) -> Funct
 
 
 # ---- failed calls --------------------------------------------------------------------------------
-
-
-def list_user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an exception, from the user's function on."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [index for index, frame in enumerate(frames) if Path(frame.filename).name in OURS]
-    return frames[ours[-1] + 1 :] if ours else list(frames)
-
-
-def format_last_frame(error: BaseException) -> str:
-    """Format the last frame outside libraries: ` at reward.py:12 in reward`, or ""."""
-    frames = list_user_frames(error)
-    user_frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames
-    if not user_frames:
-        return ""
-    last = user_frames[-1]
-    return f" at {Path(last.filename).name}:{last.lineno} in {last.name}"
 
 
 def format_text(text: str) -> str:

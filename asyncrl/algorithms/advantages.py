@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.algorithms import diagnostics, kl, ratios, settings
+from asyncrl.algorithms import diagnostics, kl, own_functions, ratios, settings
 from asyncrl.algorithms.batch import LossBatch
 from asyncrl.algorithms.ratios import (
     PaddedRows,
@@ -568,6 +568,38 @@ def _apply_otb(t: RewardedBatch, c: settings.Advantage) -> tuple[torch.Tensor, N
     return torch.where(is_new, deviation, 0.0), None
 
 
+def _apply_function(
+    t: RewardedBatch, c: settings.FunctionAdvantage
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Call `advantage.function`; its rewards and token rewards are those after KL."""
+    rows, tokens = PaddedRows(t.seq), t.token_rewards
+    net = t.rewards
+    if t.kl_penalty is not None:
+        net = net - sum_by_sample(t.kl_penalty, t.seq, t.count)
+    value = own_functions.call(
+        "advantage.function",
+        c.function,
+        net,
+        t.groups,
+        rows.pad(t.mask),
+        baseline=t.ema,
+        truncated=t.truncated,
+        behavior=rows.pad(t.behavior),
+        reference=None if t.reference is None else rows.pad(t.reference),
+        token_rewards=None if tokens is None else rows.pad(t.compute_rewards(t.rewards)),
+        parts=t.parts,
+        part_names=t.part_names if t.parts is not None else None,
+    )
+    shape = [*value.shape] if isinstance(value, torch.Tensor) else None
+    if shape not in ([t.count], [*rows.shape]):
+        raise ConfigError(
+            f"advantage.function = {c.function}: returned {own_functions.describe(value)}; return "
+            f"a tensor of rows, [{t.count}], or of their tokens, {[*rows.shape]}"
+        )
+    adv = value.detach().to(net)
+    return adv[t.seq] if shape == [t.count] else rows.pack(adv), None
+
+
 def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> tuple[torch.Tensor, torch.Tensor]:
     """A_t = sum_l (gamma lam)^l delta_{t+l} over the tokens of the mask, and the returns A + V.
 
@@ -615,6 +647,7 @@ BY_TOKEN: dict[str, Callable[[RewardedBatch, Any], tuple[torch.Tensor, torch.Ten
     "gae": _apply_gae,
     "grpo": _apply_process_grpo,
     "otb": _apply_otb,
+    "function": _apply_function,
 }
 
 

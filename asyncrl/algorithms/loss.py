@@ -29,6 +29,7 @@ from asyncrl.algorithms import (
     correction,
     diagnostics,
     kl,
+    own_functions,
     ratios,
     reductions,
     reshape,
@@ -37,7 +38,7 @@ from asyncrl.algorithms import (
 )
 from asyncrl.algorithms.advantages import compute_advantage
 from asyncrl.algorithms.batch import LossBatch as LossBatch
-from asyncrl.algorithms.settings import Settings
+from asyncrl.algorithms.settings import FunctionLoss, Settings
 from asyncrl.algorithms.surrogates import StepBatch, SurrogateTokens
 from asyncrl.contract.errors import ConfigError
 
@@ -361,9 +362,38 @@ def begin_step(
             seed=((c.seed * 1_000_003 + prep.number) * 1009 + prep.steps) % 2**63,
         )
         step.prepass = surrogates.PREPASS[c.loss.surrogate](step_batch, c.loss)
+    if isinstance(c.loss, FunctionLoss):
+        _call_own_loss(prep, step, step_tokens, current)
     prep.live = torch.zeros_like(prep.live)
     prep.steps += 1
     return step
+
+
+def _call_own_loss(
+    prep: PreparedBatch, step: StepPlan, inside: torch.Tensor, current: torch.Tensor | None
+) -> None:
+    """Call `loss.function` on the step's tokens, bool [N], and plan its gradient and metrics."""
+    batch, c = prep.batch, prep.config.loss
+    assert isinstance(c, FunctionLoss) and current is not None
+    gradient = torch.zeros_like(current)
+    step.prepass = {"coefficient": gradient, "objective": gradient.sum()}
+    samples = ratios.sum_by_sample(inside.long(), batch.seq, batch.count) > 0
+    if not bool(samples.any()):
+        return
+    chosen = samples[batch.seq]
+    rows = ratios.PaddedRows(batch.seq[chosen])
+    loss, padded, metrics = own_functions.compute_gradient(
+        c.function,
+        *(rows.pad(x[chosen]) for x in (current, batch.behavior, prep.advantage, inside)),
+        versions=prep.number - rows.pad(batch.token_lag[chosen]),
+        current_version=prep.number,
+        start=rows.pad(prep.start[chosen]),
+        reference=None if batch.reference is None else rows.pad(batch.reference[chosen]),
+        groups=batch.groups[samples],
+    )
+    gradient[chosen] = -rows.pack(padded)
+    step.prepass["objective"] = -loss / inside.sum()
+    step.metrics |= {f"loss/function/{name}": value for name, value in metrics.items()}
 
 
 def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: torch.Tensor | None) -> None:
@@ -509,7 +539,8 @@ def compute_micro_loss(
     prep.live[part] = live & (weights.weight != 0)
     prep.weight[part] = weight.to(prep.weight.dtype)
     prep.clipped[part] = trust.clipped.to(torch.int8)
-    scale = weight * factor
+    # a function of the user is its own mean
+    scale = weight if isinstance(c.loss, FunctionLoss) else weight * factor
     if c.loss.coefficient != 1:
         scale = scale * c.loss.coefficient
     coefficient = torch.where(live, trust.coefficient * scale, 0.0)

@@ -271,6 +271,12 @@ class OtbAdvantage(Advantage, frozen=True, tag="otb"):
     pass
 
 
+class FunctionAdvantage(Advantage, frozen=True, kw_only=True, tag="function"):
+    function: str = ""
+    """Your own advantage: module:function or file.py:function with the arguments of
+    `asyncrl.losses.advantages` (docs/extending.md). It sets advantage.name = function."""
+
+
 class Value(Section, frozen=True, kw_only=True):
     """The value head, with advantage.name = gae."""
 
@@ -604,6 +610,12 @@ class MinproLoss(ClippedLoss, frozen=True, tag="minpro"):
 class GmpoLoss(ClippedLoss, frozen=True, tag="gmpo"):
     # in nats of a token's log-ratio
     DEFAULT_CLIP = (0.4, 0.4)
+
+
+class FunctionLoss(Loss, frozen=True, kw_only=True, tag="function"):
+    function: str = ""
+    """Your own loss: module:function or file.py:function with the arguments of
+    `asyncrl.losses.loss` (docs/extending.md). It sets loss.surrogate = function."""
 
 
 class Reshape(Section, frozen=True, kw_only=True):

@@ -42,9 +42,10 @@ ON_BEHAVIOR = (
     "bapo",
     "minpro",
     "ipo",
+    "function",
 )
 # their effect on a token depends on the whole batch under the current policy
-NEED_CURRENT = ("reshape", "kl_cov", "clip_cov", "bapo")
+NEED_CURRENT = ("reshape", "kl_cov", "clip_cov", "bapo", "function")
 # bounds of BAPO's ratio: first, step, last
 BAPO_LOW = (0.6, 0.02, 0.9)
 BAPO_HIGH = (1.2, 0.05, 3.0)
@@ -592,6 +593,8 @@ SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
     "minpro": _apply_minpro,
     "gmpo": _apply_gmpo,
     "ipo": _apply_ipo,
+    # of `loss.function`, by `loss.begin_step`
+    "function": lambda t, c: build_unclipped(t.prepass["coefficient"], t.prepass["objective"]),
 }
 # loss.surrogate -> its inputs from all tokens of an optimizer step: tensors [N] and scalars, for
 # `SurrogateTokens.prepass`; one that reads `current` stands in NEED_CURRENT too

@@ -133,8 +133,12 @@ def _apply_layers(
         item_numbers[key] = number
         if tree.root is Config and key == "method":
             methods.replace(raw)
+        if chooser := methods.FUNCTIONS.get(key):
+            layers.remove(raw, chooser)
+            item_numbers[chooser] = number
     if tree.root is not Config:
         return _convert(tree, raw, source)
+    methods.choose_functions(raw)
     presets.forget(raw, source.sets)
     if (
         "correction.proximal" in item_numbers

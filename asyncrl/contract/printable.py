@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import signal
+import sysconfig
+import traceback
+from pathlib import Path
 
 LINE_LENGTH = 300  # characters
+# modules that call functions of the user
+OURS = ("reward_worker.py", "user_function.py", "own_functions.py")
 LONGEST_LINE = 8000  # characters of a line that mixes our text with text from outside
 
 
@@ -39,6 +44,24 @@ def describe_exception(error: BaseException) -> str:
         if isinstance(error, SystemExit)
         else f"raised {type(error).__name__}: {error}"
     )
+
+
+def list_user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of an exception, from the user's function on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [index for index, frame in enumerate(frames) if Path(frame.filename).name in OURS]
+    return frames[ours[-1] + 1 :] if ours else list(frames)
+
+
+def format_last_frame(error: BaseException) -> str:
+    """Format the last frame outside libraries: ` at reward.py:12 in reward`, or ""."""
+    frames = list_user_frames(error)
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    user_frames = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames
+    if not user_frames:
+        return ""
+    last = user_frames[-1]
+    return f" at {Path(last.filename).name}:{last.lineno} in {last.name}"
 
 
 def describe_exit(code: int) -> str:

@@ -212,6 +212,17 @@ def check_task(subject: Subject) -> str:
     return f"{subject.config.task.name}: {', '.join(counts)} prompts"
 
 
+def check_functions(subject: Subject) -> str:
+    """Call `loss.function` and `advantage.function` on two small rows."""
+    config = subject.config
+    if "function" not in (config.loss.surrogate, config.advantage.name):
+        return "loss and advantage are built in"
+    from asyncrl import losses  # which imports torch
+
+    called = losses.check_functions(config).items()
+    return ", ".join(f"{key} = {path}" for key, path in called) + ": called on two small rows"
+
+
 def _list_splits(subject: Subject) -> list[str]:
     """List the splits of the task and its evaluation sets."""
     return [
@@ -671,6 +682,7 @@ def preflight(config: Config) -> None:
     check_packages(subject)
     check_devices(subject)
     check_task(subject)
+    check_functions(subject)
     build_model(subject)
     check_images(subject)
     for check in (check_versions, check_template, check_prompts, check_characters):
@@ -695,6 +707,7 @@ CHECKS: dict[str, Callable[[Subject], str]] = {
     "prompts": check_prompts,
     "characters": check_characters,
     "reward": check_answers,
+    "functions": check_functions,
     "disk": check_disk,
     "memory": check_memory,
     "versions": check_versions,

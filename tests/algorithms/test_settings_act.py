@@ -87,11 +87,14 @@ BESIDE: dict[str, dict[str, Any]] = {
 NEEDS: dict[str, dict[str, Any]] = {
     **{name: {"correction.proximal": "behavior"} for name in settings.ON_BEHAVIOR},
     "reinforce": {"correction.proximal": "recompute"},
+    "function": {"advantage.function": "own_methods:rloo", "loss.function": "own_methods:half"},
     "clip_cov": {"loss.cov_share": 0.3, "loss.cov_lo": -0.5},
     "kl_cov": {"loss.cov_share": 0.3},
 }
 # another value than the one that follows from the key's type
 OTHER: dict[str, Any] = {
+    "advantage.function": "own_methods:to_go",
+    "loss.function": "own_methods:ppo",
     "advantage.part_weights": {"length": 3.0},
     "advantage.k": 2,
     "advantage.truncated": "fixed",
@@ -230,7 +233,9 @@ def context(struct: Any, section: str, field: Any, key: str) -> dict[str, Any]:
 def expected(section: str, struct: Any, key: str) -> bool:
     """Whether a key is tried; gdpo looks at rewards as they came, and refuses what shapes them."""
     shaping = ("advantage.truncated", "advantage.truncation_penalty", "advantage.truncation_ramp")
-    return key not in EXCEPTIONS and not (struct is settings.GdpoAdvantage and key in shaping)
+    of_built_in = struct is settings.FunctionLoss and key == "loss.norm_length"
+    shaped = struct is settings.GdpoAdvantage and key in shaping
+    return key not in EXCEPTIONS and not of_built_in and not shaped
 
 
 def cases() -> list[Any]:

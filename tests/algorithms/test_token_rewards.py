@@ -126,7 +126,7 @@ def test_where_they_cannot_be_used_it_is_said_once(
         c.train(Batch(1, n, b.samples, [0] * 16, [0] * 16, b.token_lags, {}, 4, {}))
     said = capsys.readouterr().err
     assert said.count("advantage.name = rloo uses one reward per sample") == 1
-    assert "reinforce_pp, gae, grpo, otb use them" in said
+    assert "reinforce_pp, gae, grpo, otb, function use them" in said
     plain.train(batch())
     plain.train(Batch(1, 1, batch().samples, [0] * 16, [0] * 16, batch().token_lags, {}, 4, {}))
     assert torch.equal(weights(c), weights(plain))

@@ -221,6 +221,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("task.prompts='gone.jsonl'", "task", "gone.jsonl is not a file"),
     ("reward.function='gone:reward'", "reward", "importing it raised ModuleNotFoundError"),
     ("reward.function='json:dumps'", "reward", "takes"),
+    ("loss.function='own_methods:detached'", "functions", "returned a loss without gradient"),
     ("model.path='org/name'", "model", "asyncrl model get hf://org/name"),
     ("agent.tools=['json:dumps']", "template", "has no chat template"),
 ]

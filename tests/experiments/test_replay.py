@@ -24,6 +24,7 @@ from asyncrl.tasks.evaluation_sets import build_task
 from buffer.service import make_evaluations
 
 Run = Callable[..., dict[str, Any]]
+OWN = {"loss": "own_methods:ppo", "advantage": "own_methods:rloo"}
 STREAM = ("record.stream=true", "record.weights_every=2", "staleness.max_lag=2", "generators=2")
 
 
@@ -106,6 +107,18 @@ def test_nothing_changed_gives_the_same_bits(
     # five answers each; the batches differ
     replayed, expected = (found[side]["heldout_end"] for side in ("replayed", "recorded"))
     assert 0 < replayed == pytest.approx(expected, abs=0.2)
+
+
+def test_a_function_of_the_method_gives_the_same_bits(
+    recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        word for key in ("loss", "advantage") for word in ("--set", f"{key}.function={OWN[key]}")
+    ]
+    found = Typed(capsys, recorded["run_dir"], "--json", *words).json
+    assert found["weights_digest"] == recorded["digest"]
+    rows = train_rows(metrics.read(Path(found["replay_dir"])))
+    assert [rows[n]["loss/function/version"] for n in range(6)] == [*range(6)]
 
 
 def test_a_shorter_replay_compares_the_same_version_on_the_same_prompts(
