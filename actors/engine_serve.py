@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import os
 import queue
 import shlex
@@ -23,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -199,21 +200,26 @@ class ServeEngine(ProbedEngine):
         self.requests: dict[Key, LiveRequest] = {}
         self.finished: queue.SimpleQueue[LiveRequest | Exception] = queue.SimpleQueue()
         self.tls = httpx2.create_ssl_context()
-        self.client = self._make_client()
+        self.client = httpx2.Client(**self._say_how())
+        # in the loop a call would wait for the messages of hundreds of answers
+        self.callers = ThreadPoolExecutor(2 * len(self.servers), "vllm-calls")
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-servers", daemon=True).start()
-        self._for_each(self._connect)
+        self._for_each(functools.partial(self._in_thread, self._connect))
 
-    def _make_client(self) -> httpx2.AsyncClient:
-        """Each answer has a client of its own: a pool looks at all connections for each."""
-        return httpx2.AsyncClient(
-            headers={"content-type": "application/json"},
-            timeout=httpx2.Timeout(SILENT_S, connect=30.0, pool=None),
+    def _say_how(self) -> dict[str, Any]:
+        """Return the settings of a client."""
+        return {
+            "headers": {"content-type": "application/json"},
+            "timeout": httpx2.Timeout(SILENT_S, connect=30.0, pool=None),
             # uvloop closes an idle connection before it looks whether a request has arrived on it:
             # a server that is short of a processor would break off requests
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
-            verify=self.tls,
-        )
+            "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=0),
+            "verify": self.tls,
+        }
+
+    async def _in_thread(self, act: Callable[..., Any], *given: Any) -> Any:
+        return await self.loop.run_in_executor(self.callers, act, *given)
 
     def _for_each(self, act: Callable[[Server], Awaitable[None]]) -> None:
         """Do something with all servers that are not lost, at once."""
@@ -294,6 +300,7 @@ class ServeEngine(ProbedEngine):
         for server in self.servers:
             server.stop()
         self.loop.call_soon_threadsafe(self.loop.stop)
+        self.callers.shutdown(wait=False, cancel_futures=True)
         self.folder.cleanup()
 
     # ---- requests --------------------------------------------------------------------------------
@@ -343,7 +350,8 @@ class ServeEngine(ProbedEngine):
         url = f"{server.url}/inference/v1/generate"
         content = msgspec.json.encode(body)
         async with (
-            self._make_client() as client,
+            # one for each answer: a pool looks at all connections for each
+            httpx2.AsyncClient(**self._say_how()) as client,
             client.stream("POST", url, content=content) as response,
         ):
             if response.status_code != 200:
@@ -385,30 +393,28 @@ class ServeEngine(ProbedEngine):
 
     # ---- servers ---------------------------------------------------------------------------------
 
-    async def _call(self, server: Server, path: str, body: Any = None) -> Any:
+    def _call(self, server: Server, path: str, body: Any = None) -> Any:
         """Call a route of a server, GET without a body, else POST, and return its answer."""
         data = None if body is None else msgspec.json.encode(body)
         method = "GET" if body is None else "POST"
         seconds = SILENT_S if path == "/update_weights" else CALL_S
-        response = await self.client.request(
-            method, server.url + path, content=data, timeout=seconds
-        )
+        response = self.client.request(method, server.url + path, content=data, timeout=seconds)
         raise_for_answer(server, response)
         return msgspec.json.decode(response.content or b"null")
 
-    async def _generate(self, server: Server, tokens: list[int], **sampling: Any) -> Any:
+    def _generate(self, server: Server, tokens: list[int], **sampling: Any) -> Any:
         """Sample one token behind `tokens`."""
         sampling = {"max_tokens": 1, "logprobs": 0, "detokenize": False} | sampling
         body = {"token_ids": tokens, "sampling_params": sampling}
-        return await self._call(server, "/inference/v1/generate", body)
+        return self._call(server, "/inference/v1/generate", body)
 
-    async def _connect(self, server: Server) -> None:
+    def _connect(self, server: Server) -> None:
         """Wait for a server, and check that it can do what is needed."""
         server.start()
         deadline = time.monotonic() + (self.startup_s if server.command else CONNECT_S)
         while True:
             try:
-                await self._call(server, "/health")
+                self._call(server, "/health")
                 break
             except (httpx2.TransportError, ServerLost) as error:
                 if ended := server.explain_end():
@@ -421,26 +427,26 @@ class ServeEngine(ProbedEngine):
                         f"generator.servers: no vLLM server answers at {server.url} "
                         f"({type(error).__name__} {error}); start it with: {self.hint}"
                     ) from error
-                await asyncio.sleep(0.5)
+                time.sleep(0.5)
         try:
-            version = (await self._call(server, "/version"))["version"]
+            version = self._call(server, "/version")["version"]
             needed = ENGINES["vllm"].pinned
             if not version.startswith(needed):
                 raise ConfigError(
                     f"generator.servers: {server.url} is vLLM {version}; asyncrl needs {needed}"
                 )
-            if (await self._call(server, "/is_paused"))["is_paused"]:  # an update was cut off
+            if self._call(server, "/is_paused")["is_paused"]:  # an update was cut off
                 with contextlib.suppress(ServerLost):  # before it began or after it ended
-                    await self._call(server, "/finish_weight_update", {})
-                await self._call(server, "/resume", {})
-            answer = await self._generate(server, self.ids[:1], temperature=1.0, top_k=1)
+                    self._call(server, "/finish_weight_update", {})
+                self._call(server, "/resume", {})
+            answer = self._generate(server, self.ids[:1], temperature=1.0, top_k=1)
             if answer["choices"][0]["logprobs"]["content"][0]["logprob"] != 0.0:
                 raise ConfigError(
                     f"generator.servers: {server.url} gives log-probabilities of before the "
                     "temperature; start it with --logprobs-mode processed_logprobs"
                 )
-            await self._call(server, "/init_weight_transfer_engine", {"init_info": {}})
-            await self._call(server, "/collective_rpc", {"method": "asyncrl_seed_rows"})
+            self._call(server, "/init_weight_transfer_engine", {"init_info": {}})
+            self._call(server, "/collective_rpc", {"method": "asyncrl_seed_rows"})
         except (*LOST, KeyError, TypeError) as error:
             if server.given:  # it was right before
                 raise ServerLost(str(error)) from error
@@ -458,18 +464,14 @@ class ServeEngine(ProbedEngine):
                     await server.probe  # so that it meets no later weights
                 version, label, loads = self.version, self.label, self.loads
                 expected, path = self.expected, str(self.file)
-                # without its cache, a server reads the tokens of running requests again
-                clear = "false" if self.in_flight == "keep_kv" else "true"
+                # from now on answers wait for the probe
+                swap = self.loop.create_task(self._in_thread(self._swap, server, version, path))
+                server.probe = self.loop.create_task(self._probe(server, expected, swap))
                 try:
-                    await self._call(server, f"/pause?mode=keep&clear_cache={clear}", {})
-                    await self._call(server, "/start_weight_update", {})
-                    await self._call(server, "/update_weights", {"update_info": {"path": path}})
-                    server.given.add(version)
-                    await self._call(server, "/finish_weight_update", {"weight_version": version})
-                    # begun while it is paused: every answer of this version waits for it
-                    server.probe = self.loop.create_task(self._probe(server, expected))
-                    await self._call(server, "/resume", {})
+                    await swap
                 except LOST as error:
+                    with contextlib.suppress(*LOST):
+                        await server.probe
                     if not server.given and not isinstance(error, httpx2.TransportError):
                         raise ConfigError(
                             f"generator.servers: {server.url} cannot take the weights of "
@@ -481,12 +483,25 @@ class ServeEngine(ProbedEngine):
             if server.is_lost or len(server.given) == 1:
                 await server.probe
 
-    async def _probe(self, server: Server, expected: np.ndarray) -> None:
+    def _swap(self, server: Server, version: str, path: str) -> None:
+        """Give a server the weights of a file, between two of its steps."""
+        # without its cache, a server reads the tokens of running requests again
+        clear = "false" if self.in_flight == "keep_kv" else "true"
+        self._call(server, f"/pause?mode=keep&clear_cache={clear}", {})
+        self._call(server, "/start_weight_update", {})
+        self._call(server, "/update_weights", {"update_info": {"path": path}})
+        server.given.add(version)
+        self._call(server, "/finish_weight_update", {"weight_version": version})
+        self._call(server, "/resume", {})
+
+    async def _probe(self, server: Server, expected: np.ndarray, swap: asyncio.Task[None]) -> None:
         """Compare a server's log-probabilities with the learner's; its answers wait for it.
 
         It waits behind the tokens of running requests, which are read again: `load` does not wait.
         """
-        answer = await self._generate(server, self.ids, temperature=0.0, prompt_logprobs=0)
+        await swap
+        ask = functools.partial(self._generate, temperature=0.0, prompt_logprobs=0)
+        answer = await self._in_thread(ask, server, self.ids)
         positions = filter(None, answer["prompt_logprobs"])
         self.check_probe(expected, [next(iter(x.values()))["logprob"] for x in positions])
 
@@ -515,7 +530,7 @@ class ServeEngine(ProbedEngine):
             while server.is_lost:
                 await asyncio.sleep(RETRY_S)
                 try:
-                    await self._connect(server)
+                    await self._in_thread(self._connect, server)
                     await self._update(server)
                     server.is_lost = False
                 except LOST:
