@@ -194,9 +194,25 @@ def build_spans(marks: Sequence[VersionMark], length: int, in_flight: str) -> li
     ]
 
 
-def find_finish(request: CompletionRequest, last_token: int) -> Finish:
-    """Return why a completion ended."""
-    return "stop" if last_token in request.stop else "length"
+def build_completion(
+    request: CompletionRequest,
+    tokens: Sequence[int] | ndarray,
+    logprobs: Sequence[float] | ndarray,
+    spans: list[VersionSpan],
+    support: SampledSupport | None = None,
+    routed: RoutedExperts | None = None,
+) -> Completion:
+    """Build a completion from its tokens and their log-probabilities."""
+    return Completion(
+        request.key,
+        request.prompt,
+        np.array(tokens, np.int32),
+        np.array(logprobs, np.float32),
+        spans,
+        "stop" if tokens[-1] in request.stop else "length",
+        support,
+        routed,
+    )
 
 
 def build_engine(config: Config) -> Engine:

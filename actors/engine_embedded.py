@@ -37,9 +37,9 @@ from actors.engine import (
     PromptScores,
     TokenCounts,
     VersionMark,
+    build_completion,
     build_spans,
     draw_uniform_rows,
-    find_finish,
     mark_version,
     require_context,
     require_room,
@@ -52,6 +52,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.models import exact_operators, memory, router_hooks
 from asyncrl.models.adapters import AdapterBase
 from asyncrl.models.policy import PolicyModel, load_policy
+from asyncrl.models.trainer import split_by_length
 from asyncrl.models.weight_rounding import WeightRounder
 from asyncrl.records import machine_memory
 
@@ -262,7 +263,7 @@ class EmbeddedEngine:
     def score(self, prompts: Sequence[ndarray], most_likely: int = 1) -> list[PromptScores]:
         require_context(prompts, self.context)
         scores: dict[int, PromptScores] = {}
-        for batch in group_into_batches([len(prompt) for prompt in prompts]):
+        for batch in split_by_length([len(prompt) for prompt in prompts], TOGETHER, CHUNK):
             rows = [prompts[index] for index in batch]
             ids = pad_token_rows(rows)
             # a state for every token but the last, whose successor is unknown
@@ -529,7 +530,8 @@ class EmbeddedEngine:
         }
         for has_prefix in (False, True):
             names = [group for group in prompt_of if bool(kept_blocks[group]) == has_prefix]
-            for batch in group_into_batches([len(prompt_of[group]) for group in names]):
+            lengths = [len(prompt_of[group]) for group in names]
+            for batch in split_by_length(lengths, TOGETHER, CHUNK):
                 members = {names[index] for index in batch}
                 distinct = {
                     group: prompt[:-1]
@@ -650,7 +652,7 @@ class EmbeddedEngine:
         """
         live = self.live_rows
         lengths = [len(row.request.prompt) + self._count_sampled(row) for _, row in live]
-        for batch in group_into_batches(lengths):
+        for batch in split_by_length(lengths, TOGETHER, CHUNK):
             batch_rows = [live[index] for index in batch]
             sequences = []
             for slot, row in batch_rows:
@@ -919,18 +921,11 @@ class EmbeddedEngine:
             if self.drafts is not None:
                 self.draft_book.close(row.request, tokens)
             self.rows[slot] = None
+            spans = build_spans(row.marks, len(tokens), self.in_flight)
+            support = SampledSupport.from_lists(row.kept, self.vocabulary) if row.kept else None
             completions.append(
-                Completion(
-                    row.request.key,
-                    row.request.prompt,
-                    tokens,
-                    logprobs[index, columns],
-                    build_spans(row.marks, len(tokens), self.in_flight),
-                    find_finish(row.request, int(tokens[-1])),
-                    support=SampledSupport.from_lists(row.kept, self.vocabulary)
-                    if row.kept
-                    else None,
-                    routed=experts,
+                build_completion(
+                    row.request, tokens, logprobs[index, columns], spans, support, experts
                 )
             )
         self.live -= len(completions)
@@ -961,24 +956,6 @@ def get_free_bytes(device: torch.device) -> int:
 def format_gb(size: int) -> str:
     """Format bytes as gigabytes."""
     return f"{size / 1e9:.1f} GB"
-
-
-def group_into_batches(lengths: Sequence[int]) -> list[list[int]]:
-    """Group row indices into batches to encode, by similar length.
-
-    A batch has at most CHUNK rows and TOGETHER tokens with padding, or a single row.
-
-    >>> group_into_batches([5, 40_000, 9, 30_000, 7])
-    [[0, 4, 2], [3], [1]]
-    """
-    groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        count = len(groups[-1]) + 1 if groups else 0
-        if 0 < count <= CHUNK and count * lengths[index] <= TOGETHER:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return groups
 
 
 def pad_token_rows(rows: TokenRows) -> ndarray:

@@ -25,9 +25,9 @@ from actors.engine import (
     PromptScores,
     TokenCounts,
     VersionMark,
+    build_completion,
     build_spans,
     draw_uniform_rows,
-    find_finish,
     mark_version,
     require_context,
 )
@@ -238,18 +238,12 @@ class GenericEngine:
         return logits
 
     def _build_completion(self, row: GenericRow) -> Completion:
-        return Completion(
-            row.request.key,
-            row.request.prompt,
-            np.array(row.tokens, np.int32),
-            np.array(row.logprobs, np.float32),
-            build_spans(row.marks, len(row.tokens), "recompute_kv"),
-            find_finish(row.request, row.tokens[-1]),
-            support=SampledSupport.from_lists(row.kept, self.vocabulary) if row.kept else None,
-            routed=None
-            if self.routing is None
-            else RoutedExperts(np.concatenate(row.routed), self.routing.experts),
-        )
+        spans = build_spans(row.marks, len(row.tokens), "recompute_kv")
+        support = SampledSupport.from_lists(row.kept, self.vocabulary) if row.kept else None
+        routed = None
+        if self.routing is not None:
+            routed = RoutedExperts(np.concatenate(row.routed), self.routing.experts)
+        return build_completion(row.request, row.tokens, row.logprobs, spans, support, routed)
 
     @torch.inference_mode()
     def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:

@@ -40,7 +40,7 @@ from actors.engine import (
     CompletionRequest,
     Key,
     TokenCounts,
-    find_finish,
+    build_completion,
     require_room,
 )
 from actors.engine_vllm import (
@@ -382,14 +382,8 @@ class ServeEngine(ProbedEngine):
 
     def _build_completion(self, live: LiveRequest) -> Completion:
         request = self.requests.pop(live.request.key).request
-        return Completion(
-            request.key,
-            request.prompt,
-            np.array(live.tokens, np.int32),
-            np.array(live.logprobs, np.float32),
-            self.build_spans(live.spans, live.born),
-            find_finish(request, live.tokens[-1]),
-        )
+        spans = self.build_spans(live.spans, live.born)
+        return build_completion(request, live.tokens, live.logprobs, spans)
 
     # ---- servers ---------------------------------------------------------------------------------
 

@@ -40,8 +40,8 @@ from actors.engine import (
     Key,
     PromptScores,
     TokenCounts,
+    build_completion,
     draw_uniform_rows,
-    find_finish,
     require_room,
 )
 from asyncrl.config.tree import Config
@@ -832,15 +832,10 @@ class VllmEngine(ProbedEngine):
         self.hits += output.num_cached_tokens > 0
         self.reused += output.num_cached_tokens
         self.encoded += len(request.prompt) - output.num_cached_tokens
-        return Completion(
-            request.key,
-            request.prompt,
-            np.array(response.token_ids, np.int32),
-            np.array(response.logprobs.logprobs, np.float32),
-            self.build_spans(response.weight_versions, born),
-            find_finish(request, response.token_ids[-1]),
-            support=self.recorder.end(output.request_id, len(response.token_ids)),
-        )
+        spans = self.build_spans(response.weight_versions, born)
+        logprobs = response.logprobs.logprobs
+        support = self.recorder.end(output.request_id, len(response.token_ids))
+        return build_completion(request, response.token_ids, logprobs, spans, support)
 
 
 def make_sampling_params(**settings: Any) -> Any:

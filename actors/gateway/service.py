@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from actors.gateway.call_router import CallRouter
 from actors.gateway.chat import ChatFormat, find_parser
@@ -823,26 +823,17 @@ def build_trajectory(session: Session, tokenizer: Any, agent: AgentConfig) -> m.
         ticket=ticket.ticket,
         sample=session.sample,
         attempt=session.attempt,
-        prompt_tokens=first.prompt_tokens,
-        tokens=first.tokens,
-        behavior_logprobs=first.behavior_logprobs,
-        mask=first.mask,
-        spans=first.spans,
+        **asdict(first),
         reward=session.outcome.reward,
         reward_parts=dict(session.outcome.parts),
         finish=session.finish,
         temperature=ticket.sampling.temperature,
         text=str(tokenizer.decode(shown)) if shown else "",
         prompt_text=ticket.prompt.text,
-        segments=first.segments,
-        token_rewards=first.token_rewards,
         generated_at=time.monotonic(),
         failed=failed,  # type: ignore[arg-type]
         rows=rows[1:],
         aside=session.aside,
         calls=session.calls,
         adopted=session.adopted,
-        support=first.support,
-        routed=first.routed,
-        images=first.images,
     )

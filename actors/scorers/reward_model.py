@@ -7,6 +7,7 @@ pad token never changes a logit, because the model receives an attention mask.
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.models import fetch
 from asyncrl.models.tokenizer import load_transformers_tokenizer
+from asyncrl.models.trainer import split_by_length
 
 fetch.stay_offline()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -134,26 +136,10 @@ class RewardModelScorer:
             self.encode_pair(prompt, text) for prompt, text in zip(prompts, texts, strict=True)
         ]
         rewards = [0.0] * len(encodings)
-        for group in group_by_length([len(encoding["input_ids"]) for encoding in encodings]):
+        lengths = [len(encoding["input_ids"]) for encoding in encodings]
+        for group in split_by_length(lengths, TOKENS, math.inf):
             padded = self.tokenizer.pad([encodings[index] for index in group], return_tensors="pt")
             logits = self.model(**padded.to(self.model.device)).logits
             for index, logit in zip(group, logits[:, 0].float().tolist(), strict=True):
                 rewards[index] = logit
         return rewards
-
-
-def group_by_length(lengths: list[int]) -> list[list[int]]:
-    """Group indices by length, with at most TOKENS per group including padding.
-
-    A group has at least one index.
-
-    >>> group_by_length([3, 9000, 4])
-    [[0, 2], [1]]
-    """
-    groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda position: lengths[position]):
-        if groups and (len(groups[-1]) + 1) * lengths[index] <= TOKENS:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return groups

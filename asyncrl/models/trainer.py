@@ -54,6 +54,16 @@ def split_micro_batches(
     return micros
 
 
+def split_by_length(lengths: Sequence[int], tokens: float, rows: float = ROWS) -> list[list[int]]:
+    """Split the indices of `lengths` as `split_micro_batches` does, by similar length.
+
+    >>> split_by_length([5, 40_000, 9, 30_000, 7], 1 << 15)
+    [[0, 4, 2], [3], [1]]
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    return split_micro_batches(order, lengths, tokens, rows)
+
+
 class PlainAdamW(AdamW):
     """torch's AdamW without the wrappers for torch.compile.
 

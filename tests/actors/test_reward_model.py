@@ -3,6 +3,8 @@ time; and directories that cannot judge."""
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,12 @@ from transformers import (
 )
 
 from actors.rewards import judge_all
-from actors.scorers.reward_model import RewardModelScorer, group_by_length, read_classifier_config
+from actors.scorers.reward_model import TOKENS, RewardModelScorer, read_classifier_config
 from asyncrl.config import load, rules
 from asyncrl.config.scorers import RewardModelConfig as Settings
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.models.trainer import split_by_length
 from asyncrl.tasks import get_task
 
 SYMBOLS = "abcdefghij0123456789+= \n"
@@ -242,6 +245,7 @@ def test_a_model_without_a_limit_of_positions_reads_long_texts(tmp_path: Path) -
 
 
 def test_groups_hold_what_fits_with_their_padding() -> None:
-    assert group_by_length([2048] * 5) == [[0, 1, 2, 3], [4]], "8192 tokens and no more"
-    assert group_by_length([]) == []
-    assert group_by_length([4000, 4000, 10, 5000]) == [[2, 0], [1], [3]]
+    split = functools.partial(split_by_length, tokens=TOKENS, rows=math.inf)
+    assert split([2048] * 5) == [[0, 1, 2, 3], [4]], "8192 tokens and no more"
+    assert split([]) == []
+    assert split([4000, 4000, 10, 5000]) == [[2, 0], [1], [3]]

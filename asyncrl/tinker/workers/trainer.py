@@ -30,7 +30,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.losses import BEYOND, prepare_step, resolve
 from asyncrl.models import adapters, memory
 from asyncrl.models.policy import PolicyModel, export, list_named_weights, load_policy, load_weights
-from asyncrl.models.trainer import Trainer, split_micro_batches
+from asyncrl.models.trainer import Trainer, split_by_length
 from asyncrl.records import atomic_write
 from asyncrl.tinker.messages import (
     NOT_SAMPLED,
@@ -228,9 +228,7 @@ class ServedModels:
             self._check_datum(request, index, datum)
         model = self.models[request.model]
         lengths = [datum.length for datum in request.data]
-        order = sorted(range(len(lengths)), key=lengths.__getitem__)
-        limit = self.config.training.micro_batch_tokens
-        micros = split_micro_batches(order, lengths, limit)
+        micros = split_by_length(lengths, self.config.training.micro_batch_tokens)
         if METHOD in request.config:
             return self._compute_method_loss(request, model, micros)
         logprobs: dict[int, bytes] = {}
