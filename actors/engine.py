@@ -210,8 +210,8 @@ def build_completion(
         np.array(logprobs, np.float32),
         spans,
         "stop" if tokens[-1] in request.stop else "length",
-        support,
-        routed,
+        support=support,
+        routed=routed,
     )
 
 
