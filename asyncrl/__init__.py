@@ -62,8 +62,8 @@ packages form layers, and each imports only from the layers below it:
 - `algorithms`: the mathematics, which only needs torch.
 - `contract`: messages, versions, admission, errors.
 
-From Python, for example in a notebook: `asyncrl.run(config, sets)`, `asyncrl.load_run(path)` and
-`asyncrl.watch(path)`.
+From Python, for example in a notebook: `asyncrl.train(model, dataset, reward)`,
+`asyncrl.run(config, sets)`, `asyncrl.load_run(path)` and `asyncrl.watch(path)`.
 """
 
 import sys as _sys
@@ -88,10 +88,10 @@ if _by_name:
     _importing.export_checkout_path()
 
 if _TYPE_CHECKING:
-    from asyncrl.supervise.notebook import LoadedRun, load_run, run
+    from asyncrl.supervise.notebook import LoadedRun, load_run, run, train
     from asyncrl.viewer.server import watch
 
-__all__ = ["LoadedRun", "__version__", "load_run", "run", "watch"]
+__all__ = ["LoadedRun", "__version__", "load_run", "run", "train", "watch"]
 
 
 def __getattr__(name: str) -> object:
@@ -100,7 +100,7 @@ def __getattr__(name: str) -> object:
         from asyncrl.viewer import server
 
         return server.watch
-    if name not in ("LoadedRun", "load_run", "run"):
+    if name not in ("LoadedRun", "load_run", "run", "train"):
         raise AttributeError(f"module 'asyncrl' has no attribute {name!r}")
     from asyncrl.supervise import notebook
 

@@ -5,6 +5,7 @@ Does not import torch.
 
 from __future__ import annotations
 
+import ast
 import html
 import json
 import re
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from asyncrl.config import bundled_configs, load
+from asyncrl.config import bundled_configs, layers, load
 from asyncrl.config.tree import Config
 from asyncrl.contract import errors, importing, toml_writer
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -253,6 +255,86 @@ def run(
         error.exit_code = code
         raise error
     return load_run(result["run_dir"])
+
+
+def train(
+    model: str | Path,
+    dataset: Any,
+    reward: str | Callable[..., Any] | list[Any],
+    method: str = "ppo",
+    max_lag: float = 2,
+    *,
+    show: bool = True,
+    on_step: Callback | None = None,
+    on_evaluation: Callback | None = None,
+    on_checkpoint: Callback | None = None,
+    **keys: Any,
+) -> LoadedRun:
+    """Train a model on a data set with rewards, by `run`; the result is in its `path / "model"`.
+
+    model: a directory, or hf://ORG/NAME.
+    dataset: a list of dicts, a `datasets.Dataset` or a path; `prompt` is a column.
+    reward: a function of docs/rewards.md, also in TRL's form, `file.py:name`, or a list of them.  A
+        function, and what it uses, stands at the top level of a script, module or notebook.
+    method: a name of `asyncrl methods`.
+    max_lag: staleness.max_lag; 0 alternates between sampling and training.
+    show, on_step, on_evaluation, on_checkpoint: as for `run`.
+    keys: other keys, as `**{"learner.steps": 100}`, or by TRL's name: max_steps=100.
+
+    Raises the errors of `run`."""
+    folder = Path(keys.get("runs", "runs")).resolve() / row_objects.FOLDER
+    rewards = reward if isinstance(reward, list) else [reward]
+    paths = [one if isinstance(one, str) else _export_function(one, folder) for one in rewards]
+    table = {
+        "method": method,
+        "model": {"path": str(model)},
+        "task": {"name": "file", "prompts": dataset},
+        "reward": {"functions": paths} if rewards is reward else {"function": paths[0]},
+        "staleness": {"max_lag": max_lag},
+    }
+    for key, value in keys.items():
+        layers.put(table, load.RENAMED.get(key, key), value)
+    callbacks = {"on_step": on_step, "on_evaluation": on_evaluation, "on_checkpoint": on_checkpoint}
+    return run(table, show=show, **callbacks)
+
+
+def _export_function(function: Callable[..., Any], folder: Path) -> str:
+    """Return the `file.py:name` of a function for other processes. Raises ConfigError.
+
+    Importing a script would start its run again: the statements of a script or notebook that the
+    function needs are written to a file in `folder`."""
+    name, module = getattr(function, "__qualname__", ""), sys.modules[function.__module__]
+    file, cells = getattr(module, "__file__", None), vars(module).get("In")
+    if module.__name__ != "__main__":
+        return f"{module.__name__ if '.' in module.__name__ else file}:{name}"
+    statements: list[ast.stmt] = []
+    for cell in cells or ([Path(file).read_text(encoding="utf-8")] if file else []):
+        with suppress(SyntaxError):  # of a cell that failed
+            statements += ast.parse(cell).body
+    by_name = {bound: node for node in statements for bound in _list_bound_names(node)}
+    if name not in by_name:
+        raise ConfigError(
+            f"reward: {name or function} is not defined at the top level of a script or cell; "
+            "define it there, or give file.py:name"
+        )
+    needed, pending = set(), [name]
+    while pending:
+        node = by_name.get(pending.pop())
+        if node is not None and node not in needed:
+            needed.add(node)
+            pending += [x.id for x in ast.walk(node) if isinstance(x, ast.Name)]
+    source = "\n\n".join(ast.unparse(node) for node in statements if node in needed)
+    return f"{row_objects.write_content(source, folder, '.py')}:{name}"
+
+
+def _list_bound_names(node: ast.stmt) -> list[str]:
+    """List the names that a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+    names = (x for x in ast.walk(node) if isinstance(x, ast.Name))
+    return [x.id for x in names if isinstance(x.ctx, ast.Store)]
 
 
 def _format_toml(config: Mapping[str, Any] | Config) -> str:

@@ -17,9 +17,9 @@ FOLDER = ".prompts"  # name of the folder of these files, in the folder of all r
 KEYS = ("prompts", "heldout", "ood")
 
 
-def write_content(content: str, folder: Path) -> str:
+def write_content(content: str, folder: Path, suffix: str = ".jsonl") -> str:
     """Write a file named by the hash of its content unless it exists; return its path."""
-    path = folder / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.jsonl"
+    path = folder / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}{suffix}"
     if not path.exists():
         atomic_write.create_directory(folder, 0o700)
         with atomic_write.replace(path, part=path.with_suffix(f".{os.getpid()}")) as temporary:
