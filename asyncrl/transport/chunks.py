@@ -39,8 +39,6 @@ LISTING_POLL_S = 0.2
 ACCEPTED = zmq.EVENT_HANDSHAKE_SUCCEEDED  # the peer accepted the connection
 ANYWHERE = ("0.0.0.0", "*", "::")  # hosts to listen at, not to connect to
 
-EMPTY_CHECKSUM = xxhash.xxh3_64_intdigest(b"")
-
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -63,6 +61,11 @@ class _ChunkReply(msgspec.Struct, frozen=True):
     data: bytes
     checksum: int
     probe: bytes
+
+
+def make_reply(digest: str, data: bytes, probe: bytes = b"") -> _ChunkReply:
+    """Make a reply with the checksum of its data."""
+    return _ChunkReply(digest, data, xxhash.xxh3_64_intdigest(data), probe)
 
 
 def decode_layout(data: bytes) -> Rows:
@@ -148,17 +151,16 @@ class ChunkServer(ListeningSocket, WeightsServer):
             if request.label == FILES:
                 return self._read_file(request)
             if request.label == BUFFER:
-                return _ChunkReply(self.buffer(), b"", EMPTY_CHECKSUM, b"")
+                return make_reply(self.buffer(), b"")
             if request.offset < 0:
-                data = msgspec.msgpack.encode(self.manifest)
-                return _ChunkReply("manifest", data, xxhash.xxh3_64_intdigest(data), b"")
+                return make_reply("manifest", msgspec.msgpack.encode(self.manifest))
             size = min(max(request.size, 0), CHUNK_BYTES)
             digest, data, probe = self.read(
                 Label(*request.label), request.digest, request.offset, size
             )
         except UNDECODABLE:  # also a ring that is being closed
             return None
-        return _ChunkReply(digest, data, xxhash.xxh3_64_intdigest(data), probe)
+        return make_reply(digest, data, probe)
 
     def _read_file(self, request: _ChunkRequest) -> _ChunkReply | None:
         """Return the list of files, empty while it is computed, or bytes of one of them."""
@@ -175,7 +177,7 @@ class ChunkServer(ListeningSocket, WeightsServer):
             except OSError:
                 data = b""
             status = request.digest
-        return _ChunkReply(status, data, xxhash.xxh3_64_intdigest(data), b"")
+        return make_reply(status, data)
 
     def close(self) -> None:
         """Stop the thread and close the socket."""
@@ -332,7 +334,7 @@ class ChunkClient:
             if not has_version or len(chunk.data) != min(CHUNK_BYTES, size - offsets[number]):
                 for _ in offsets[number + 1 : number + AHEAD]:
                     self._receive()
-                yield _ChunkReply("", b"", EMPTY_CHECKSUM, b"")
+                yield make_reply("", b"")
                 return
             digest = chunk.digest
             yield chunk

@@ -14,7 +14,7 @@ import functools
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -396,11 +396,11 @@ QUIET = {
 }
 
 
-def decode_body(body: bytes) -> JsonObject:
+def decode_body(body: bytes, decode: Callable[[bytes], Any] = msgspec.json.decode) -> JsonObject:
     """Decode a body as a JSON object.  Raises CallRefused."""
     try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        value = decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise CallRefused(400, "invalid_json", f"the body is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CallRefused(400, "invalid_json", "the body is not a JSON object")

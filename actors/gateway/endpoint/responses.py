@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from actors.gateway.call_tree import Message, join_text
-from actors.gateway.refusals import CallRefused, build_refusal
+from actors.gateway.refusals import build_refusal
 from asyncrl.records.jsonl import JsonObject
 
 TAKEN = ("input", "instructions", "tools", "max_output_tokens", "text", "tool_choice", "messages")
@@ -24,10 +24,9 @@ def to_chat(body: Mapping[str, Any]) -> JsonObject:
     for name in STATE:
         if body.get(name):
             reason = "nothing is stored between requests: send the whole input"
-            raise CallRefused(400, "unsupported_parameter", f"{name}: {reason}", name)
+            raise build_refusal(name, reason, "unsupported_parameter")
     if body.get("truncation") not in (None, "disabled"):
-        reason = "shorten the input yourself"
-        raise CallRefused(400, "unsupported_parameter", f"truncation: {reason}", "truncation")
+        raise build_refusal("truncation", "shorten the input yourself", "unsupported_parameter")
     request = {key: value for key, value in body.items() if key not in (*TAKEN, *QUIET)}
     messages: list[Message] = []
     if instructions := body.get("instructions"):

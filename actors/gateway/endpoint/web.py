@@ -133,7 +133,7 @@ class WebApp:
         if not authorize(request, self.service.run_key):
             raise CallRefused(401, "invalid_api_key", "the key is not the one in RUN/agent.key")
         async with open_body(request, LARGEST_REPORT) as body:
-            fields = _parse_json(body)
+            fields = decode_body(body, _load_json)
         lease = fields.get("lease")
         if not isinstance(lease, str) or not 0 < len(lease) <= LEASE_CHARACTERS:
             raise CallRefused(
@@ -172,7 +172,7 @@ class WebApp:
             raise CallRefused(503, "ending", "the gateway is ending: come again")
 
     async def _set_reward(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
-        fields = _parse_json(body)
+        fields = decode_body(body, _load_json)
         session = opened.session
         value = _parse_number(fields.get("reward"), "reward", finite=False)
         parts = _parse_numbers(fields.get("parts"), "parts")
@@ -195,7 +195,7 @@ class WebApp:
         return self._build_state_response(session)
 
     async def _end(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
-        fields = _parse_json(body)
+        fields = decode_body(body, _load_json)
         session = opened.session
         failed = fields.get("failed")
         if failed is not None:
@@ -495,19 +495,13 @@ async def open_body(request: Request, limit: int) -> AsyncIterator[bytes]:
         raise CallRefused(status, BODY_CODES[status], error.detail) from error
 
 
-def _parse_json(body: bytes) -> dict[str, Any]:
-    """Parse a small body as a JSON object.
+def _load_json(body: bytes) -> Any:
+    """Read a small body, whose values may be NaN, which later checks refuse.
 
-    Its values may be NaN, which later checks refuse.  Raises CallRefused, also for unpaired
-    surrogates, which cannot be sent to the buffer.
+    Raises ValueError also for unpaired surrogates, which cannot be sent to the buffer.
     """
-    try:
-        value = json.loads(body.decode() or "{}")
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise CallRefused(400, "invalid_json", f"the body is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CallRefused(400, "invalid_json", "the body is not a JSON object")
+    value = json.loads(body.decode() or "{}")
+    json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
