@@ -411,8 +411,7 @@ class EmbeddedEngine:
         self.top_k[index] = put([request.top_k for request in requests], int64)
         width = self.stop.shape[1]
         self.stop[index] = put(
-            [list(request.stop) + [-1] * (width - len(request.stop)) for request in requests],
-            int64,
+            [list(request.stop) + [-1] * (width - len(request.stop)) for request in requests], int64
         )
         stream = draw_uniform_rows([request.stream for request in requests], self.uniform.shape[1])
         self.uniform[index] = from_numpy(stream).to(self.device)
@@ -562,10 +561,7 @@ class EmbeddedEngine:
             )
 
     def _write_continued(
-        self,
-        owners: Mapping[int, int],
-        prompts: TokenRows,
-        blocks: list[list[int]],
+        self, owners: Mapping[int, int], prompts: TokenRows, blocks: list[list[int]]
     ) -> None:
         """Write prompts as `_write_new` does, each encoded behind its kept prefix, its blocks."""
         assert self.prefix_cache is not None

@@ -130,10 +130,7 @@ def compute_announced_limits(store: StoreRules, group: Group, stored: StoredSamp
     return [
         min(
             store.max_lag,
-            max(
-                (grant.limit for grant in grants if grant.permits(span.label)),
-                default=math.inf,
-            ),
+            max((grant.limit for grant in grants if grant.permits(span.label)), default=math.inf),
         )
         for span in spans
     ]

@@ -332,8 +332,7 @@ def _check_texts(sample: Trajectory, settings: StoreSettings) -> None:
         sample.failed and len(sample.failed.why) > REASON_LENGTH
     ):
         raise BadMessage(
-            f"{cite(sample)}: its group_key or the reason of its failure is too long",
-            "text",
+            f"{cite(sample)}: its group_key or the reason of its failure is too long", "text"
         )
     if sample.failed and sample.failed.kind == "refused":
         raise BadMessage(

@@ -486,12 +486,7 @@ class BufferService:
     def on_Delivery(self, peer: bytes, message: m.Delivery) -> None:
         """Accept finished samples, also from a session that has lost its name."""
         samples, refused = checks.check_delivery(
-            self.store,
-            message.samples,
-            self.vocabulary,
-            self.routing,
-            self.images,
-            message.images,
+            self.store, message.samples, self.vocabulary, self.routing, self.images, message.images
         )
         entry = self.admit_generator(message.producer, peer, message.session)
         if refused or (entry is not None and entry.refused):
@@ -1149,12 +1144,7 @@ class BufferService:
 
         After a takeover the other buffer's files are not touched."""
         actions: list[Callable[[], object]] = [] if self.taken_over else [self.write_summary]
-        actions += [
-            self.metrics.close,
-            self.trackers.close,
-            self.samples.close,
-            self.trained.close,
-        ]
+        actions += [self.metrics.close, self.trackers.close, self.samples.close, self.trained.close]
         if isinstance(self.store, RecordedStore):
             journal = self.store.journal
             actions.append(journal.abandon if self.taken_over else journal.close)

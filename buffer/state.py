@@ -76,9 +76,7 @@ FATES = _make_packing(
     lambda _, saved: SampleFates(REMEMBERED, saved),
 )
 ATTEMPTS = _make_packing(
-    list[tuple[IntPair, list[int]]],
-    _list_items,
-    lambda _, saved: StrayAttempts(STRAYS, saved),
+    list[tuple[IntPair, list[int]]], _list_items, lambda _, saved: StrayAttempts(STRAYS, saved)
 )
 TREE = _make_packing(PolicyTreeState, PolicyTree.snapshot, _restore)
 MIXER = _make_packing(MixtureState, TaskMixer.snapshot, _restore)

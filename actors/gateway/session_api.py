@@ -179,11 +179,7 @@ class SessionApi(SessionSource):
                 continue
             episode = gateway.restore(session, last_call, first=opening.first)
             opened = OpenedSession(
-                session=session,
-                key=opening.key,
-                seed=opening.seed,
-                first=opening.first,
-                file=file,
+                session=session, key=opening.key, seed=opening.seed, first=opening.first, file=file
             )
             self.begun.add((ticket.ticket, session.sample, ticket.exact_version))
             self.add(opened, episode, opening.lease)

@@ -200,7 +200,7 @@ class TinkerServer:
             "training_runs/{id}/checkpoints": self.list_checkpoints,
         }
         delete: dict[str, Handler] = {
-            "training_runs/{id}/checkpoints/{kind}/{name}": self.delete_checkpoint,
+            "training_runs/{id}/checkpoints/{kind}/{name}": self.delete_checkpoint
         }
         routes = [
             Route(f"/api/v1/{path}", self._guard(handler), methods=[method])

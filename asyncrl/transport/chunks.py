@@ -196,11 +196,7 @@ class ChunkClient:
     """
 
     def __init__(
-        self,
-        address: str,
-        timeout: float,
-        curve_dir: str = "",
-        name: str = "generator-0",
+        self, address: str, timeout: float, curve_dir: str = "", name: str = "generator-0"
     ) -> None:
         self.address = address
         self.name = name

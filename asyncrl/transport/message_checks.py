@@ -72,8 +72,7 @@ def _check_tickets(message: m.TicketGrant) -> None:
     for ticket in message.tickets:
         name = f"ticket {ticket.ticket}, attempt {ticket.attempt}"
         require(
-            len(set(ticket.samples)) == len(ticket.samples),
-            f"{name}: samples {ticket.samples[:8]}",
+            len(set(ticket.samples)) == len(ticket.samples), f"{name}: samples {ticket.samples[:8]}"
         )
         require(
             len(ticket.prompt.images) <= MOST_IMAGES, f"{name}: {len(ticket.prompt.images)} images"
@@ -180,10 +179,7 @@ def check_call_result(
 
 
 def _check_batch(
-    message: m.Batch,
-    vocabulary: int,
-    routing: m.RoutingShape | None,
-    images: ImageShape | None,
+    message: m.Batch, vocabulary: int, routing: m.RoutingShape | None, images: ImageShape | None
 ) -> None:
     from asyncrl.transport import arrays  # imports numpy, which a live view does not need
 

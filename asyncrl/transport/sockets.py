@@ -409,10 +409,7 @@ class PeerSocket:
         try:
             check_address(address, self.curve_dir, "the buffer's address")
         except ConfigError as error:
-            print(
-                f"ignored the buffer's new address: {escape_line(str(error))}",
-                file=sys.stderr,
-            )
+            print(f"ignored the buffer's new address: {escape_line(str(error))}", file=sys.stderr)
             return False
         print(
             f"{self.address} has been silent for {silent:.0f} s, and the run's buffer is now at "

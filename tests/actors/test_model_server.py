@@ -21,12 +21,7 @@ import torch
 from model_server_kit import KEY, served, served_here
 
 from actors import completions_app
-from actors.completions_app import (
-    MOST_CONTEXT,
-    CompletionsApp,
-    EngineThread,
-    build_config,
-)
+from actors.completions_app import MOST_CONTEXT, CompletionsApp, EngineThread, build_config
 from asyncrl.cli import main
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.models import policy

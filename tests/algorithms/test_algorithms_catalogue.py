@@ -10,15 +10,7 @@ import pytest
 import torch
 from advantage_kit import by_token
 from algorithms_catalogue_kit import answers, repaired, vec, yes
-from algorithms_kit import (
-    batch,
-    config,
-    convert,
-    gradient,
-    parse_refusals,
-    parse_settings,
-    theta,
-)
+from algorithms_kit import batch, config, convert, gradient, parse_refusals, parse_settings, theta
 
 from asyncrl.algorithms import advantages, surrogates
 from asyncrl.algorithms import loss as sl

@@ -120,12 +120,7 @@ def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> J
     finish: str = node.finish
     if finish == "stop" and message.get("tool_calls"):
         finish = "tool_calls"
-    choice: JsonObject = {
-        "index": 0,
-        "message": message,
-        "logprobs": None,
-        "finish_reason": finish,
-    }
+    choice: JsonObject = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
     if parsed.logprobs:
         tokens = [decode([int(token)]) for token in node.ids]
         choice["logprobs"] = {
@@ -199,11 +194,7 @@ def _split_choice(parsed: ParsedRequest, choice: JsonObject) -> list[JsonObject]
         "finish_reason": choice["finish_reason"],
     }
     if parsed.kind == "text":
-        complete: JsonObject = {
-            "index": 0,
-            "text": choice["text"],
-            "logprobs": choice["logprobs"],
-        }
+        complete: JsonObject = {"index": 0, "text": choice["text"], "logprobs": choice["logprobs"]}
         return [{**complete, "finish_reason": None, **extra}, {**last_choice, "text": ""}]
     message = choice["message"]
     delta: JsonObject = {"content": message["content"]}

@@ -34,13 +34,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from actors.gateway.endpoint import replies
-from actors.gateway.endpoint.requests import (
-    PREFIX,
-    Kind,
-    ParsedRequest,
-    decode_body,
-    parse_request,
-)
+from actors.gateway.endpoint.requests import PREFIX, Kind, ParsedRequest, decode_body, parse_request
 from actors.gateway.recovery.session_journal import OpenedSession
 from actors.gateway.refusals import TOO_LONG, CallRefused, build_too_long_error
 from actors.gateway.sessions import HarnessRequest, Session

@@ -143,8 +143,7 @@ def find_smallest_window(timings: Sequence[BatchTiming], share: float, most: flo
     if step * (1 - share) > slower:  # the replay predicted less waiting than was measured
         share *= share * step / (step - slower)
     longest_step = max(
-        slower / (1 - share),
-        replay_step(works, latencies, load, most) / (1 - LITTLE * share),
+        slower / (1 - share), replay_step(works, latencies, load, most) / (1 - LITTLE * share)
     )
     low, high = GRAIN, math.floor(most * GRAIN)
     while low < high:
