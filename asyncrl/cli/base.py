@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 
 from asyncrl.cli import result
 from asyncrl.contract import refusal
-from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.importing import append_working_directory
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.contract.toml_writer import read_table
@@ -157,14 +157,6 @@ class CommandGroup(ExampleGroup):
                 1,
                 as_json,
             )
-
-
-def require_model(model: str, key: str) -> None:
-    """Raise ConfigError for a local model directory that does not exist, before torch is imported.
-
-    key: names the option or key in the message."""
-    if "://" not in model and not (Path(model) / "config.json").is_file():
-        raise ConfigError(f"{key}: {model} is not a model directory (it has no config.json)")
 
 
 def fail(reason: str, code: int, as_json: bool) -> NoReturn:

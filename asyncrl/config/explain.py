@@ -15,7 +15,7 @@ import msgspec
 
 from asyncrl.config import layers, load, methods
 from asyncrl.config.tree import Config
-from asyncrl.contract.toml_writer import read_table
+from asyncrl.contract.toml_writer import Differences, find_differences, flatten, read_table
 
 _TABLES: dict[str, dict[str, str]] = read_table(__file__)
 PAGES, KEYS_BY_UNIT, REASONS, TAGS = _TABLES.values()
@@ -206,24 +206,10 @@ def read_config(source: str) -> Config:
     return load.load(path / "config.toml" if path.is_dir() else path)
 
 
-def compare_configs(left: Config, right: Config) -> dict[str, tuple[Any, Any]]:
+def compare_configs(left: Config, right: Config) -> Differences:
     """Return key -> (left, right) of differing keys; None: the config does not read the key."""
-    left_values, right_values = (
-        dict(_flatten(layers.read_keys(config))) for config in (left, right)
-    )
-    return {
-        key: (left_values.get(key), right_values.get(key))
-        for key in sorted({*left_values, *right_values})
-        if left_values.get(key) != right_values.get(key)
-    }
-
-
-def _flatten(table: dict[str, Any], prefix: str = "") -> typing.Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+    left_values, right_values = (flatten(layers.read_keys(config)) for config in (left, right))
+    return find_differences(left_values, right_values)
 
 
 def annotate(text: str, origins: dict[str, str]) -> str:

@@ -276,7 +276,7 @@ def _check_mixture(config: Config) -> Problems:
             f"task.name: {task.name} with {len(task.mixture)} parts in task.mixture; a mixture "
             "needs both task.name = mixture and tables [[task.mixture]]"
         )
-    names = {"heldout", "ood", *(eval_set.name for eval_set in config.evaluation.sets)}
+    names = set(config.evaluation.names)
     for part in task.mixture:
         for problem in _check_part(config, part):
             yield f"task.mixture: {part.title or part.name}: {problem}"

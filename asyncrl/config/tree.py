@@ -576,6 +576,11 @@ class EvaluationConfig(Section, frozen=True, kw_only=True):
     """Further held-out sets, each a table [[evaluation.sets]] with a name. See docs/evaluation.md
     for its keys."""
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all sets, which are splits of their prompts."""
+        return ["heldout", "ood", *(evaluation_set.name for evaluation_set in self.sets)]
+
 
 class WiresConfig(Section, frozen=True, kw_only=True):
     address: str = ""

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 RawTable = dict[str, Any]  # of TOML
+Differences = dict[str, tuple[Any, Any]]  # key -> (value in the base, in the compared table)
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -46,6 +47,25 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> RawTable:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def find_differences(
+    base: Mapping[str, Any], compared: Mapping[str, Any], prefix: str = ""
+) -> Differences:
+    """Return every leaf in which two nested tables differ, by dotted key.
+
+    >>> find_differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "d": 3})
+    {'a.c': (2, 4)}
+    """
+    differences: Differences = {}
+    for key in sorted({*base, *compared}):
+        base_value = base.get(key)
+        value = compared.get(key)
+        if isinstance(base_value, dict) and isinstance(value, dict):
+            differences |= find_differences(base_value, value, f"{prefix}{key}.")
+        elif base_value != value:
+            differences[f"{prefix}{key}"] = (base_value, value)
+    return differences
 
 
 def _write_lines(table: Mapping[str, Any], path: Sequence[str] = ()) -> list[str]:

@@ -78,9 +78,8 @@ def evaluate(
     replaced = [f"model.path={json.dumps(model)}", "model.warm_start=false"]
     config = load.load(source, [*sets, *replaced])
     config = msgspec.structs.replace(config, lora=LoraConfig())  # MODEL is merged already
-    all_names = ["heldout", "ood", *(one.name for one in config.evaluation.sets)]
-    if unknown := [name for name in names if name not in all_names]:
-        raise ConfigError(f"--only {unknown[0]}: choose from {', '.join(all_names)}")
+    if unknown := [name for name in names if name not in config.evaluation.names]:
+        raise ConfigError(f"--only {unknown[0]}: choose from {', '.join(config.evaluation.names)}")
     model_check.check(config)
 
     def count(name: str, planned: int) -> int:
@@ -176,7 +175,7 @@ def _evaluate_sessions(
         follower.join()
     rows = metrics.read(run_dir)
     results: JsonObject = {}
-    for name in ("heldout", "ood", *(one.name for one in evaluation.sets)):
+    for name in evaluation.names:
         values = [
             (metric, value)
             for row in rows

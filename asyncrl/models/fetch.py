@@ -239,6 +239,20 @@ def stay_offline() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", OWN_OFFLINE_VALUE)
 
 
+def require_directory(path: str | Path, key: str = "model.path") -> None:
+    """Raise ConfigError, with `key` in the message, unless `path` is a model directory."""
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"{key}: {path} is not a model directory (it has no config.json)")
+
+
+def locate_model(model: str, key: str) -> str:
+    """Return the directory of a model, downloaded if it is one of the hub.  Raises ConfigError."""
+    if model.startswith(HUB):
+        return str(download_model(model))
+    require_directory(model, key)
+    return model
+
+
 def download_model(name: str) -> Path:
     """Return the local directory of `hf://ORG/NAME[@REVISION]`, downloaded or from the hub's cache.
 

@@ -75,8 +75,11 @@ class ImageEncoder:
         if not blobs:
             return {}
         pixels = [self.load_pixels(name, blob) for name, blob in blobs.items()]
-        groups = [[image] for image in pixels] if single else [pixels]
-        encoded = [image for group in groups for image in self._encode(group)]
+        encoded: list[Tensor] = []
+        for group in [[image] for image in pixels] if single else [pixels]:
+            stacked = torch.stack(group).to(self.hf.device, self.hf.dtype)
+            features = self.hf.get_image_features(pixel_values=stacked, return_dict=True)
+            encoded += features.pooler_output
         for image in encoded:
             if len(image) != self.shape.length:
                 raise ConfigError(
@@ -84,13 +87,6 @@ class ImageEncoder:
                     f"an image, and image_seq_length in its config.json is {self.shape.length}"
                 )
         return dict(zip(blobs, encoded, strict=True))
-
-    def _encode(self, pixels: list[Tensor]) -> Iterable[Tensor]:
-        stacked = torch.stack(pixels).to(self.hf.device, self.hf.dtype)
-        encoded: Iterable[Tensor] = self.hf.get_image_features(
-            pixel_values=stacked, return_dict=True
-        ).pooler_output
-        return encoded
 
     @staticmethod
     def build_inputs(names: Iterable[str], features: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -256,8 +256,7 @@ def load_policy(
     attention: of transformers' modules; None: sdpa, or eager where sdpa would compute another
         model. Raises ConfigError when the directory is missing or does not hold a causal LM.
     """
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"model.path: {path} is not a model directory (it has no config.json)")
+    fetch.require_directory(path)
     target_device = resolve_device(device)
     hf: Any = None if with_modules else without_transformers.load(path, dtype)
     if hf is None:
@@ -331,8 +330,7 @@ def load_text_config(path: str | Path) -> Any:
     """
     import transformers
 
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"model.path: {path} is not a model directory (it has no config.json)")
+    fetch.require_directory(path)
     try:
         return transformers.AutoConfig.from_pretrained(str(path)).get_text_config()
     except (OSError, ValueError, KeyError) as error:

@@ -293,17 +293,12 @@ class MetricsWriter:
             else:
                 self.newest = row["step"]
             if row["step"] >= step:
-                values = {
-                    name: value
-                    for name, value in row.items()
-                    if name not in ("step", "t") and isinstance(value, int | float)
-                }
                 counts = {
                     name: Counter({float(text): count for text, count in value.items()})
                     for name, value in row.items()
                     if isinstance(value, dict)
                 }
-                self.board.add(row["step"], values, counts)
+                self.board.add(row["step"], select_numbers(row), counts)
 
     def close(self) -> None:
         self.file.close()
@@ -320,6 +315,15 @@ def read(run_dir: Path) -> list[JsonObject]:
 
     Damaged lines are left out.  Renamed metrics have their present names."""
     return select_valid_rows(jsonl.read(run_dir / "metrics.jsonl"))
+
+
+def select_numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a row, without its place in the run and its histograms."""
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in ("step", "t") and isinstance(value, int | float)
+    }
 
 
 def name_evaluation(row: Mapping[str, Any]) -> str:

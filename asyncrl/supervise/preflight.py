@@ -207,7 +207,8 @@ def check_devices(subject: Subject) -> str:
 def check_task(subject: Subject) -> str:
     """Check the task and the files that it reads."""
     task = subject.task
-    sizes = {split: _count_prompts(task, split) for split in _list_splits(subject)}
+    splits = ("train", *subject.config.evaluation.names)
+    sizes = {split: _count_prompts(task, split) for split in splits}
     counts = (f"{'endless' if n is None else n} {split}" for split, n in sizes.items() if n != 0)
     return f"{subject.config.task.name}: {', '.join(counts)} prompts"
 
@@ -221,16 +222,6 @@ def check_functions(subject: Subject) -> str:
 
     called = losses.check_functions(config).items()
     return ", ".join(f"{key} = {path}" for key, path in called) + ": called on two small rows"
-
-
-def _list_splits(subject: Subject) -> list[str]:
-    """List the splits of the task and its evaluation sets."""
-    return [
-        "train",
-        "heldout",
-        "ood",
-        *(evaluation_set.name for evaluation_set in subject.config.evaluation.sets),
-    ]
 
 
 def _count_prompts(task: Any, split: str) -> int | None:
@@ -457,7 +448,7 @@ def locate_prompt(config: Config, prompt: Prompt) -> str:
 
 def _read_first_prompts(subject: Subject) -> Iterator[Any]:
     """Yield the prompts of each split that a check reads."""
-    for split in _list_splits(subject):
+    for split in ("train", *subject.config.evaluation.names):
         size = _count_prompts(subject.task, split)
         for number in range(FIRST_PROMPTS if size is None else min(size, MOST_PROMPTS)):
             yield subject.task.prompt(split, number, subject.config.seed)

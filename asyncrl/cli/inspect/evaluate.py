@@ -11,7 +11,6 @@ from asyncrl.cli.base import (
     json_option,
     option_table,
     print_progress,
-    require_model,
     set_option,
 )
 
@@ -39,13 +38,12 @@ def eval(  # the name of the command
     engine are those of CONFIG; its own model is not read.
     """
     from asyncrl.config import load
-
-    require_model(model, "MODEL")
-    load.load(source, sets)  # before the imports of torch below
-    from asyncrl.experiments import model_evaluation
     from asyncrl.models import fetch
 
-    path = str(fetch.download_model(model)) if model.startswith(fetch.HUB) else model
+    path = fetch.locate_model(model, "MODEL")
+    load.load(source, sets)  # before the imports of torch below
+    from asyncrl.experiments import model_evaluation
+
     progress = model_evaluation.EvaluationProgress(print_progress)
     evaluation = model_evaluation.evaluate(path, source, sets, only, prompts, progress)
     if as_json:

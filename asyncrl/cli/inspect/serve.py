@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 
-from asyncrl.cli.base import command, option_table, print_progress, require_model
+from asyncrl.cli.base import command, option_table, print_progress
 from asyncrl.contract.errors import ConfigError
 
 
@@ -30,8 +30,6 @@ def serve(
     MODEL is an exported or a Hugging Face directory, or hf://ORG/NAME. The key is OPENAI_API_KEY;
     without it, a new key is created and printed.
     """
-    require_model(model, "MODEL")
-    from actors import completions_app
     from asyncrl.models import fetch
     from asyncrl.transport.http_server import ListenAddress
     from asyncrl.transport.sockets import is_loopback
@@ -43,7 +41,9 @@ def serve(
         )
     bind = ListenAddress(host, port, certificate, private_key, port_name="--port")
     bind.require_encryption()
-    path = str(fetch.download_model(model)) if model.startswith(fetch.HUB) else model
+    path = fetch.locate_model(model, "MODEL")
+    from actors import completions_app  # imports torch
+
     config = completions_app.build_config(
         path, context=context or 0, slots=slots, dtype=dtype, device=device, threads=threads or 0
     )

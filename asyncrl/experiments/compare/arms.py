@@ -16,6 +16,7 @@ import msgspec
 from asyncrl.config import methods
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.toml_writer import Differences, find_differences
 
 # method -> its summary and its `--set` items
 CORRECTIONS: dict[str, tuple[str, list[str]]] = {
@@ -23,8 +24,6 @@ CORRECTIONS: dict[str, tuple[str, list[str]]] = {
     "configured": ("as the config says", []),
 }
 METHOD = "method"  # in an arm, stands for all keys of a method
-# key -> (value in the base, value in the compared arm)
-Differences = dict[str, tuple[Any, Any]]
 # an arm, what it is, its config's differences from the base
 ArmDescription = tuple[str, str, str]
 
@@ -127,25 +126,6 @@ def convert_configs(configs: Mapping[str, Config]) -> dict[str, Any]:
     }
 
 
-def find_config_differences(
-    base: Mapping[str, Any], compared: Mapping[str, Any], prefix: str = ""
-) -> Differences:
-    """Return every leaf in which two nested tables differ, by dotted key.
-
-    >>> find_config_differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "d": 3})
-    {'a.c': (2, 4)}
-    """
-    differences: Differences = {}
-    for key in sorted({*base, *compared}):
-        base_value = base.get(key)
-        value = compared.get(key)
-        if isinstance(base_value, dict) and isinstance(value, dict):
-            differences |= find_config_differences(base_value, value, f"{prefix}{key}.")
-        elif base_value != value:
-            differences[f"{prefix}{key}"] = (base_value, value)
-    return differences
-
-
 def format_changes(differences: Differences) -> list[str]:
     """Format each difference as `key: x, now y`."""
     return [f"{key}: {base}, now {value}" for key, (base, value) in differences.items()]
@@ -155,7 +135,7 @@ def compare_with_first(configs: Mapping[str, Config]) -> dict[str, Differences]:
     """Map each arm to its config's differences from the first arm."""
     tables = convert_configs(configs)
     base, *names = tables
-    return {name: find_config_differences(tables[base], tables[name]) for name in names}
+    return {name: find_differences(tables[base], tables[name]) for name in names}
 
 
 def format_differences(differences: Differences) -> str:

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Self
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.toml_writer import find_differences
 from asyncrl.experiments import process_run
 from asyncrl.experiments.compare import verdict, warm_pool
 from asyncrl.experiments.compare.arms import (
@@ -36,7 +37,6 @@ from asyncrl.experiments.compare.arms import (
     ArmDescription,
     compare_with_first,
     convert_configs,
-    find_config_differences,
     format_changes,
     format_differences,
 )
@@ -461,7 +461,7 @@ class Grid:
                 {name: table[name] for name in common if name in table}
                 for table in (previous, arms)
             )
-            changes = format_changes(find_config_differences(written, requested))
+            changes = format_changes(find_differences(written, requested))
             if changes:
                 raise ConfigError(
                     f"{directory} holds a {self.kind} with other settings "

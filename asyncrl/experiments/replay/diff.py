@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.compare.arms import find_config_differences
+from asyncrl.contract.toml_writer import find_differences
 from asyncrl.experiments.compare.grid import CellResult
 from asyncrl.experiments.compare.page import CURVES, plot_curves
 from asyncrl.records import atomic_write, metrics, page_kit, rundir
@@ -51,10 +51,7 @@ def read(run_dir: Path) -> tuple[JsonObject, MetricsByStep, str | None]:
     by_step: MetricsByStep = {}
     # rows of training and evaluation may share a step; after a resume the later value wins
     for row in metrics.read(run_dir):
-        values = {
-            k: v for k, v in row.items() if k not in ("step", "t") and isinstance(v, int | float)
-        }
-        by_step.setdefault(int(row["step"]), {}).update(values)
+        by_step.setdefault(int(row["step"]), {}).update(metrics.select_numbers(row))
     if not by_step:
         raise ConfigError(f"{run_dir}: it has no metrics yet; wait until the run has made a step")
     digest = run_dir / "weights_digest"
@@ -99,7 +96,7 @@ def diff(run_a: Path, run_b: Path) -> JsonObject:
         "b": str(run_b),
         "config": [
             f"{key}: {value_a} | {value_b}"
-            for key, (value_a, value_b) in find_config_differences(ca, cb).items()
+            for key, (value_a, value_b) in find_differences(ca, cb).items()
         ],
         "steps": [max(ra), max(rb)],
         "first_difference": difference,

@@ -25,8 +25,8 @@ import torch
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteError
-from asyncrl.contract.toml_writer import read_table
-from asyncrl.experiments.compare.arms import find_config_differences, format_changes
+from asyncrl.contract.toml_writer import find_differences, read_table
+from asyncrl.experiments.compare.arms import format_changes
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.verdict import list_instabilities
 from asyncrl.experiments.offline_eval import OfflineEvaluator
@@ -154,9 +154,7 @@ class Replay:
                 "group; start a new run"
             )
         self.changed = format_changes(
-            find_config_differences(
-                msgspec.to_builtins(self.recorded), msgspec.to_builtins(last_config)
-            )
+            find_differences(msgspec.to_builtins(self.recorded), msgspec.to_builtins(last_config))
         )
         self.cut = (
             ""

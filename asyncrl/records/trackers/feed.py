@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.contract.toml_writer import flatten
-from asyncrl.records import atomic_write, jsonl, rundir
+from asyncrl.records import atomic_write, jsonl, metrics, rundir
 
 Settings = dict[str, Any]
 RUN_TAG = "asyncrl.run_id"  # in mlflow
@@ -111,11 +111,7 @@ END_S = 60  # for the remaining rows and the end of the tracker
 def send(tracker: Tracker, path: Path, offset: int) -> int:
     """Send the rows from `offset` on; returns the offset behind them."""
     for row, behind in jsonl.read_new_rows(path, offset):
-        numbers = {
-            name: float(value)
-            for name, value in row.items()
-            if name not in ("step", "t") and isinstance(value, int | float)
-        }
+        numbers = {name: float(value) for name, value in metrics.select_numbers(row).items()}
         tracker.log(row["step"], numbers | {"time/run": float(row.get("t", 0.0))})
         offset = behind
     return offset
