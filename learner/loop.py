@@ -215,12 +215,11 @@ class Learner(BufferPeer):
     def send_hello(self) -> None:
         """Send the hello until the buffer welcomes this learner or it is stopped."""
         parent = self.cursor.parent
-        label = Label(self.epoch, self.number)
         message = m.LearnerHello(
             protocol=m.PROTOCOL,
             run=self.run,
             epoch=self.epoch,
-            label=label,
+            label=Label(self.epoch, self.number),
             parent=None if parent is None else Label(*parent),
             digest=self.digest,
             next_ticket=self.cursor.next_ticket,

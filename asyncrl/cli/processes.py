@@ -183,8 +183,7 @@ def run_recorded(name: str, config: Any, run_dir: Path, index: int, *, moved: bo
         raise
     finally:
         memory.close()
-        is_last = incarnation.end(code, reason)
-        if is_last and not supervised:
+        if incarnation.end(code, reason) and not supervised:
             from asyncrl.supervise.run import conclude_unsupervised
 
             conclude_unsupervised(incarnation)

@@ -89,8 +89,7 @@ def evaluate(
     if config.uses_sessions:
         return _evaluate_sessions(config, names, count, progress)
     progress.say(f"loading {config.model.path}")
-    engine = build_engine(config)
-    evaluator = OfflineEvaluator(config, engine, progress.report)
+    evaluator = OfflineEvaluator(config, build_engine(config), progress.report)
     try:
         evaluator.load(load_policy(config.model.path, config.model.dtype, config.model.device), 0)
         results: JsonObject = {}

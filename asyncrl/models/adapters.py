@@ -211,8 +211,7 @@ def read_fitting(model: PolicyModel, path: Path) -> dict[str, Tensor]:
             f"model.path = {model.tokenizer_dir} (digest {model.adapter.base}): start a new run, "
             "or point model.path at its base"
         )
-    own_weights = list_adapter_weights(model.hf)
-    if {name: tensor.shape for name, tensor in own_weights} != {
+    if {name: tensor.shape for name, tensor in list_adapter_weights(model.hf)} != {
         n: t.shape for n, t in stored.tensors.items()
     }:
         raise DamagedDataError(

@@ -192,8 +192,7 @@ def project(
         qk = normalize(qk, lay.eps) * w["norm"]
     qk = rotate(qk, turns)
     q = qk[:, : lay.heads]
-    k = qk[:, lay.heads :]
-    return (q if "norm" in w else q * lay.head_dim**-0.5), k, v
+    return (q if "norm" in w else q * lay.head_dim**-0.5), qk[:, lay.heads :], v
 
 
 def finish(

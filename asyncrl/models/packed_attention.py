@@ -332,8 +332,7 @@ def _sum_key_gradients(rows: AttentionRows, sides: list[Tensor]) -> Tensor:
     for owner, grad in zip(rows.owners, answers, strict=True):
         # after a shorter prompt the columns hold the response's own keys; the sum of these columns
         # belongs to padding and is not read
-        by_row = grad.view(len(owner), -1, grad.shape[1], dim)
-        shared = by_row[:, :, :width]
+        shared = grad.view(len(owner), -1, grad.shape[1], dim)[:, :, :width]
         of_prompts[:, :, : shared.shape[2]].index_add_(0, owner, shared)
     places = [rows.prompt_keys, *rows.answer_keys]
     return cat(

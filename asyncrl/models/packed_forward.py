@@ -177,8 +177,7 @@ def apply_rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [n, heads, d] in the half-split layout."""
     half = x.shape[-1] // 2
-    rotated = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return x * cos + rotated * sin
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
 
 class _Rotate(Function):
@@ -539,8 +538,7 @@ def _build_causal_mask(valid: ndarray) -> ndarray:
     valid: [B, Q]
     """
     width = valid.shape[1]
-    past = np.tril(np.ones((width, width), bool))
-    visible: ndarray = valid[:, None, :] & past[None]
+    visible: ndarray = valid[:, None, :] & np.tril(np.ones((width, width), bool))[None]
     return visible
 
 
@@ -666,8 +664,7 @@ def apply_block(
         k = apply_rms_norm(k, att.k_norm.weight, lay.eps)
     q = apply_rotary(q, cos, sin)
     k = apply_rotary(k, cos, sin)
-    attended = packed_attention.attend_packed(q, k, v, rows)
-    x = x + att.o_proj(attended)
+    x = x + att.o_proj(packed_attention.attend_packed(q, k, v, rows))
     h = apply_rms_norm(x, layer.post_attention_layernorm.weight, lay.eps)
     if lay.experts is not None and expert_layers.is_sparse(layer):
         weights = expert_layers.ExpertWeights(

@@ -345,8 +345,7 @@ def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> No
     Of a model with adapters, only the adapter is written. ends: the tokens that end a completion,
     if they differ from the model's own.
     """
-    own_part = Path(f"{path}.part{os.getpid()}")
-    with atomic_write.replace(Path(path), part=own_part) as part:
+    with atomic_write.replace(Path(path), part=Path(f"{path}.part{os.getpid()}")) as part:
         part.mkdir(parents=True)
         if model.adapter is not None:
             adapter_files.save(model.hf, model.adapter, model.tokenizer_dir, part)

@@ -341,8 +341,7 @@ def choose_alarm(values: int) -> float:
     >>> choose_alarm(30), round(choose_alarm(12), 4), choose_alarm(5)
     (0.001, 0.002, 0.05)
     """
-    third = min(values, PARTS) // 3
-    least = 1 / math.comb(min(values, PARTS), third)
+    least = 1 / math.comb(min(values, PARTS), min(values, PARTS) // 3)
     return min(max(ALARM, least), MOST_ALARM)
 
 

@@ -43,8 +43,7 @@ def read_free_bytes() -> int:
 
 def read_resident_bytes() -> int:
     """Return the bytes of main memory that this process occupies."""
-    pages = int(STATM.read_bytes().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return int(STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def count_memory_kills() -> int | None:

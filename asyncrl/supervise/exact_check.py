@@ -309,10 +309,9 @@ def check(config: Config) -> list[ExactCheckRow]:
 
 def describe_failure(rows: Sequence[ExactCheckRow]) -> str:
     """Describe the rows that differ, or return "" if all agree."""
-    bad = [r for r in rows if r.differ]
     return ", ".join(
         f"{r.operator} ({r.differ} of {r.values} values differ, by up to {r.largest:.1e})"
-        for r in bad
+        for r in [r for r in rows if r.differ]
     )
 
 

@@ -280,13 +280,12 @@ class Supervisor:
                 self.watchdog.since = now
                 return
             detail += f"; {blocking.describe()}"
-        patience = min(self.watchdog.deadline / 2, SILENT_S)
         name = find_blocking_process(
             [n for n in running if n != "buffer"],
             waits,
             self.status.peers if self.status else {},
             now - self.status_time,
-            patience,
+            min(self.watchdog.deadline / 2, SILENT_S),
         )
         if not name:
             raise ProcessLost(

@@ -129,11 +129,10 @@ def fit_answers(
         fit.FitExample(np.array(p, np.int32), np.array([*a, tokenizer.eos_token_id], np.int32), i)
         for p, a, i in zip(*token_ids, images or [[]] * len(pairs), strict=True)
     ]
-    training = SftTraining(steps=steps, batch=BATCH, lr=LR)
     return fit_in_order(
         model,
         examples,
-        training,
+        SftTraining(steps=steps, batch=BATCH, lr=LR),
         lambda step: LR * min((step + 1) / WARMUP, max(LR_END, 1 - step / steps)),
         say,
     )

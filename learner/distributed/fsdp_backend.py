@@ -284,8 +284,7 @@ class FsdpBackend(DistributedBackend):
         return {FOLDER: self.ranks}
 
     def load(self, state: JsonObject, directory: Path) -> None:
-        saved = directory / FOLDER
-        reader = FileSystemReader(saved)
+        reader = FileSystemReader(directory / FOLDER)
         stored = reader.read_metadata().state_dict_metadata
         tensors = self._collect_tensors(stored)
         for name, tensor in tensors.items():

@@ -299,8 +299,7 @@ def find_collapse(rewards: Sequence[float]) -> str:
 
 
 def find_kl_divergence(kls: Sequence[float]) -> str:
-    over = sum(kl > KL_LIMIT for kl in kls)
-    if over < BATCHES and all(map(math.isfinite, kls)):
+    if sum(kl > KL_LIMIT for kl in kls) < BATCHES and all(map(math.isfinite, kls)):
         return ""
     return (
         f"divergence: KL(behavior, target) above {KL_LIMIT:g} nats a token in "

@@ -141,10 +141,9 @@ class StaleSamples:
         del judged["variance"]
         chance = self.p[s.seq] / s.length
         mean_weight = float((chance * w).sum())
-        mean_square = float((chance * w.square()).sum())
         return judged | {
             "mean_weight": mean_weight,
-            "ess": mean_weight**2 / max(mean_square, 1e-300),
+            "ess": mean_weight**2 / max(float((chance * w.square()).sum()), 1e-300),
             "left": float((chance * (w > 0)).sum()),
         }
 

@@ -78,8 +78,7 @@ class ResponseSpace:
         The result is [N], with gradient.
         """
         a = log_softmax(p, -1)
-        b = log_softmax(q, -1)
-        return (a.exp() * (a - b)).sum(-1)[self.place]
+        return (a.exp() * (a - log_softmax(q, -1))).sum(-1)[self.place]
 
     def compute_kl(self, p: Tensor, q: Tensor) -> Tensor:
         """Return exact KL(p || q) over whole responses, in nats a response.

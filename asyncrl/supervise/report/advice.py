@@ -152,7 +152,6 @@ def list_fired_checks(run_dir: Path, signs: Sequence[Mapping[str, Any]]) -> list
     recorded: dict[str, Mapping[str, Any]] = {}
     for row in jsonl.read(run_dir / CHECKS):
         recorded.setdefault(str(row.get("name")), row)
-    current = {sign["name"]: sign for sign in signs}
     return [
         Finding(
             f"check {name}",
@@ -161,7 +160,7 @@ def list_fired_checks(run_dir: Path, signs: Sequence[Mapping[str, Any]]) -> list
             + f": {sign['said']}",
             sign["try_this"],
         )
-        for name, sign in (recorded | current).items()
+        for name, sign in (recorded | {sign["name"]: sign for sign in signs}).items()
     ]
 
 

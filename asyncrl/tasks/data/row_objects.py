@@ -64,8 +64,7 @@ def find_prompt_keys(table: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, 
             name = f"task.mixture[{number - 1}].{key}" if number else f"task.{key}"
             if isinstance(section, dict) and key in section:
                 yield name, section, key
-    evaluation = table.get("evaluation")
-    for number, section in enumerate((evaluation or {}).get("sets", [])):
+    for number, section in enumerate((table.get("evaluation") or {}).get("sets", [])):
         if "file" in section:
             yield f"evaluation.sets[{number}].file", section, "file"
 
