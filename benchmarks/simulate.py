@@ -153,8 +153,7 @@ def one_round(
     work: Path, r: int, model: Path, steps: int, names: list[str], slow: list[float]
 ) -> dict[str, Any]:
     from asyncrl.config.load import load
-    from asyncrl.experiments.simulate.fit import fit
-    from asyncrl.experiments.simulate.times import change
+    from asyncrl.experiments.simulate.times import change, fit
 
     out: dict[str, Any] = {}
     others = [n for n in names if n != BASE]

@@ -18,30 +18,9 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.toml_writer import Differences, find_differences, flatten, read_table
 
 _TABLES: dict[str, dict[str, str]] = read_table(__file__)
-PAGES, KEYS_BY_UNIT, REASONS, TAGS = _TABLES.values()
+PAGES, KEYS_BY_UNIT, REASONS, TAGS, REFERENCE = _TABLES.values()
 # unit of a number by the end of its name, otherwise by its dotted key
 UNIT_ENDINGS = {"_s": "seconds", "_mib": "MiB", "_bytes": "bytes", "_tokens": "tokens"}
-
-REFERENCE_HEAD = """# Configuration
-
-Generated from the config's structs by `asyncrl config reference`.
-
-A config is a TOML file. It may contain any key below, and `--set key=value` sets one on the command
-line. `method`, `correction.preset` and `kl.preset` set several keys at once. Keys that you set
-yourself override them.
-
-- **Values**: the allowed values of a key, then its unit in parentheses. A number without a unit is
-  a count or has no dimension.
-- **Default**: the value of a key that you do not set. If the default does more than switch
-  something off, its reason follows. A dash means that the value depends on the method, or that
-  nothing is set, as the meaning explains.
-- **Read with**: the settings under which the key has an effect. With other settings, setting it is
-  an error. A dash means that it always has an effect.
-
-`asyncrl config explain KEY` prints the same for one key, with the published methods that set it.
-`asyncrl config show CONFIG` prints the values of a config and the origin of each.
-
-"""
 REFERENCE_TABLE = "| key | meaning | values | default | read with |\n|---|---|---|---|---|\n"
 TOP_LEVEL = "top level"
 
@@ -121,7 +100,7 @@ def render_reference() -> str:
         heading = f"\n## {title}\n\nSee [{pages[name]}]({pages[name]}).\n\n"
         tables.append(heading + REFERENCE_TABLE + "".join(rows))
     links = textwrap.fill(index, 100, break_long_words=False, break_on_hyphens=False)
-    return f"{REFERENCE_HEAD}{links}\n{''.join(tables)}"
+    return f"{REFERENCE['head']}{links}\n{''.join(tables)}"
 
 
 def _format_row(explanation: KeyExplanation) -> str:

@@ -30,8 +30,9 @@ class MetricInfo(NamedTuple):
 
 Table = dict[str, MetricInfo]
 METRICS: Table
-METRICS, BY_LAG, PATTERNS, SECTIONS, FIRST_LOOK = msgspec.convert(
-    [*read_table(__file__).values()], tuple[Table, Table, Table, dict[str, list[str]], Table]
+METRICS, BY_LAG, PATTERNS, SECTIONS, FIRST_LOOK, PAGE = msgspec.convert(
+    [*read_table(__file__).values()],
+    tuple[Table, Table, Table, dict[str, list[str]], Table, dict[str, str]],
 )
 METRICS |= {
     f"ledger/{_line}": MetricInfo("tokens", f"tokens that have ended in the ledger line {_line}")
@@ -53,20 +54,6 @@ for _b in BUCKETS:
 
 def is_known_metric(name: str) -> bool:
     return name in METRICS or any(re.fullmatch(pattern, name) for pattern in PATTERNS)
-
-
-PAGE_HEAD = """# Metrics
-
-Generated from `asyncrl/records/metrics.toml` by `asyncrl config metrics`.
-
-## Look here first
-
-The numbers are the thresholds of the [health
-checks](troubleshooting.md#when-a-run-goes-wrong) or of [Staleness](staleness.md#choose-a-limit).
-They come from small models, so use them as a first guess. If a metric is not healthy, read
-[Troubleshooting](troubleshooting.md).
-
-"""
 
 
 def _list_families() -> dict[str, list[tuple[str, str, str]]]:
@@ -99,7 +86,7 @@ def format_markdown() -> str:
         f"| `{name}` | {healthy.format_map(bounds)} | {otherwise} |\n"
         for name, (healthy, otherwise) in FIRST_LOOK.items()
     ]
-    page = f"{PAGE_HEAD}| metric | healthy | otherwise |\n|---|---|---|\n{''.join(first)}"
+    page = f"{PAGE['head']}| metric | healthy | otherwise |\n|---|---|---|\n{''.join(first)}"
     families = _list_families()
     for section, names in SECTIONS.items():
         rows = [row for name in names for row in families.pop(name)]

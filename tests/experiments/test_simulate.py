@@ -20,7 +20,7 @@ from asyncrl import cli
 from asyncrl.cli import main
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.simulate import fit, times, what_if
+from asyncrl.experiments.simulate import times, what_if
 from asyncrl.experiments.simulate.simulation import Simulation
 from asyncrl.experiments.simulate.times import TimeModel, change
 from asyncrl.records import process_log
@@ -437,14 +437,14 @@ def test_a_report_says_what_a_simulation_predicts_where_one_side_waits(tmp_path:
 def test_a_fit_knows_the_cores_that_the_processes_shared(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     write_run(run_dir, change(TimeModel(), step=0.002, row=5e-5, admit=3e-4))
-    assert fit.fit(run_dir)[0].cores is None, "an older run"
+    assert times.fit(run_dir)[0].cores is None, "an older run"
     for name in ("learner", "generator-0"):
         process_log.append_event(run_dir, name, 1, "began", cores=2)
-    assert fit.fit(run_dir)[0].cores == 2
+    assert times.fit(run_dir)[0].cores == 2
     event = {"at": 0.0, "name": "generator-1", "pid": 1, "host": "elsewhere", "event": "began"}
     with process_log.get_path(run_dir).open("a") as file:
         file.write(json.dumps(event | {"cores": 2}) + "\n")
-    assert fit.fit(run_dir)[0].cores is None, "two machines"
+    assert times.fit(run_dir)[0].cores is None, "two machines"
 
 
 def test_a_fit_finds_the_times_that_made_the_trace(tmp_path: Path) -> None:
@@ -452,7 +452,7 @@ def test_a_fit_finds_the_times_that_made_the_trace(tmp_path: Path) -> None:
         TimeModel(), step=0.002, row=5e-5, admit=3e-4, look=0.003, finish=1e-4, beside=1.4
     )
     write_run(tmp_path / "r", known, rewards=5)
-    found, seen = fit.fit(tmp_path / "r")
+    found, seen = times.fit(tmp_path / "r")
     for name in ("step", "row", "beside", "look", "finish"):
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=0.08), name
     assert found.admit == pytest.approx(known.admit, rel=0.15)
@@ -471,14 +471,14 @@ def test_a_fit_finds_the_times_that_made_the_trace(tmp_path: Path) -> None:
 def test_pauses_that_no_column_explains_are_spread_over_all() -> None:
     pauses = [0.002 + 1e-4 * (i % 7) + (0.06 if i % 20 == 0 else 0.0) for i in range(200)]
     calls = [
-        fit.EngineCall(i, i + 0.5 + 0.01 * i % 3, i % 3, i % 5, 8, i % 7, pause)
+        times.EngineCall(i, i + 0.5 + 0.01 * i % 3, i % 3, i % 5, 8, i % 7, pause)
         for i, pause in enumerate(pauses)
     ]
     train = [TraceSpan("train", 300, 301)]
-    fitted = fit._fit_decode(calls, train)
+    fitted = times._fit_decode(calls, train)
     new = (
         fitted["admit"]
-        - fit._fit_decode([call._replace(pause=0.0) for call in calls], train)["admit"]
+        - times._fit_decode([call._replace(pause=0.0) for call in calls], train)["admit"]
     )
     explained = (
         fitted["look"] + fitted["finish"] * call.finished + new * call.admitted for call in calls
@@ -492,10 +492,10 @@ def test_the_gap_between_two_updates_is_fitted_where_the_learner_did_not_wait() 
         spans += [TraceSpan("train", at, at + 1), TraceSpan("publish", at + 1, at + 1.1)]
         at += 1.1 + gap
     spans.append(TraceSpan("train", at, at + 1))
-    call = fit.EngineCall(0, 0, 1, 1, 1, 1, None)
-    ready = fit._fit_waits(TimeModel(), spans, [], [call])["ready"]
+    call = times.EngineCall(0, 0, 1, 1, 1, 1, None)
+    ready = times._fit_waits(TimeModel(), spans, [], [call])["ready"]
     assert ready == pytest.approx([0.004, 0.005, 0.006])
-    assert fit._fit_waits(TimeModel(), spans[:4], [], [call]) == {}, "too few of them"
+    assert times._fit_waits(TimeModel(), spans[:4], [], [call]) == {}, "too few of them"
 
 
 def test_a_few_samples_take_the_mean_length_of_all(tmp_path: Path) -> None:
@@ -503,7 +503,7 @@ def test_a_few_samples_take_the_mean_length_of_all(tmp_path: Path) -> None:
     write_run(tmp_path, TimeModel())
     shown = [{"ticket": t, "tokens": [1] * (10 + t % 3)} for t in range(60)]
     write_lines(tmp_path / "samples.jsonl", shown)
-    lengths = fit.fit(tmp_path)[0].lengths
+    lengths = times.fit(tmp_path)[0].lengths
     assert isinstance(lengths, list)
     assert sorted({round(x / 24 * 11) for x in lengths}) == [10, 11, 12]
     assert sum(lengths) / len(lengths) == pytest.approx(24, abs=0.01)
@@ -512,8 +512,8 @@ def test_a_few_samples_take_the_mean_length_of_all(tmp_path: Path) -> None:
 def test_training_beside_a_pause_of_the_generator_is_beside_it() -> None:
     """Half of each update lies in a decode call, half in its pause: 0.13 s are 0.1 by itself."""
     spans = [TraceSpan("train", 0.3 * i, 0.3 * i + 0.13, 100) for i in range(9)]
-    calls = [fit.EngineCall(t.start - 0.1, t.start + 0.065, 8, 0, 8, 0, 0.1) for t in spans]
-    fitted = fit._fit_train(change(TimeModel(), beside=1.3), spans, calls)
+    calls = [times.EngineCall(t.start - 0.1, t.start + 0.065, 8, 0, 8, 0, 0.1) for t in spans]
+    fitted = times._fit_train(change(TimeModel(), beside=1.3), spans, calls)
     assert fitted["train"]["sequence"] == pytest.approx([0.1] * 9, abs=1e-4)
 
 
@@ -537,25 +537,25 @@ def test_answers_that_all_end_in_one_call_are_fitted_by_the_steps_in_the_trace(
 ) -> None:
     known = change(TimeModel(), step=0.004, row=2e-4, admit=3e-4)
     write_short_answers(tmp_path / "r", known, with_steps=True)
-    found, _ = fit.fit(tmp_path / "r")
+    found, _ = times.fit(tmp_path / "r")
     for name in ("step", "row", "admit"):
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=0.01), name
     assert (found.look, found.finish) == (TimeModel().look, TimeModel().finish), "no pauses"
     write_short_answers(tmp_path / "old", known, with_steps=False)
     with pytest.raises(ConfigError, match="lacks the number of steps; make a run with this"):
-        fit.fit(tmp_path / "old")
+        times.fit(tmp_path / "old")
 
 
 def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run directory"):
-        fit.fit(tmp_path)
+        times.fit(tmp_path)
     write_run(tmp_path / "old", TimeModel())
     lane = tmp_path / "old" / "trace" / "generator-0.jsonl"
     # a trace without sizes
     rows = [json.loads(line)[:3] for line in lane.read_text().splitlines()]
     write_lines(lane, rows)
     with pytest.raises(ConfigError, match="fit times to: 0 decode calls and 60 batches"):
-        fit.fit(tmp_path / "old")
+        times.fit(tmp_path / "old")
 
 
 def test_questions_are_answered_with_the_same_seeds() -> None:

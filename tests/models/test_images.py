@@ -244,9 +244,13 @@ def test_the_images_decide_and_the_vision_tower_learns(llava: Path) -> None:
             weight.copy_(kept)
     assert (ends[0] - ends[1]) / 2e-2 == pytest.approx(float(gradient.norm()), rel=2e-2)
     calls = []
-    assert model.vision is not None
-    encode = model.vision._encode
-    model.vision._encode = lambda pixels: (calls.append(len(pixels)), encode(pixels))[1]  # type: ignore[method-assign,func-returns-value]
+    encode = model.hf.get_image_features
+
+    def count(pixel_values: torch.Tensor, **more: Any) -> Any:
+        calls.append(len(pixel_values))
+        return encode(pixel_values=pixel_values, **more)
+
+    model.hf.get_image_features = count
     with torch.no_grad():
         relogged(model, [one for one in found if one.key[0] == 1])
     assert calls == [2]  # for three rows of two images each

@@ -1,4 +1,4 @@
-"""Times of a simulation, in seconds: from defaults, a run (fit.py), a TOML file or flags.
+"""Times of a simulation, in seconds: from defaults, a run, a TOML file or flags.
 
 A distribution is written in one of these forms:
 
@@ -12,19 +12,38 @@ A distribution is written in one of these forms:
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import random
 import re
+import statistics
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
+from actors.turn import DECODE_STEPS
 from asyncrl.algorithms.settings import NonNegative, PositiveFloat, PositiveShare, Section, Share
+from asyncrl.config import load as configs
+from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.models.devices import has_cuda
+from asyncrl.records import jsonl, metrics, process_log, rundir, trace
+from asyncrl.records.jsonl import JsonObject
+from asyncrl.records.trace import TraceSpan
+
+FEWEST = 20  # decode calls that a fit needs, besides 5 batches
+MOST_BESIDE = 3.0  # bound of the factor by which generators and learner slow each other down
+WAIT_S = 0.03  # a longer pause of a process counts as a wait
+
+Interval = tuple[float, float]
+Numbers = NDArray[np.float64]
 
 Value = TypeVar("Value")
 NEAR = 0.05  # share of a sequence, to both sides of a stage, from which values are sampled
@@ -192,3 +211,255 @@ def merge_times(base: TimeModel, table: dict[str, Any], source: str) -> TimeMode
     if times.group_lengths is not None and not all(times.group_lengths):
         raise ConfigError(f"{source}: group_lengths: every group needs a length")
     return times
+
+
+# ---- the times of a run --------------------------------------------------------------------------
+
+
+class EngineCall(NamedTuple):
+    """One call of the engine: `rows` at its start, `admitted` of them new."""
+
+    start: float
+    end: float
+    rows: int
+    admitted: int
+    steps: int | None  # None: not in the trace, and the engine ran empty before the usual number
+    finished: int  # rows
+    pause: float | None  # to the next call, less swaps; None: the engine ran empty
+
+
+def fit(run_dir: Path) -> tuple[TimeModel, Config]:
+    """Return the times and the config of a run.
+
+    Raises ConfigError if the run has no trace with sizes, or if it is too short.
+    """
+    rundir.require_run(run_dir)
+    config = configs.load(run_dir / "config.toml")
+    lanes = trace.read_sized_spans(run_dir)
+    learner = lanes.get("learner", [])
+    rewards = [span for name in lanes if name.endswith("-rewards") for span in lanes[name]]
+    generators = [
+        spans
+        for name, spans in lanes.items()
+        if name.startswith("generator-") and not name.endswith("-rewards")
+    ]
+    calls = [call for spans in generators for call in list_engine_calls(spans)]
+    trains = [span for span in learner if span.name == "train" and span.size]
+    if len(calls) < FEWEST or len(trains) < 5:
+        raise ConfigError(
+            f"{run_dir}: too little to fit times to: {len(calls)} decode calls and {len(trains)} "
+            f"batches with their sizes in its trace (needed: {FEWEST} and 5); make a run of 20 "
+            "steps or more with this version"
+        )
+    if sum(call.steps is not None for call in calls) < FEWEST:
+        raise ConfigError(
+            f"{run_dir}: its completions are so short that nearly every decode call emptied the "
+            "engine, and its trace lacks the number of steps; make a run with this version"
+        )
+    times = change(TimeModel(), **_fit_decode(calls, trains))
+    times = change(times, **_fit_train(times, trains, calls), **_fit_lengths(run_dir, config))
+    times = change(times, **_fit_waits(times, learner, generators, calls))
+    swaps = _list_durations("weights", *generators)
+    # the trace also has polls for a version that was not published yet, which are short
+    typical_swap = statistics.median(swaps or [0])
+    measured = {
+        "publish": _list_durations("publish", learner),
+        "checkpoint": _list_durations("checkpoint", learner),
+        "swap": [seconds for seconds in swaps if seconds > typical_swap / 5],
+        # each sample of a batched call gets its share
+        "reward": [
+            (span.end - span.start) / (span.size or 1)
+            for span in rewards
+            for _ in range(span.size or 1)
+        ],
+    }
+    times = change(times, **{name: values for name, values in measured.items() if values})
+    if config.learner.gpus or config.generator.gpus or has_cuda():
+        return times, config
+    return change(times, cores=process_log.find_shared_cores(run_dir)), config
+
+
+def _list_durations(name: str, *lanes: Sequence[TraceSpan]) -> list[float]:
+    spans = itertools.chain(*lanes)
+    return [round(span.end - span.start, 6) for span in spans if span.name == name]
+
+
+def list_engine_calls(spans: Sequence[TraceSpan]) -> list[EngineCall]:
+    """Return one generator's decode calls, except the last."""
+    # a call, the rows admitted before it and the seconds of swaps before it
+    decodes: list[tuple[TraceSpan, int, float]] = []
+    admitted, swap = 0, 0.0
+    for span in spans:
+        if span.name == "prefill":
+            admitted += span.size or 0
+        elif span.name == "weights":
+            swap += span.end - span.start
+        elif span.name == "decode" and span.size:
+            decodes.append((span, admitted, swap))
+            admitted, swap = 0, 0.0
+    calls = []
+    for (call, new_rows, _), (next_call, next_new_rows, swapped) in itertools.pairwise(decodes):
+        rows = call.size or 0
+        remaining = max(0, (next_call.size or 0) - next_new_rows)
+        steps, pause = call.steps, None
+        if remaining:
+            steps = DECODE_STEPS if steps is None else steps
+            pause = next_call.start - call.end - swapped
+        calls.append(EngineCall(*call[1:3], rows, new_rows, steps, rows - remaining, pause))
+    return calls
+
+
+def compute_overlaps(spans: Iterable[Interval], others: Iterable[Interval]) -> Numbers:
+    """Return the share of each of `spans` that `others` cover; both are (start, end)."""
+    edges: list[float] = []  # of the united others
+    for start, end in sorted(others):
+        if edges and start <= edges[-1]:
+            edges[-1] = max(end, edges[-1])
+        else:
+            edges += [start, end]
+    lengths = np.diff(edges, prepend=edges[0])
+    lengths[::2] = 0  # from an end to the next start
+    starts, ends = np.array([*spans]).T
+    covered = np.interp(ends, edges, lengths.cumsum()) - np.interp(starts, edges, lengths.cumsum())
+    shares: Numbers = covered / np.maximum(ends - starts, 1e-9)
+    return shares
+
+
+def solve(columns: Numbers, seconds: Sequence[float] | Numbers) -> tuple[Numbers, float]:
+    """Return coefficients of at least 0 and the residual.
+
+    columns: [calls, coefficients].
+    seconds: [calls], weighted so that long calls do not outweigh short ones.
+    """
+    from scipy.optimize import nnls
+
+    weight = 1 / np.sqrt(np.maximum(seconds, 1e-3))
+    solution: tuple[Numbers, float] = nnls(columns * weight[:, None], seconds * weight)
+    return solution
+
+
+def _fit_decode(calls: Sequence[EngineCall], trains: Sequence[TraceSpan]) -> JsonObject:
+    """Fit step, row, admit, look, finish, beside and noise."""
+    from scipy.optimize import minimize_scalar
+
+    timed = [call for call in calls if call.steps is not None]
+    seconds = np.array([call.end - call.start for call in timed])
+    shares = compute_overlaps((call[:2] for call in timed), (train[1:3] for train in trains))
+    columns = np.array(
+        [[call.steps or 0, (call.steps or 0) * call.rows, call.admitted] for call in timed], float
+    )
+
+    def solve_beside(factor: float) -> tuple[Numbers, float]:
+        """Solve with the slowdown `factor` on each call's share beside training."""
+        return solve(columns * (1 + (factor - 1) * shares)[:, None], seconds)
+
+    beside = 1.0
+    if sum(shares < 0.1) >= FEWEST and sum(shares > 0.9) >= FEWEST:
+        found = minimize_scalar(
+            lambda factor: solve_beside(factor)[1], bounds=(1.0, MOST_BESIDE), method="bounded"
+        )
+        beside = float(found.x)
+    coefficients = solve_beside(beside)[0]
+    step, row, admit = map(float, coefficients)
+    expected = np.maximum(1e-9, columns @ coefficients) * (1 + (beside - 1) * shares)
+    noise = {"sequence": [round(float(x), 4) for x in seconds / expected]}
+    fitted = {"step": step, "row": row, "admit": admit, "beside": beside, "noise": noise}
+    pauses = [max(0.0, call.pause) for call in calls if call.pause is not None]
+    if len(pauses) < FEWEST:  # the engine runs empty after nearly every call
+        return fitted
+    columns = np.array([[1, x.finished, x.admitted] for x in calls if x.pause is not None], float)
+    solution = solve(columns, pauses)[0]
+    # A few pauses are many times as long as the others, because the process waits for a core. The
+    # columns do not explain them, and the weights of `solve` leave them out, although the generator
+    # is busy in them. The solution is therefore scaled to the sum of all pauses.
+    explained = float((columns @ solution).sum())
+    look, finish, new = map(float, solution * (sum(pauses) / explained if explained > 0 else 1.0))
+    return fitted | {"admit": admit + new, "look": look, "finish": finish}
+
+
+def _fit_train(
+    times: TimeModel, trains: Sequence[TraceSpan], calls: Sequence[EngineCall]
+) -> JsonObject:
+    """Fit train and train_tokens.
+
+    Each batch's seconds are scaled to the mean number of tokens and to idle generators, in the
+    order of the run.
+    """
+    spans = [train[1:3] for train in trains]
+    # a pause between two calls is work, as in the simulation
+    busy = [(call.start, call.end + max(0.0, call.pause or 0.0)) for call in calls]
+    slowdown = 1 + (times.beside - 1) * compute_overlaps(spans, busy)
+    sizes = np.array([train.size or 0 for train in trains])
+    seconds = np.diff(spans)[:, 0] * sizes.mean() / sizes / slowdown
+    return {
+        "train": {"sequence": [round(float(s), 5) for s in seconds]},
+        "train_tokens": round(float(sizes.mean()), 1),
+    }
+
+
+def _fit_waits(
+    times: TimeModel,
+    learner: Sequence[TraceSpan],
+    generators: Sequence[Sequence[TraceSpan]],
+    calls: Sequence[EngineCall],
+) -> dict[str, list[float]]:
+    """Fit batch, ready and commit.
+
+    - batch: to waits of the learner, from the last decode call's end to the training
+    - ready: to the learner's messages between two updates without a wait
+    - commit: to waits of generators, from the publication to their first work afterwards
+
+    Each is without the times fitted elsewhere, and without outliers. Fewer than three values fit
+    nothing.
+    """
+    ends = sorted(call.end for call in calls)
+    published = [span.end for span in learner if span.name == "publish"]
+    waits: dict[str, list[float]] = {"batch": [], "ready": [], "commit": []}
+    for previous, span in itertools.pairwise(learner):
+        if span.name == "train":
+            if span.start - previous.end <= WAIT_S:
+                waits["ready"].append(span.start - previous.end)
+            elif index := bisect.bisect(ends, span.start):
+                waits["batch"].append(span.start - ends[index - 1])
+    for previous, span in itertools.chain(*map(itertools.pairwise, generators)):
+        index = bisect.bisect(published, span.start)
+        begins = previous.name == "decode" and span.name != "decode"
+        if begins and index and published[index - 1] > previous.end + WAIT_S:
+            waits["commit"].append(span.start - published[index - 1])
+    finished = statistics.mean(call.finished for call in calls)
+    others = {"batch": times.look + finished * (times.finish + times.buffer) + 2 * times.wire}
+    others["commit"] = 2 * times.wire
+    return {
+        name: [
+            round(max(0.0005, value - others.get(name, 0.0)), 5)
+            for value in values
+            if value < 4 * statistics.median(values)
+        ]
+        for name, values in waits.items()
+        if len(values) >= 3
+    }
+
+
+def _fit_lengths(run_dir: Path, config: Config) -> JsonObject:
+    """Fit group_lengths to the samples, otherwise lengths to samples or metrics; and no_spread."""
+    rows = [row for row in metrics.read(run_dir) if "reward/mean" in row]
+    shares = [row["reward/no_spread_share"] for row in rows if "reward/no_spread_share" in row]
+    fitted: JsonObject = {"no_spread": statistics.mean(shares)} if shares else {}
+    groups: dict[int, list[int]] = {}
+    for sample in jsonl.read(run_dir / "samples.jsonl"):
+        groups.setdefault(sample["ticket"], []).append(len(sample["tokens"]))
+    complete = [lengths for lengths in groups.values() if len(lengths) == config.learner.group_size]
+    if len(complete) >= 2 * FEWEST:
+        return fitted | {"group_lengths": complete}
+    lengths = [*itertools.chain(*groups.values())]
+    means = [row["answer/length"] for row in rows if "answer/length" in row]
+    if len(lengths) >= 2 * FEWEST:  # samples of some batches only: the metrics have the mean of all
+        scale = statistics.mean(means) / statistics.mean(lengths) if means else 1.0
+        return fitted | {"lengths": [round(scale * length, 2) for length in lengths]}
+    if not means:
+        raise ConfigError(
+            f"{run_dir}: neither samples nor metrics have the length of its completions"
+        )
+    mean = statistics.mean(means)
+    longest = min(1.5 * mean, config.generator.max_new_tokens)
+    return fitted | {"lengths": f"uniform({mean / 2:.1f}, {longest:.1f})"}

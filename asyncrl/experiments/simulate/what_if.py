@@ -22,9 +22,8 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import read_table
 from asyncrl.experiments.simulate import times
-from asyncrl.experiments.simulate.fit import fit
 from asyncrl.experiments.simulate.simulation import Outcome, Simulation
-from asyncrl.experiments.simulate.times import TimeModel
+from asyncrl.experiments.simulate.times import TimeModel, fit
 from asyncrl.records import atomic_write, page_kit, rundir
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import ListBlock, PagePlot, PlotBlock, PlotLine, TableBlock, TextBlock
@@ -38,7 +37,7 @@ WIDE = 0.2  # a smaller range of the mean lag is not reported
 DRIFT = 0.05  # assumed error of the learner's speed
 LIMITS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)  # of --plot
 MOST_GENERATORS = 10_000
-OUTCOME_COLUMNS, TREATMENT_COLUMNS, PLOTS = read_table(__file__).values()
+SUMMARY, OUTCOME_COLUMNS, TREATMENT_COLUMNS, PLOTS = read_table(__file__).values()
 
 # simulates a config once per seed: `simulate_seeds` with its times, seeds and evaluation given
 SimulateSeeds = Callable[..., list[Outcome]]
@@ -425,18 +424,7 @@ def format_result(result: JsonObject) -> str:
         "histogram": ", ".join(histogram),
         "lost": ", ".join(losses) or "none",
     }
-    summary = (
-        "{steps} steps, {generators:,} generator(s), limit {limit}: {step_s:.3g} s a step, "
-        "{tokens_per_s:,.0f} tokens/s trained\n"
-        "idle: generators {idle_generator:.1%}, learner {idle_learner:.1%}; {limited_by}\n"
-        "lag: mean {lag_mean:.2f} ({lag_in_flight:.2f} in flight, {lag_in_queue:.2f} in queue; "
-        "closed form, samples in flight / batch: {lag_closed_form:.2f}), p95 {lag_p95:g}, max "
-        "{lag_max}: {histogram}\n"
-        "tickets in flight: mean {tickets_mean:.1f}, most {tickets_max}; groups alive at a commit: "
-        "{alive_mean:.1f}\n"
-        "tokens lost: {lost}"
-    )
-    lines = [f"times: {result['times']}", summary.format(**values)]
+    lines = [f"times: {result['times']}", *(line.format(**values) for line in SUMMARY.values())]
     lines += [answer["sentence"] for answer in result["answers"]]
     for name, columns in (("sweep", OUTCOME_COLUMNS), ("treatments", TREATMENT_COLUMNS)):
         if name in result:
