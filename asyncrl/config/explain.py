@@ -15,6 +15,7 @@ import msgspec
 
 from asyncrl.config import layers, load, methods
 from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import Differences, find_differences, flatten, read_table
 
 _TABLES: dict[str, dict[str, str]] = read_table(__file__)
@@ -49,7 +50,10 @@ def explain(key: str) -> list[KeyExplanation]:
         return [_explain_key(key)]
     section_keys = [name for name in keys if name.startswith(f"{key}.")]
     if not section_keys:
-        raise load.build_unknown_key_error(key)
+        section = f"{key.rpartition('.')[0]}." if "." in key else ""
+        inside = [name.removeprefix(section) for name in keys[1:] if name.startswith(section)]
+        names = dict.fromkeys(name.partition(".")[0] for name in inside)
+        raise ConfigError(f"{key}: {load.explain_unknown_key(key, Config, names)}")
     return [_explain_key(name) for name in section_keys]
 
 

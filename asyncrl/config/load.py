@@ -283,7 +283,7 @@ def _check_known(raw: RawTable, root: Any, source: _ConfigSource) -> None:
             key = _find_renamed_leaf(key, leaf.value)
             names = [*filter(None, [tag]), *layers.map_fields(leaf.struct)]
             raise ConfigError(
-                f"{source.locate(key)}: {key}: {_explain_unknown_key(key, root, names)}"
+                f"{source.locate(key)}: {key}: {explain_unknown_key(key, root, names)}"
             )
         if not (options := layers.list_structs(leaf.field.type)):
             continue
@@ -304,7 +304,7 @@ def _find_renamed_leaf(key: str, value: Any) -> str:
     return next((x for x in leaves if x.rpartition(".")[2] in RENAMED.keys() | SPLIT.keys()), key)
 
 
-def _explain_unknown_key(key: str, root: Any, fields: Collection[str]) -> str:
+def explain_unknown_key(key: str, root: Any, fields: Collection[str]) -> str:
     """Return the message for an unknown key, with its replacement if one is known."""
     prefix, _, name = key.rpartition(".")
     if root is Config and (current := RENAMED.get(key) or RENAMED.get(name)):
@@ -331,14 +331,6 @@ def _explain_unknown_key(key: str, root: Any, fields: Collection[str]) -> str:
         )
         return f"unknown key; there is no section {prefix}; sections: {', '.join(sections)}"
     return f"unknown key; keys of this section: {', '.join(candidates)}"
-
-
-def build_unknown_key_error(key: str) -> ConfigError:
-    """Build the error for a name that is neither a key nor a section."""
-    section = f"{key.rpartition('.')[0]}." if "." in key else ""
-    section_names = [name.removeprefix(section) for name in list_keys() if name.startswith(section)]
-    names = list(dict.fromkeys(name.partition(".")[0] for name in section_names))
-    return ConfigError(f"{key}: {_explain_unknown_key(key, Config, names)}")
 
 
 def list_keys(kind: Any = Config) -> list[str]:

@@ -349,21 +349,15 @@ def _check_evaluation_set(config: Config, eval_set: EvaluationSetConfig) -> Prob
 
 def _check_devices(config: Config) -> Problems:
     """Check the GPUs of the ranks, and the keys that only some engines read."""
-    if config.learner.gpus and (
-        len(config.learner.gpus) != config.learner.ranks
-        or len(set(config.learner.gpus)) < len(config.learner.gpus)
-    ):
-        yield (
-            f"learner.gpus: {config.learner.gpus} for {config.learner.ranks} rank(s) "
-            "(learner.ranks); each needs its own GPU"
-        )
-    mesh, ranks = config.learner.mesh, config.learner.ranks
+    gpus, mesh, ranks = config.learner.gpus, config.learner.mesh, config.learner.ranks
+    if gpus and (len(gpus) != ranks or len(set(gpus)) < len(gpus)):
+        yield (f"learner.gpus: {gpus} for {ranks} rank(s) (learner.ranks); each needs its own GPU")
     if mesh.replicate * (mesh.shard or max(1, ranks // mesh.replicate)) != ranks:
         yield (
             f"learner.mesh: {mesh.replicate} copies of {mesh.shard or 'equally many'} ranks are "
             f"not the {ranks} of learner.ranks; set learner.ranks to shard x replicate"
         )
-    shared = sorted(set(config.learner.gpus) & set(config.generator.gpus))
+    shared = sorted(set(gpus) & set(config.generator.gpus))
     if config.weights.transport == "nccl" and shared:
         yield (
             f"weights.transport: nccl cannot connect GPU {shared[0]} with itself (learner.gpus, "

@@ -66,6 +66,12 @@ class ForwardInput:
     def build_support(self, device: torch.device) -> SupportTable | None:
         return SupportTable.build(self.supports, [len(r) for r in self.responses], device)
 
+    def locate(self, plan: PackingPlan) -> tuple[Tensor, Tensor]:
+        """Return the inverse temperature and the token to score of each response position [N]."""
+        device = plan.ids.device
+        scale = (1.0 / self.temperature.to(device, float32))[plan.sample]
+        return scale, plan.targets if self.targets is None else self.targets.to(device)
+
     def take(self, part: slice) -> ForwardInput:
         """Return the rows `part`, which may end beyond the last row."""
         start = sum(map(len, self.responses[: part.start]))
@@ -721,8 +727,7 @@ def _compute_packed_logprobs(
         kwargs = {"cos": cos, "sin": sin, "rows": attention, "replayed": ids}
         x = call_as_forward(layer, run_layer, apply_block, lay, layer, x, **kwargs)
     hidden = apply_rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
-    scale = (1.0 / rows.temperature.to(weight.device, float32))[pl.sample]
-    scored = pl.targets if rows.targets is None else rows.targets.to(weight.device)
+    scale, scored = rows.locate(pl)
     lp, ent = _PickedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, scored, scale, rows.want_entropy, rows.build_support(weight.device)
     )
@@ -776,11 +781,8 @@ def _compute_fixed_logprobs(
     hidden = exact_operators.normalize(
         exact_operators.pad_rows(x.index_select(0, pl.picks)), lay.eps
     )
-    scale = exact_operators.pad_rows((1.0 / rows.temperature.to(x.device, float32))[pl.sample])
+    scale, scored = map(exact_operators.pad_rows, rows.locate(pl))
     head = top["head"].contiguous()
-    scored = exact_operators.pad_rows(
-        pl.targets if rows.targets is None else rows.targets.to(x.device)
-    )
     picked: Any = _PickedLogprobs.apply
     support = rows.build_support(device)
     lp, ent = picked(hidden, head.T, scored, scale, rows.want_entropy, support)

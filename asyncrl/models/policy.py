@@ -167,17 +167,17 @@ def compute_plain_logprobs(
             if recompute and torch.is_grad_enabled()
             else _compute_plain_rows(*args)
         )
-    lp, ent, hid = zip(*parts, strict=True)
-    return ForwardOutput(
-        cat(lp),
-        cat(ent) if rows.want_entropy else None,
-        cat(hid) if rows.want_hidden else None,
-    )
+    return ForwardOutput(*_join_parts(parts))
+
+
+def _join_parts(parts: Sequence[Sequence[Any]]) -> list[Any]:
+    """Join the tensors of several parts column by column; None: a column that is not wanted."""
+    return [None if column[0] is None else cat(column) for column in zip(*parts, strict=True)]
 
 
 def _compute_plain_rows(
     hf: Any, rows: ForwardInput, vision: ImageEncoder | None, width: int
-) -> tuple[Any, ...]:
+) -> list[Any]:
     """Compute a chunk of `compute_plain_logprobs` in one forward pass.
 
     width: the length that rows are padded to; 0: that of the longest.
@@ -208,9 +208,7 @@ def _compute_plain_rows(
     if targets is None:
         targets = torch.from_numpy(np.concatenate(rows.responses).astype(np.int64))
     scored = torch.split(targets.to(device), [len(response) for response in rows.responses])
-    lp = []
-    ent = []
-    hid = []
+    parts = []
     for row, (prompt, response) in enumerate(zip(rows.prompts, rows.responses, strict=True)):
         states = slice(len(prompt) - 1, len(prompt) + len(response) - 1)  # that predict a token
         logits = output.logits[row, states].float()
@@ -220,16 +218,10 @@ def _compute_plain_rows(
         logs = torch.log_softmax(logits * (1.0 / rows.temperature[row].float()).to(device), -1)
         support = rows.take(slice(row, row + 1)).build_support(device)
         picked = logs if support is None else support.renormalize(logs, 0)
-        lp.append(picked.gather(1, scored[row][:, None])[:, 0])
-        if rows.want_entropy:
-            ent.append(-(logs.exp() * logs).sum(-1))
-        if rows.want_hidden:
-            hid.append(output.hidden_states[-1][row, states])
-    return (
-        cat(lp),
-        cat(ent) if rows.want_entropy else None,
-        cat(hid) if rows.want_hidden else None,
-    )
+        entropy = -(logs.exp() * logs).sum(-1) if rows.want_entropy else None
+        hidden = output.hidden_states[-1][row, states] if rows.want_hidden else None
+        parts.append((picked.gather(1, scored[row][:, None])[:, 0], entropy, hidden))
+    return _join_parts(parts)
 
 
 def _encode_images(vision: ImageEncoder, images: RowImages, *, single: bool) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import TEMPLATE_COLUMNS, Prompt
 from asyncrl.contract.printable import escape_line
 from asyncrl.models import devices, fetch
-from asyncrl.tasks.data.hub import fetch_data_sets
+from asyncrl.tasks.data.row_objects import KEYS
 from asyncrl.tasks.data.rows import find_files, read_rows
 
 FIRST_PROMPTS = 64  # number of checked prompts of an endless split
@@ -149,12 +149,37 @@ class Subject:
         return int(generator.slots * generator.context * row)
 
 
+def fetch_data_sets(config: Config) -> Config:
+    """Replace every `hf://datasets/...` in `config` by the path of its files.
+
+    Each data set is downloaded once unless the hub's cache has it, so that all processes and a
+    resumed run read the same files.  Raises ConfigError."""
+    local: dict[str, str] = {}
+
+    def locate(source: str) -> str:
+        if not source.startswith(fetch.DATA_SETS):
+            return source
+        if source not in local:
+            say(f"fetching {source}")
+            local[source] = fetch.download_data_set(source)
+        return local[source]
+
+    def locate_in(task: Any) -> Any:
+        return replace(task, **{key: locate(getattr(task, key)) for key in KEYS})
+
+    task = locate_in(config.task)
+    task = replace(task, mixture=[locate_in(part) for part in task.mixture])
+    sets = [replace(chosen, file=locate(chosen.file)) for chosen in config.evaluation.sets]
+    evaluation = replace(config.evaluation, sets=sets)
+    return replace(config, task=task, evaluation=evaluation) if local else config
+
+
 def localize(config: Config) -> Config:
     """Download the model and data sets of the hub, and write the environment's prompts to files.
 
     Their names in the config are replaced by paths.  The hub's cache is used if it has them.
     Raises ConfigError."""
-    config = fetch_data_sets(prompt_files.write_prompt_files(config), say)
+    config = fetch_data_sets(prompt_files.write_prompt_files(config))
     if not config.model.path.startswith(fetch.HUB):
         return config
     say(f"fetching {config.model.path}")
