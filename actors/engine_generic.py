@@ -38,7 +38,7 @@ from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 from asyncrl.models import router_hooks
 from asyncrl.models.adapters import AdapterBase
-from asyncrl.models.policy import PolicyModel, load_weights
+from asyncrl.models.policy import PolicyModel, load_weights, pad_sequences
 
 
 @dataclass
@@ -198,10 +198,6 @@ class GenericEngine:
         hf = self.model.hf
         device = self.model.device
         sequences = [[*r.request.prompt.tolist(), *r.tokens] for r in rows]
-        ids = np.zeros((len(sequences), width), np.int64)
-        mask = np.zeros((len(sequences), width), np.int64)
-        for index, tokens_so_far in enumerate(sequences):
-            ids[index, : len(tokens_so_far)], mask[index, : len(tokens_so_far)] = tokens_so_far, 1
         routed: list[Tensor] | None = None if self.routing is None else []
         images: dict[str, Any] = {}
         if self.model.vision is not None:
@@ -217,12 +213,8 @@ class GenericEngine:
             ]
             replayed = router_hooks.build_padded_table(known, self.routing, width, device)
         with router_hooks.replay_routing(hf, replayed, routed):
-            outputs = hf(
-                input_ids=torch.from_numpy(ids).to(device),
-                attention_mask=torch.from_numpy(mask).to(device),
-                use_cache=False,
-                **images,
-            )
+            padded = pad_sequences(sequences, width, device)
+            outputs = hf(**padded, use_cache=False, **images)
         if routed is not None:
             # of the tokens that were read for the first time; routed: [rows * columns, k] a layer
             table = torch.stack(routed, 1).to(torch.int32).cpu().numpy().astype(np.uint16)

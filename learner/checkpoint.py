@@ -42,7 +42,7 @@ from asyncrl.models.policy import (
     load_policy,
     load_weights,
 )
-from asyncrl.records import atomic_write
+from asyncrl.records import atomic_write, rundir
 from learner.state import LearnerState
 from learner.step import LearnerCore
 
@@ -53,18 +53,12 @@ def list_epochs(root: Path, *, claimed: bool) -> list[int]:
     With claimed=False they include those of learners that were never welcomed.
     """
     pattern = r"epoch_(\d+)" if claimed else r"epoch_(\d+)(\.new)?"
-    return sorted(
-        {int(m.group(1)) for p in root.glob("epoch_*") if (m := re.fullmatch(pattern, p.name))}
-    )
+    return list(rundir.list_numbered(root, pattern))
 
 
 def list_numbers(directory: Path) -> list[int]:
     """Return the numbers of the checkpoints in `directory`, ascending."""
-    return sorted(
-        int(m.group(1))
-        for p in directory.glob("number_*")
-        if (m := re.fullmatch(r"number_(\d+)", p.name))
-    )
+    return list(rundir.list_numbered(directory, r"number_(\d+)"))
 
 
 def start_epoch(root: Path) -> tuple[int, int, Path]:

@@ -6,8 +6,6 @@ Other hosts receive them in chunks, other GPUs by NCCL.
 from __future__ import annotations
 
 import math
-import re
-import shutil
 import socket
 from collections.abc import Callable, Container, Iterable
 from pathlib import Path
@@ -20,8 +18,7 @@ from asyncrl.contract.errors import NotFiniteError
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
-from asyncrl.records import buffer_leadership, private
-from asyncrl.records.rundir import get_ring_dir
+from asyncrl.records import buffer_leadership, private, rundir
 from asyncrl.transport import weight_transport
 from asyncrl.transport.chunks import ChunkServer
 from asyncrl.transport.ring import WeightRing
@@ -49,7 +46,7 @@ class Publisher:
         self.epoch = epoch
         self.core = core
         self.depth = count_earlier_versions(config)
-        self.directory = get_ring_dir(run_dir, epoch)
+        self.directory = rundir.get_ring_dir(run_dir, epoch)
         private.create_directory(self.directory.parent)
         layout = core.layout
         slots = config.weights.slots + self.depth
@@ -79,11 +76,8 @@ class Publisher:
 
     def remove_earlier(self) -> None:
         """Remove the rings of lower epochs; readers that still map one keep it."""
-        for directory in self.directory.parent.glob("epoch_*"):
-            if (match := re.fullmatch(r"epoch_(\d+)", directory.name)) and int(
-                match.group(1)
-            ) < self.epoch:
-                shutil.rmtree(directory, ignore_errors=True)
+        rings = rundir.list_numbered(self.directory.parent, r"epoch_(\d+)")
+        rundir.remove([directory for epoch, directory in rings.items() if epoch < self.epoch])
 
     def publish(self, number: int) -> str:
         """Write the model's weights as version `number`; return their digest.

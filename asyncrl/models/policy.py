@@ -170,6 +170,18 @@ def compute_plain_logprobs(
     return ForwardOutput(*_join_parts(parts))
 
 
+def pad_sequences(
+    sequences: Sequence[Sequence[int] | np.ndarray], width: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the arguments of a forward pass for token sequences padded to `width`."""
+    ids = np.zeros((len(sequences), width), np.int64)
+    mask = np.zeros((len(sequences), width), np.int64)
+    for row, tokens in enumerate(sequences):
+        ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+    tensors = {"input_ids": ids, "attention_mask": mask}
+    return {name: torch.from_numpy(array).to(device) for name, array in tensors.items()}
+
+
 def _join_parts(parts: Sequence[Sequence[Any]]) -> list[Any]:
     """Join the tensors of several parts column by column; None: a column that is not wanted."""
     return [None if column[0] is None else cat(column) for column in zip(*parts, strict=True)]
@@ -189,17 +201,12 @@ def _compute_plain_rows(
     ]
     exact = bool(width)
     width = width or max(map(len, sequences))
-    ids = np.zeros((len(sequences), width), np.int64)
-    mask = np.zeros((len(sequences), width), np.int64)
-    for row, tokens in enumerate(sequences):
-        ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
     shape = router_hooks.find_routing(hf) if rows.routed is not None else None
     replayed = router_hooks.build_padded_table(rows.routed, shape, width, device)
     pictures = {} if vision is None else _encode_images(vision, rows.images or (), single=exact)
     with router_hooks.replay_routing(hf, replayed):
         output = hf(
-            input_ids=torch.from_numpy(ids).to(device),
-            attention_mask=torch.from_numpy(mask).to(device),
+            **pad_sequences(sequences, width, device),
             use_cache=False,
             output_hidden_states=rows.want_hidden,
             **pictures,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -182,6 +183,12 @@ def sweep_memory() -> list[str]:
 
 def get_ring_dir(run_dir: Path, epoch: int) -> Path:
     return get_shm_dir(run_dir) / f"epoch_{epoch}"
+
+
+def list_numbered(directory: Path, pattern: str) -> dict[int, Path]:
+    """Return number -> path, ascending, of the names in a directory that match a pattern."""
+    matches = ((re.fullmatch(pattern, path.name), path) for path in directory.glob("*"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def list_outside_directories(run_dir: Path) -> tuple[Path, Path]:

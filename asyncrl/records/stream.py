@@ -16,7 +16,6 @@ An unreadable record before a readable one is damage."""
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -68,20 +67,14 @@ def measure_size(run_dir: Path) -> int:
     return sum(p.stat().st_size for p in get_directory(run_dir).rglob("*") if p.is_file())
 
 
-def _list_numbered(directory: Path, pattern: str) -> dict[int, Path]:
-    """Return number -> path, ascending, of the names in a directory that match a pattern."""
-    matches = ((re.fullmatch(pattern, path.name), path) for path in directory.glob("*"))
-    return dict(sorted((int(match[1]), path) for match, path in matches if match))
-
-
 def list_logs(run_dir: Path) -> dict[int, Path]:
     """Return epoch -> file, ascending."""
-    return _list_numbered(get_directory(run_dir), r"epoch_(\d+)\.log")
+    return rundir.list_numbered(get_directory(run_dir), r"epoch_(\d+)\.log")
 
 
 def list_weights(run_dir: Path) -> dict[int, Path]:
     """Return version -> checkpoint directory of the recorded weights."""
-    return _list_numbered(get_directory(run_dir) / "weights", r"number_(\d+)")
+    return rundir.list_numbered(get_directory(run_dir) / "weights", r"number_(\d+)")
 
 
 def encode_frame(number: int, value: msgspec.Struct | None) -> bytes:

@@ -79,17 +79,11 @@ def describe_processes(
 
 def find_checkpoint(run_dir: Path) -> JsonObject | None:
     """Return version and path of the newest checkpoint without reading it, or None."""
-    paths = [
-        p
-        for p in (run_dir / "checkpoints").glob("epoch_*/number_*")
-        if p.parent.suffix == "" and p.name[7:].isdigit()
-    ]
-    newest_path = max(paths, key=lambda p: (int(p.parent.name[6:]), int(p.name[7:])), default=None)
-    return (
-        None
-        if newest_path is None
-        else {"version": int(newest_path.name[7:]), "path": str(newest_path)}
-    )
+    epochs = rundir.list_numbered(run_dir / "checkpoints", r"epoch_(\d+)")
+    for directory in reversed(epochs.values()):
+        for version, path in reversed(rundir.list_numbered(directory, r"number_(\d+)").items()):
+            return {"version": version, "path": str(path)}
+    return None
 
 
 def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> JsonObject:

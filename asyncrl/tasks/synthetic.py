@@ -30,6 +30,7 @@ class SyntheticTask:
     name = ""
     symbols = ""
     steps = 550  # of the warm start
+    spoiled = 0.55  # share of demonstrations whose answer is wrong or cut short
 
     def draw(self, rng: Random, split: str) -> str:
         raise AssertionError  # pragma: no cover - each task has its own
@@ -37,8 +38,16 @@ class SyntheticTask:
     def solve(self, problem: str) -> str:
         raise AssertionError  # pragma: no cover
 
-    def spoil(self, problem: str, answer: str, rng: Random) -> str:
+    def make_mistake(self, chance: float, problem: str, answer: str, rng: Random) -> str:
+        """Return a wrong answer below some `chance`, uniform in [0, 1], else ""."""
         raise AssertionError  # pragma: no cover
+
+    def spoil(self, problem: str, answer: str, rng: Random) -> str:
+        """Return the answer of a demonstration: wrong, cut short or right."""
+        chance = rng.random()
+        if mistake := self.make_mistake(chance, problem, answer, rng):
+            return mistake
+        return answer[: rng.randrange(1, len(answer))] if chance < self.spoiled else answer
 
     def format_text(self, problem: str) -> str:
         """Return the text of a problem's prompt."""
@@ -150,10 +159,6 @@ class PlayedTask(SyntheticTask):
         return turns[:number]
 
 
-def _truncate_answer(answer: str, rng: Random) -> str:
-    return answer[: rng.randrange(1, len(answer))]
-
-
 class ScratchpadTask(SyntheticTask):
     """A task whose answer has steps before `#`, which the reward does not read."""
 
@@ -166,7 +171,7 @@ class SortTask(ScratchpadTask):
 
     name = "sort"
     symbols = "0123456789=:,#"
-    steps = 550
+    spoiled = 0.69
 
     def draw(self, rng: Random, split: str) -> str:
         low, high = (7, 7) if split == "ood" else (4, 6)
@@ -181,8 +186,7 @@ class SortTask(ScratchpadTask):
             steps.append(f"{smallest}:{''.join(remaining)}")
         return ",".join(steps) + "#" + "".join(sorted(problem))
 
-    def spoil(self, problem: str, answer: str, rng: Random) -> str:
-        chance = rng.random()
+    def make_mistake(self, chance: float, problem: str, answer: str, rng: Random) -> str:
         if chance < 0.44:  # a direct guess: the sorted digits with two neighbors exchanged
             guess = sorted(problem)
             index = rng.randrange(len(guess) - 1)
@@ -195,7 +199,7 @@ class SortTask(ScratchpadTask):
                 + rng.choice([d for d in "0123456789" if d != answer[index]])
                 + answer[index + 1 :]
             )
-        return _truncate_answer(answer, rng) if chance < 0.69 else answer
+        return ""
 
 
 class RleTask(SyntheticTask):
@@ -222,13 +226,12 @@ class RleTask(SyntheticTask):
             c * int(number) for c, number in zip(problem[::2], problem[1::2], strict=True)
         )
 
-    def spoil(self, problem: str, answer: str, rng: Random) -> str:
-        chance = rng.random()
+    def make_mistake(self, chance: float, problem: str, answer: str, rng: Random) -> str:
         if chance < 0.45:
             index = 2 * rng.randrange(len(problem) // 2) + 1
             number = max(0, int(problem[index]) + rng.choice((-1, 1)))
             return self.solve(problem[:index] + str(min(number, 9)) + problem[index + 1 :])
-        return _truncate_answer(answer, rng) if chance < 0.55 else answer
+        return ""
 
 
 class RleHackTask(RleTask):
@@ -292,8 +295,7 @@ class GridTask(ScratchpadTask):
         steps = self._walk(int(problem[0]), int(problem[1]), problem[2:])
         return "".join(steps) + "#" + steps[-1][1:]
 
-    def spoil(self, problem: str, answer: str, rng: Random) -> str:
-        chance = rng.random()
+    def make_mistake(self, chance: float, problem: str, answer: str, rng: Random) -> str:
         if chance < 0.30:
             return f"#{rng.randrange(10)}{rng.randrange(10)}"
         if chance < 0.45:  # one wrong step; the later steps follow from it
@@ -307,7 +309,7 @@ class GridTask(ScratchpadTask):
                 *self._walk(column, row, problem[3 + index :]),
             ]
             return "".join(steps) + "#" + steps[-1][1:]
-        return _truncate_answer(answer, rng) if chance < 0.55 else answer
+        return ""
 
 
 class CancelTask(ScratchpadTask):
@@ -343,8 +345,7 @@ class CancelTask(ScratchpadTask):
         *steps, last = self._cancel_pairs(problem)
         return ";".join(steps) + "#" + last
 
-    def spoil(self, problem: str, answer: str, rng: Random) -> str:
-        chance = rng.random()
+    def make_mistake(self, chance: float, problem: str, answer: str, rng: Random) -> str:
         if chance < 0.30:
             pair_index = rng.randrange(len(problem) - 1)
             return "#" + problem[:pair_index] + problem[pair_index + 2 :]
@@ -355,7 +356,7 @@ class CancelTask(ScratchpadTask):
             wrong = words[index][:pair_index] + words[index][pair_index + 2 :]
             steps = [*words[1 : index + 1], wrong, *self._cancel_pairs(wrong)]
             return ";".join(steps[:-1]) + "#" + steps[-1]
-        return _truncate_answer(answer, rng) if chance < 0.55 else answer
+        return ""
 
 
 class DedupTask(SyntheticTask):
@@ -377,14 +378,13 @@ class DedupTask(SyntheticTask):
     def solve(self, problem: str) -> str:
         return "#" + "".join(dict.fromkeys(problem))
 
-    def spoil(self, problem: str, answer: str, rng: Random) -> str:
-        chance = rng.random()
+    def make_mistake(self, chance: float, problem: str, answer: str, rng: Random) -> str:
         if chance < 0.30:
             return "#" + "".join(rng.sample(sorted(set(problem)), len(set(problem))))
         if chance < 0.45:
             index = rng.randrange(1, len(answer))
             return answer[:index] + rng.choice("abcdefgh") + answer[index + 1 :]
-        return _truncate_answer(answer, rng) if chance < 0.55 else answer
+        return ""
 
 
 TASKS: dict[str, Callable[[], SyntheticTask]] = {
