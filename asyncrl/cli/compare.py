@@ -30,6 +30,7 @@ def compare(
     from asyncrl.config import load
     from asyncrl.experiments.compare import analysis, grid, page
     from asyncrl.experiments.compare import arms as arming
+    from asyncrl.records import page_kit
     from asyncrl.supervise.preflight import localize_sets, preflight
 
     base = load.load_to_train(source, sets)
@@ -58,7 +59,7 @@ def compare(
     settings = comparison.describe()
     html = page.write(directory, directory.name, cells, found, settings, base)
     if as_json:
-        result.print_result(page.clean(found))
+        result.print_result(page_kit.clean(found))
         return
     page.print_comparison(found, f"{directory.name}: {seeds} seed(s)", settings)
     print_progress(f"report: {html}")
@@ -90,6 +91,7 @@ def sweep(
     from asyncrl.config import load
     from asyncrl.experiments.compare import analysis, grid, page
     from asyncrl.experiments.compare import arms as arming
+    from asyncrl.records import page_kit
     from asyncrl.supervise.preflight import localize_sets, preflight
 
     if not dry_run:
@@ -131,7 +133,7 @@ def sweep(
     lag = f"{'injected' if inject else 'natural'} lag, {seeds} seed(s), {shape}"
     html = page.write_sweep(directory, directory.name, found, descriptions, lag)
     if as_json:
-        result.print_result(page.clean(found))
+        result.print_result(page_kit.clean(found))
         return
     rows = page.format_cells(found)
     page.print_table(page.SWEEP_HEAD, rows, page.SWEPT, f"{directory.name}: {seeds} seed(s)")

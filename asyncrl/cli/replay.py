@@ -32,8 +32,8 @@ def replay(
     from asyncrl.records import rundir
 
     rundir.require_run(run_dir)  # before the imports of torch below
-    from asyncrl.experiments.compare.page import clean
     from asyncrl.experiments.replay import replay as replaying
+    from asyncrl.records.page_kit import clean
     from asyncrl.supervise.preflight import say
 
     result = replaying.replay(

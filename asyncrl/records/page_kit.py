@@ -199,6 +199,20 @@ def render(title: str, subtitle: str, blocks: Sequence[Block], data: Mapping[str
     )
 
 
+def clean(value: Any, form: str = "") -> Any:
+    """Replace numbers that are not finite by None, because JSON has no NaN.
+
+    form: a format by which the others are rounded.
+    """
+    if isinstance(value, dict):
+        return {str(key): clean(inner, form) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(inner, form) for inner in value]
+    if not isinstance(value, float):
+        return value
+    return float(format(value, form)) if math.isfinite(value) else None
+
+
 def format_number(value: float | None, form: str) -> str:
     """Format a number in a table; "-" if it is missing."""
     return "-" if value is None or not math.isfinite(value) else format(value, form)

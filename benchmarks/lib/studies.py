@@ -22,8 +22,8 @@ from typing import Any
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
-from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.warm_pool import CellStore
+from asyncrl.records.page_kit import clean
 from asyncrl.supervise.preflight import MARKER, preflight, say
 from lib import results_file, rounds
 

@@ -48,8 +48,8 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.experiments.compare import analysis, grid, verdict
 from asyncrl.experiments.compare.arms import CORRECTIONS
-from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.warm_pool import CellStore
+from asyncrl.records.page_kit import clean
 from asyncrl.supervise.preflight import say
 
 BASE = "ppo"

@@ -36,8 +36,9 @@ from lib import results_file
 from asyncrl.experiments.compare import grid
 from asyncrl.experiments.compare.analysis import analyze_sweep
 from asyncrl.experiments.compare.arms import CORRECTIONS
-from asyncrl.experiments.compare.page import clean, write_sweep
+from asyncrl.experiments.compare.page import write_sweep
 from asyncrl.records import metrics
+from asyncrl.records.page_kit import clean
 from asyncrl.supervise.preflight import preflight, say
 
 TASKS = {"rle-5e-4": ("rle", "5e-4"), "rle-1e-3": ("rle", "1e-3"), "sort-2e-4": ("demo", "2e-4")}

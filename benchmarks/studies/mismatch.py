@@ -39,8 +39,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 from lib import results_file, studies
 
 from asyncrl.experiments.compare import grid, verdict
-from asyncrl.experiments.compare.page import clean
 from asyncrl.records import metrics
+from asyncrl.records.page_kit import clean
 from asyncrl.supervise.preflight import say
 
 ENGINES = {

@@ -43,8 +43,8 @@ from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.experiments.compare import analysis, grid, verdict
 from asyncrl.experiments.compare.arms import CORRECTIONS
-from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.warm_pool import CellStore
+from asyncrl.records.page_kit import clean
 from asyncrl.supervise.preflight import say
 
 TASKS = {"rle-5e-4": ("rle", 5e-4), "sort-3e-4": ("demo", 3e-4), "cancel-3e-4": ("cancel", 3e-4)}

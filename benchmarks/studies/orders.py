@@ -24,7 +24,8 @@ from lib import results_file, rounds
 
 from asyncrl.experiments.compare import grid, verdict
 from asyncrl.experiments.compare.analysis import analyze_sweep, sum_ledgers
-from asyncrl.experiments.compare.page import clean, write_sweep
+from asyncrl.experiments.compare.page import write_sweep
+from asyncrl.records.page_kit import clean
 from asyncrl.supervise.preflight import preflight, say
 
 TICKET = "ticket"

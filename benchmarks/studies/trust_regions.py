@@ -32,8 +32,9 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import grid, verdict
 from asyncrl.experiments.compare.analysis import analyze_sweep
 from asyncrl.experiments.compare.arms import CORRECTIONS
-from asyncrl.experiments.compare.page import clean, write_sweep
+from asyncrl.experiments.compare.page import write_sweep
 from asyncrl.experiments.compare.warm_pool import CellStore
+from asyncrl.records.page_kit import clean
 from asyncrl.supervise.preflight import preflight, say
 
 PPO = "ppo"

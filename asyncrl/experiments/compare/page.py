@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.toml_writer import read_table
@@ -31,6 +30,7 @@ from asyncrl.records.page_kit import (
     TableBlock,
     TableCell,
     TextBlock,
+    clean,
     format_number,
 )
 from asyncrl.supervise.report.run_view import build_length_ledger
@@ -62,15 +62,6 @@ SWEPT = {
     name: name
     for name in ("correction", "limit", "end", "vs sync", "interval", "ESS", "unstable", "speed")
 }
-
-
-def clean(value: Any) -> Any:
-    """Replace numbers that are not finite by None, because JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: clean(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [clean(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---- tables and lists ----------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.records import atomic_write, page_kit
 from asyncrl.records.jsonl import JsonObject
@@ -43,17 +42,8 @@ class LabFindings:
 
     def as_json(self) -> JsonObject:
         verdict = [{"text": text, "holds": holds} for text, holds in self.claims]
-        values: JsonObject = convert_value(self.result | {"verdict": verdict})
+        values: JsonObject = page_kit.clean(self.result | {"verdict": verdict}, ".6g")
         return values
-
-
-def convert_value(x: Any) -> Any:
-    """Convert to JSON types: numbers of 6 digits, None if not finite."""
-    if isinstance(x, dict):
-        return {str(k): convert_value(v) for k, v in x.items()}
-    if isinstance(x, list | tuple):
-        return [convert_value(v) for v in x]
-    return (float(f"{x:.6g}") if math.isfinite(x) else None) if isinstance(x, float) else x
 
 
 def format_cell(x: float | str) -> str:

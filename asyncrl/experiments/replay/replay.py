@@ -27,7 +27,6 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteError
 from asyncrl.contract.toml_writer import find_differences, read_table
 from asyncrl.experiments.compare.arms import format_changes
-from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.verdict import list_instabilities
 from asyncrl.experiments.offline_eval import OfflineEvaluator
 from asyncrl.experiments.replay import diff
@@ -35,6 +34,7 @@ from asyncrl.experiments.replay.diff import MetricsByStep
 from asyncrl.models import policy
 from asyncrl.records import atomic_write, metrics, stream
 from asyncrl.records.jsonl import JsonObject
+from asyncrl.records.page_kit import clean
 from learner import checkpoint
 from learner.step import LearnerCore
 
