@@ -39,7 +39,6 @@ from asyncrl.supervise.report.token_samples import (
 )
 from asyncrl.transport.http_server import ListenAddress
 from asyncrl.viewer import run_search, server
-from asyncrl.viewer.app import WatchApp
 
 
 def steps(series: Series) -> list[int]:
@@ -274,7 +273,6 @@ def test_every_answer_is_json(client: TestClient) -> None:
     assert client.get("/").status_code == 200
     for name in ("watch.js", "plot.js", "page.css"):
         assert client.get(f"/static/{name}").status_code == 200
-    assert client.get("/static/..%2fapp.py").status_code == 404
 
 
 def test_the_learner_s_page_shows_each_optimizer_step(client: TestClient, run_dir: Path) -> None:
@@ -301,8 +299,12 @@ def test_a_run_that_begins_later_appears(client: TestClient, run_dir: Path) -> N
         ("plots?page=none", f"page: one of {', '.join(plots.PAGES)}; axis: one of step, time, "),
         ("plots?axis=none", "axis: one of step, time, tokens"),
         ("plots?smooth=x", "give a number"),
-        ("overview?runs=none", "no run of this page"),
-        ("sample?number=99", "the run has 4 samples"),
+        ("plots?smooth=nan", "give a number"),
+        ("sample?number=nan", "give a number"),
+        ("sample?number=1e300", "give a number"),
+        ("sample?number=1e400", "give a number"),
+        ("samples?limit=inf", "give a number"),
+        ("samples?limit=-inf", "give a number"),
         ("samples?step=x", "--step x: "),
         ("samples?reward=x", "--reward x: "),
         ("samples?lag=x", "--lag x: "),
@@ -324,23 +326,6 @@ def test_a_run_being_deleted_is_said_and_the_server_goes_on(
     assert run["state"] == "unreadable" and "removed" in run["problem"]
     for name in ANSWERS:
         assert client.get(f"/api/{name}").status_code in (200, 400)
-
-
-def test_the_token_opens_the_page_once_and_stays_out_of_the_address(run_dir: Path) -> None:
-    client = TestClient(
-        WatchApp([run_dir], token="secret").build_application(), follow_redirects=False
-    )
-    for query in ("", "?token=wrong", "?token=%ff"):
-        assert client.get(f"/api/runs{query}").status_code == 403
-    opened = client.get("/?token=secret")
-    assert opened.status_code == 303 and opened.headers["location"] == "/"
-    assert "HttpOnly" in opened.headers["set-cookie"]
-    assert client.get("/api/runs").status_code == 200
-
-
-def test_logs_are_escaped(client: TestClient) -> None:
-    text = client.get("/api/logs").json()["text"]
-    assert "\x1b" not in text and "<script>" in text and text.startswith("starting\n")
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
