@@ -37,31 +37,17 @@ from asyncrl.supervise.report.run_view import build_length_ledger
 
 Columns = dict[str, tuple[str, str]]  # heading -> key of a summary, format of its number
 
-ARM_COLUMNS: Columns
-CELL_COLUMNS: Columns
-ARM_COLUMNS, CELL_COLUMNS, CURVES = read_table(
-    __file__, dict[str, dict[str, tuple[str, str]]]
-).values()
+_TABLES = read_table(__file__)
+ARM_COLUMNS: Columns = _TABLES["arms"]
+CELL_COLUMNS: Columns = _TABLES["cells"]
+CURVES: dict[str, tuple[str, str]] = _TABLES["curves"]
+TEXTS: dict[str, str] = _TABLES["texts"]
 NOT_ON_BOARD = {"optim/grad_norm", "answer/length"}
 TIMES = ("seconds of RL", "seconds to target", "trained tok/s")
 HEAD = tuple(ARM_COLUMNS)
 SWEEP_HEAD = tuple(CELL_COLUMNS)
-# column of the page's table -> its heading in a terminal, which has less room
-COMPARED = {
-    "arm": "arm",
-    "end": "end",
-    "area": "area",
-    "seconds of RL": "seconds",
-    "trained tok/s": "tok/s",
-    "mean lag": "lag",
-    "ESS": "ESS",
-    "unstable": "unstable",
-    "processes": "",
-}
-SWEPT = {
-    name: name
-    for name in ("correction", "limit", "end", "vs sync", "interval", "ESS", "unstable", "speed")
-}
+COMPARED: dict[str, str] = _TABLES["compared"]
+SWEPT: dict[str, str] = _TABLES["swept"]
 
 
 # ---- tables and lists ----------------------------------------------------------------------------
@@ -218,15 +204,7 @@ def list_blocks(
         TextBlock(describe_bands(result, config), heading="Curves", id="bands", style="soft"),
         PlotBlock([plot_curves(name, list(arms), cells) for name in CURVES]),
         TextBlock(
-            "Verdicts are paired by seed (t intervals, Holm's correction over the arms) and hold "
-            "for other seeds; the JSON has the interval for other prompts alone. Warm runs take "
-            "turns in one process: they train as a real run does, but their seconds differ and "
-            "are in brackets. OOD: mean reward on out-of-distribution prompts. KL to ref: "
-            f"KL(target || reference), k3, nats a token, mean over the last {KL_BATCHES} batches, "
-            "without the first of a run, which precedes any update. The target is nine tenths of "
-            "the first arm's final reward; its time is the mean over the runs that reach "
-            "it. A run counts as unstable by these rules: "
-            f"{verdict.STABILITY}. Arms on the same data: {describe_samples(result)}.",
+            TEXTS["comparison"].format(KL_BATCHES, verdict.STABILITY, describe_samples(result)),
             heading="How to read this",
         ),
     ]
@@ -283,10 +261,7 @@ def list_maps(result: Summary) -> list[Block]:
             describe_cell,
             max(cell["final"] for cell in [*result["cells"], sync]),
             heading="Final reward, mean over seeds",
-            note="Below it: difference from the synchronous run of the unchanged config "
-            f"({sync['final']:.3f} over {sync['seeds']} seed(s)), with its 95 % interval over "
-            "seeds, paired by seed. \u26a0 unstable runs of all; a run that stopped early keeps "
-            "its last reward.",
+            note=TEXTS["final"].format(sync["final"], sync["seeds"]),
         ),
         make_heat_map(
             result,
@@ -323,9 +298,7 @@ def plot_frontier(result: Summary) -> PlotBlock:
         [plot] if timed else [],
         heading="Frontier: speed against reward",
         style="wide",
-        note="Speed of a limit against limit 0, in decode steps of a short run at natural lag, "
-        "with an update as long as the generation of one batch (learner and generators equally "
-        "fast); it leaves out the cost of the correction.",
+        note=TEXTS["frontier"],
     )
 
 
@@ -402,14 +375,12 @@ def list_sweep_blocks(result: Summary, corrections: Sequence[ArmDescription]) ->
         list_signs((name_cell(cell), cell) for cell in result["cells"]),
         ListBlock(problems, heading="Unstable", style="bad"),
         TextBlock(
-            "OOD end: mean reward on out-of-distribution prompts after the last batch, over the "
-            f"runs that reach it (the synchronous run: {format_number(sync['ood_end'], '.3f')}). "
-            "KL to ref: KL(target || reference), k3, nats a token, mean over a run's last "
-            f"{KL_BATCHES} batches, without its first, which precedes any update (the synchronous "
-            f"run: {format_number(sync['kl_ref'], '.3g')}). "
-            "KL max: behavior to target. Unstable by these rules: "
-            f"{verdict.STABILITY}. Collapsed runs are stopped early. p: paired t "
-            "over seeds, Holm's correction over all cells.",
+            TEXTS["sweep"].format(
+                format_number(sync["ood_end"], ".3f"),
+                KL_BATCHES,
+                format_number(sync["kl_ref"], ".3g"),
+                verdict.STABILITY,
+            ),
             style="soft",
         ),
     ]
@@ -509,11 +480,7 @@ def print_other_measures(
     """
     measured = [h for h in extra if any(row[head.index(h)] != "-" for row in rows)]
     if measured:
-        title = (
-            "OOD: out-of-distribution reward; KL to ref: target to reference, k3, nats a "
-            "token, at the end"
-        )
-        print_table(head, rows, {h: h for h in (*names, *measured)}, title)
+        print_table(head, rows, {h: h for h in (*names, *measured)}, TEXTS["other measures"])
 
 
 def print_comparison(analysis: Summary, title: str, settings: Sequence[ArmDescription]) -> None:
