@@ -26,6 +26,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.models import model_check, packed_forward, policy
 from asyncrl.models.policy import compute_weights_digest
 from asyncrl.models.tokenizer import PlainTokenizer, load_tokenizer
+from asyncrl.records import jsonl
 from asyncrl.supervise.preflight import run_checks
 from asyncrl.tasks.synthetic import TASKS
 
@@ -211,9 +212,6 @@ def test_ones_own_prompts_and_reward(asyncrl: Callable[..., Ended]) -> None:
         "name='own'",
     )
     assert done.code == 0, done.err[-3000:]
-    rows = [
-        json.loads(x)
-        for x in (Path(done.json["run_dir"]) / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = jsonl.read(Path(done.json["run_dir"]) / "metrics.jsonl")
     parts = {k for r in rows for k in r if k.startswith("reward_part/")}
     assert parts and done.json["failures"] == {}

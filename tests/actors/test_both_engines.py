@@ -16,6 +16,7 @@ from process_kit import ROOT, RUN_SEED
 
 from asyncrl.config import load
 from asyncrl.models.policy import build_character_tokenizer
+from asyncrl.records import jsonl
 from asyncrl.tasks.warm_start import warm_start
 
 pytestmark = pytest.mark.slow
@@ -64,9 +65,7 @@ def both(tmp_path: Path, model: Path, *sets: str) -> tuple[dict[str, Any], list[
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout.strip().splitlines()[-1])
-    rows = [
-        json.loads(x) for x in (Path(summary["run_dir"]) / "samples.jsonl").read_text().splitlines()
-    ]
+    rows = jsonl.read(Path(summary["run_dir"]) / "samples.jsonl")
     return summary, rows
 
 

@@ -3,7 +3,6 @@ whole run at lag 0 shows it."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from asyncrl.config.tree import TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models import exact_operators, packed_forward, policy
 from asyncrl.models.packed_forward import ModelLayout
+from asyncrl.records import jsonl
 from asyncrl.supervise import exact_check
 from asyncrl.tasks import get_task
 
@@ -204,10 +204,7 @@ def test_a_whole_run_at_lag_0_has_a_mismatch_of_exactly_0(tmp_path: Path) -> Non
     for name in ("true", "false"):
         done = run(tmp_path, *words, f"exact={name}", f"name='e{name}'")
         assert done.code == 0, done.err[-3000:]
-        rows = [
-            json.loads(x)
-            for x in (Path(done.json["run_dir"]) / "metrics.jsonl").read_text().splitlines()
-        ]
+        rows = jsonl.read(Path(done.json["run_dir"]) / "metrics.jsonl")
         found[name] = [r["mismatch/k3_at_lag_0"] for r in rows if "mismatch/k3_at_lag_0" in r]
         assert len(found[name]) == 5
         assert ("agree bitwise in the self-test" in done.err) == (name == "true")
@@ -236,10 +233,7 @@ def test_a_stale_run_has_a_mismatch_of_exactly_0_at_every_lag(
         "name='stale'",
     )
     assert done.code == 0, done.err[-3000:]
-    rows = [
-        json.loads(x)
-        for x in (Path(done.json["run_dir"]) / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = jsonl.read(Path(done.json["run_dir"]) / "metrics.jsonl")
     split = [r for r in rows if "split/mismatch" in r]
     assert len(split) == 5
     assert all(r["mismatch/max_one_version"] == 0 and r["split/mismatch_k3"] == 0 for r in split)

@@ -3,7 +3,6 @@ code, nothing half-written."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ from run_kit import finish, start, steps_done, wait_until
 
 from asyncrl.cli import main
 from asyncrl.config import load
-from asyncrl.records import process_log
+from asyncrl.records import jsonl, process_log
 from asyncrl.supervise.doctor import find_checkpoint
 from learner import checkpoint
 
@@ -178,9 +177,7 @@ def test_a_reward_that_fails_now_and_then_is_counted_and_never_a_reward_of_zero(
     words = ("reward.workers=1", "learner.steps=4", "reward.error_budget=0.9")
     done = with_rewards(tmp_path, sort_model, rewards(tmp_path, body), *words)
     assert done.code == 0, done.err[-3000:]
-    rows = [
-        json.loads(x) for x in (tmp_path / "runs" / "r" / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = jsonl.read(tmp_path / "runs" / "r" / "metrics.jsonl")
     assert {r["reward/mean"] for r in rows if "reward/mean" in r} == {1.0}
     assert sum(done.json["failures"].values()) > 0 and done.json["ledger"]["failed"] > 0
 

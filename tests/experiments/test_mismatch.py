@@ -14,6 +14,7 @@ from process_kit import Ended
 
 from asyncrl.config import load
 from asyncrl.experiments import serial as warm
+from asyncrl.records import jsonl
 from asyncrl.supervise import run as runner
 
 pytestmark = pytest.mark.slow
@@ -113,10 +114,7 @@ def test_a_rounded_generator_shows_under_the_shipped_config(
         "name='rounded'",
     )
     assert done.code == 0, done.err[-3000:]
-    rows = [
-        json.loads(x)
-        for x in (Path(done.json["run_dir"]) / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = jsonl.read(Path(done.json["run_dir"]) / "metrics.jsonl")
     split = [r for r in rows if "split/mismatch_k3" in r]
     assert [r["step"] for r in split] == [0, 1, 2, 3]
     assert all(r["split/coverage"] == 1 for r in split)

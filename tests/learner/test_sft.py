@@ -24,6 +24,7 @@ from asyncrl.config.sft import SftData, SftTraining
 from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteError, NothingToDo
 from asyncrl.models.policy import build_model, compute_weights_digest, export, load_policy
 from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.records import jsonl
 from asyncrl.supervise.preflight import preflight
 from asyncrl.tasks import fit, get_task, pairs, warm_start
 from asyncrl.tasks.fit import FitExample
@@ -194,9 +195,7 @@ def test_a_run_of_what_it_leaves_ends_answers_where_the_learned_ones_end(
         "learner.steps=2",
         "record.samples_every=1",
     )
-    samples = [
-        json.loads(line) for line in (run["run_dir"] / "samples.jsonl").read_text().splitlines()
-    ]
+    samples = jsonl.read(run["run_dir"] / "samples.jsonl")
     asked = [sample for sample in samples if sample["prompt"] in "abcdefgh"]
     assert asked and all(sample["text"] == "no" for sample in asked)
     assert all(sample["finish"] == "stop" and len(sample["tokens"]) == 3 for sample in asked)
