@@ -48,7 +48,7 @@ from lib.chaos.faults import Fault, Wanted
 
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.parent import end_with_parent
+from asyncrl.contract.importing import end_with_parent
 from asyncrl.records import rundir
 
 RECOVER_S = 60.0  # a fault that has not been recovered from by then never is (--patience)

@@ -28,10 +28,9 @@ import xxhash
 from numpy import ndarray
 
 from actors.gateway.call_tree import CallNode, Message, compute_text_digest, join_text
-from actors.gateway.image_marks import find_digests, replace_marks, restore_marks
 from actors.gateway.refusals import CallRefused, build_refusal, build_too_long_error
 from asyncrl.contract import outcomes
-from asyncrl.contract.blobs.images import ImageShape
+from asyncrl.contract.blobs.images import MARKER, ImageShape
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.importing import import_function
 from asyncrl.models import image_tokens
@@ -43,6 +42,10 @@ from asyncrl.models.tokenizer import encode_text, takes_parts
 AT_ONCE = 8
 CUT_TOKENS = 64  # tokens that the beginning of a text may have more alone than in the whole text
 INVALID = "invalid_messages"  # the code of refusals
+# of an image in a text: private characters with its digest.  Messages are compared, rendered by
+# the template and continued as text, so that a call continues an earlier one only if the images are
+# the same
+IMAGE_MARK = re.compile("\ue002([0-9a-f]{32})\ue003")
 MARK = "\ue000answer\ue001"  # of private characters, which occur in no history
 Parser = Callable[[str], Message]
 
@@ -373,6 +376,51 @@ def _parse_arguments(call: Message) -> Message:
             value = None
         arguments = value if isinstance(value, dict) else arguments
     return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+# ---- images --------------------------------------------------------------------------------------
+
+
+def make_mark(digest: str) -> str:
+    """Return the mark of an image."""
+    return f"\ue002{digest}\ue003"
+
+
+def find_digests(text: str) -> list[str]:
+    """Return the digests of the marks in a text, in their order.
+
+    >>> find_digests(make_mark("0" * 32) + "?") == ["0" * 32]
+    True
+    """
+    return IMAGE_MARK.findall(text)
+
+
+def replace_marks(text: str) -> str:
+    """Replace each mark by the marker that the model's tokenizer knows.
+
+    Raises CallRefused for a text that has the marker already.
+    """
+    if MARKER in text:
+        raise CallRefused(
+            400,
+            "invalid_image",
+            f"a text has {MARKER}, which is the model's token of an image: send the image as a "
+            "data: URL in the content of a message",
+            "messages",
+        )
+    return IMAGE_MARK.sub(MARKER, text)
+
+
+def restore_marks(text: str, digests: list[str]) -> str | None:
+    """Replace the markers of a rendered text by the marks of `digests`, in order.
+
+    None if their numbers differ.
+    """
+    pieces = text.split(MARKER)
+    if len(pieces) != len(digests) + 1:
+        return None
+    marks = [*map(make_mark, digests), ""]
+    return "".join(piece + mark for piece, mark in zip(pieces, marks, strict=True))
 
 
 # ---- parsers -------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from actors.gateway.call_tree import CallNode
 from actors.gateway.environment_pool import EnvironmentPool
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
 from actors.gateway.refusals import TOO_LONG, CallRefused
-from actors.gateway.service import Gateway, compute_env_seed
-from actors.gateway.session_source import Episode, SessionSource, WaitCause
+from actors.gateway.service import Episode, Gateway, SessionSource, WaitCause, compute_env_seed
 from actors.gateway.sessions import SessionCall, SessionPlayers
 from actors.schedule import LeasedTicket
 from asyncrl.tasks.evaluation_sets import resolve_reward_configs

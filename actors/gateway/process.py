@@ -6,8 +6,7 @@ import asyncio
 from pathlib import Path
 
 from actors.gateway.environment_sessions import EnvironmentSource, SingleCompletions
-from actors.gateway.service import Gateway
-from actors.gateway.session_source import SessionSource
+from actors.gateway.service import Gateway, SessionSource
 from asyncrl.config.tree import Config
 
 

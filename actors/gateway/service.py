@@ -18,20 +18,21 @@ import gc
 import math
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 from msgspec.structs import asdict, replace
 
 from actors.gateway.call_router import CallRouter
+from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat, find_parser
-from actors.gateway.session_source import Episode, PlacedCall, SessionSource, WaitCause
 from actors.gateway.sessions import Session, SessionCall, SessionLimits, SessionOutcome
 from actors.rewards import make_runner
 from actors.schedule import LeasedTicket, TicketSchedule
@@ -42,11 +43,11 @@ from asyncrl.contract import messages as m
 from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import index_by_digest
 from asyncrl.contract.errors import AsyncrlError, BadMessage, ConfigError
-from asyncrl.contract.messages import AttemptTokens, IntPair, SampleKey
+from asyncrl.contract.messages import AttemptTokens, IntPair, SampleKey, Ticket
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
-from asyncrl.contract.waits import OpenSession, ProcessWait
+from asyncrl.contract.waits import OpenSession, ProcessWait, SessionWait
 from asyncrl.models.tokenizer import (
     collect_stop_tokens,
     encode_prompt,
@@ -71,6 +72,88 @@ OLDEST = 8  # tickets listed in a report, one session each
 SHOWN = 40  # characters shown of a prompt
 KEPT_SESSIONS = 200  # sessions in the statistic of durations
 REPORTED_CLOSED = 256  # closed tickets that are still reported, since a report may be lost
+
+
+@dataclass(eq=False)
+class Episode:
+    """A session that this gateway plays.
+
+    first: no earlier attempt at the sample has begun
+    last: the policy's newest answered call
+    """
+
+    number: int
+    session: Session
+    first: bool
+    last: SessionCall | None = None
+
+
+class PlacedCall(NamedTuple):
+    """A call that the generators are to sample, and its episode."""
+
+    episode: Episode
+    call: SessionCall
+
+
+class WaitCause(NamedTuple):
+    """The cause of a session's wait; limit: the key that ends it in `left_s`, or ""."""
+
+    kind: SessionWait
+    text: str
+    limit: str = ""
+    left_s: float = 0.0
+
+
+class SessionSource(ABC):
+    """A source of sessions; the gateway calls its methods from one thread."""
+
+    @abstractmethod
+    def count_wanted(self) -> int:
+        """Count the samples that the source has room for, parked sessions included."""
+
+    @abstractmethod
+    def on_answer(
+        self, episode: Episode, call: SessionCall, node: CallNode | None, failed: str
+    ) -> None:
+        """Use the answer to a call.
+
+        node: the call's node, or None if it has no token
+        failed: the reason of a generator's refusal, or ""
+        """
+
+    @abstractmethod
+    def on_drop(self, episode: Episode) -> None:
+        """Forget an episode that was delivered or lost."""
+
+    @abstractmethod
+    def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
+        """Describe the wait of an open session without an open call.
+
+        limit, left_s: the session's own limit and the seconds until it
+        """
+
+    @abstractmethod
+    def explain_queue(self, part: str) -> WaitCause:
+        """Describe the wait of a part's samples that no session has begun."""
+
+    # ---- without effect by default ---------------------------------------------------------------
+
+    @property
+    def wires(self) -> Sequence[socket.socket]:
+        """Sockets that `poll` reads."""
+        return ()
+
+    def open_sessions(self) -> None:
+        """Begin sessions of waiting samples, in each turn."""
+
+    def poll(self) -> None:
+        """Handle the events of environments, in each turn."""
+
+    def on_progress(self, session: Session, ticket: Ticket | None = None) -> None:
+        """Record that a session's tokens are reported or sent, or its new ticket."""
+
+    def close(self) -> None:
+        """End the processes that the source has started."""
 
 
 @dataclass

@@ -24,8 +24,7 @@ from actors.gateway.recovery.session_journal import (
     restore,
 )
 from actors.gateway.refusals import CallRefused
-from actors.gateway.service import Gateway, compute_env_seed
-from actors.gateway.session_source import Episode, SessionSource, WaitCause
+from actors.gateway.service import Episode, Gateway, SessionSource, WaitCause, compute_env_seed
 from actors.gateway.sessions import Session, SessionCall
 from asyncrl.contract.messages import SampleKey, Ticket
 from asyncrl.contract.printable import escape_line

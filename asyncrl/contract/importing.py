@@ -8,10 +8,12 @@ queue.py or learner.py shadows nothing, and a user's reward module is still foun
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from typing import Any
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import describe_exception
 
+_PR_SET_PDEATHSIG = 1
 PARTS = ("actors", "buffer", "learner")
 INSIDE = Path(__file__).resolve().parents[1]  # the folder of the package asyncrl
 HOME = INSIDE if (INSIDE / PARTS[0]).is_dir() else INSIDE.parent  # the folder of the three packages
@@ -143,3 +146,17 @@ def pause_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def end_with_parent() -> Callable[[], None]:
+    """Make a `preexec_fn` that kills the child (SIGKILL) when the thread that started it ends.
+
+    It also works if that thread has ended before the child calls it."""
+    parent, libc = os.getpid(), ctypes.CDLL(None)
+
+    def request_kill() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return request_kill

@@ -24,10 +24,11 @@ from asyncrl.models.tokenizer import collect_model_stops, load_tokenizer
 from asyncrl.records import atomic_write, jsonl
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.tinker import wire
-from asyncrl.tinker.call_log import TrainingCall, TrainingOutcome
 from asyncrl.tinker.links import WorkerLink, log
 from asyncrl.tinker.model_records import (
     ModelRecord,
+    TrainingCall,
+    TrainingOutcome,
     build_branch_name,
     build_folder_name,
     find_saved,

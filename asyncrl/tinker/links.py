@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.contract import importing
-from asyncrl.contract.parent import end_with_parent
+from asyncrl.contract.importing import end_with_parent
 from asyncrl.contract.printable import LONGEST_LINE, describe_exit, escape_line
 from asyncrl.records import process_log
 from asyncrl.tinker.messages import Cancel, Request, Result, WorkerCall, WorkerReply

@@ -7,7 +7,7 @@ MODEL/trained.jsonl    the sequences and lags of each optimizer step
 MODEL/token_samples.jsonl  some trained datums with every token
 MODEL/ledger.json      sequences of the model by how often they were trained
 MODEL/model.json       what the model was created from
-MODEL/calls, checkpoints  see call_log.py
+MODEL/calls, checkpoints  see model_records.py
 MODEL/weights/NAME, MODEL/sampler_weights/NAME   saved by the client, with NAME.json
 MODEL/versions/B-V     weights of version V of branch B for samplers without a name
 ```
@@ -38,7 +38,6 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, jsonl, metrics
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.tinker import wire
-from asyncrl.tinker.call_log import CallLog, TrainingCall, TrainingOutcome
 from asyncrl.tinker.links import WorkerExited, WorkerLink, log
 from asyncrl.tinker.messages import (
     NOT_SAMPLED,
@@ -56,8 +55,11 @@ from asyncrl.tinker.messages import (
 )
 from asyncrl.tinker.model_records import (
     NAME,
+    CallLog,
     ModelRecord,
     SavedWeights,
+    TrainingCall,
+    TrainingOutcome,
     build_branch_name,
     find_saved,
 )

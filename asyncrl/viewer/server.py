@@ -12,7 +12,7 @@ from pathlib import Path
 
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.parent import end_with_parent
+from asyncrl.contract.importing import end_with_parent
 from asyncrl.supervise.notebook import LoadedRun
 from asyncrl.viewer import run_search
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.importing import end_with_parent
 from asyncrl.contract.messages import Batch
-from asyncrl.contract.parent import end_with_parent
 from asyncrl.contract.printable import describe_exception
 from asyncrl.models.policy import PolicyModel, build_manifest, resolve_device
 from learner.backend import TorchBackend

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 from process_kit import ENV, ROOT
 
-from asyncrl.contract.parent import end_with_parent
+from asyncrl.contract.importing import end_with_parent
 
 # The parent starts a child with a pipe's end, which the child writes to before and after it asks,
 # and ends: before the child asks, or after.
 PARENT = """
 import os, signal, sys, time
-from asyncrl.contract.parent import end_with_parent
+from asyncrl.contract.importing import end_with_parent
 
 pipe, first = int(sys.argv[1]), sys.argv[2] == "first"
 ask, parent = end_with_parent(), os.getpid()

@@ -33,7 +33,7 @@ from actors import ticket_holder
 from actors.gateway import call_tree, environment_sessions, service
 from actors.gateway.environment_pool import EnvironmentPlace
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
-from actors.gateway.session_source import Episode
+from actors.gateway.service import Episode
 from actors.gateway.sessions import Session
 from actors.schedule import LeasedTicket
 from asyncrl.config import load

@@ -22,9 +22,9 @@ from asyncrl.records import jsonl, metrics
 from asyncrl.records.jsonl import JsonlAppender
 from asyncrl.records.metrics import MetricsWriter
 from asyncrl.tinker import wire
-from asyncrl.tinker.call_log import CallLog
 from asyncrl.tinker.links import WorkerExited
 from asyncrl.tinker.messages import CallFailure, SampleCall, SampleResult
+from asyncrl.tinker.model_records import CallLog
 from asyncrl.tinker.models import ServedModel
 from asyncrl.tinker.workers.sampler import NOT_FINITE, Sampler
 

@@ -19,9 +19,8 @@ from tinker_kit import draw, prompt, tuned_datum
 from tinker_local_kit import KEY, LocalServer
 
 from asyncrl.tinker import app
-from asyncrl.tinker.call_log import CallLog
 from asyncrl.tinker.messages import CallFailure
-from asyncrl.tinker.model_records import build_folder_name
+from asyncrl.tinker.model_records import CallLog, build_folder_name
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 TUNED = [tuned_datum([5, 6, 7, 8, 1])]

@@ -16,9 +16,14 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.tinker import wire
-from asyncrl.tinker.call_log import CallLog, TrainingCall, TrainingOutcome
 from asyncrl.tinker.messages import ScoreResult
-from asyncrl.tinker.model_records import SavedWeights, find_saved
+from asyncrl.tinker.model_records import (
+    CallLog,
+    SavedWeights,
+    TrainingCall,
+    TrainingOutcome,
+    find_saved,
+)
 
 
 def refusal(function: Any, *values: Any, **named: Any) -> str:

@@ -26,9 +26,9 @@ from typing import IO
 
 import msgspec
 
-from actors.gateway.agents.agent_log import AgentLog
 from actors.gateway.agents.session_messages import (
     NO_REWARD,
+    AgentLog,
     AgentSetup,
     SessionAccess,
     SessionOrders,

@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from actors.gateway.agents.agent_log import AgentLog
 from actors.gateway.agents.session_messages import (
+    AgentLog,
     AgentSetup,
     SessionAccess,
     SessionOrders,

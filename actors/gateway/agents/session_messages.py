@@ -1,4 +1,6 @@
-"""Messages between the gateway and agents' processes, in reward processes' frames.
+"""What agents' processes share: their messages to and from the gateway, and their log.
+
+Messages are in reward processes' frames:
 
 in:   AgentSetup, then SessionOrders
 out:  SessionResult "ready" or "broken", then one for each session, in any order
@@ -6,7 +8,11 @@ out:  SessionResult "ready" or "broken", then one for each session, in any order
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+import threading
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -15,8 +21,10 @@ from msgspec import Struct
 from actors.reward_worker import check_value
 from asyncrl.contract.messages import Numbers, Prompt
 from asyncrl.contract.printable import describe_exception, get_first_line
+from asyncrl.records import private
 from asyncrl.transport.worker_pool import frame
 
+MOST_BYTES = 16 << 20  # a larger file becomes NAME.old, and a new one begins
 NO_REWARD = "ended and gave no reward"
 
 
@@ -106,3 +114,22 @@ def parse_outcome(number: int, value: Any) -> SessionResult:
 def send(wire: socket.socket, result: SessionResult) -> None:
     """Send a result to the gateway."""
     wire.sendall(frame(msgspec.msgpack.encode(result)))
+
+
+class AgentLog:
+    """The log of agents' output: a file of bounded size, with a head for each session."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.writing = threading.Lock()
+
+    def write(self, head: str, *texts: bytes) -> None:
+        """Append a session's head and output.  Errors such as a full disk are ignored."""
+        output = b"".join(text if text.endswith(b"\n") else text + b"\n" for text in texts if text)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with self.writing, contextlib.suppress(OSError):
+            with os.fdopen(private.open_private(self.path, flags), "ab") as file:
+                file.write(f"--- {head}\n".encode("utf-8", "replace") + output)
+                size = file.tell()
+            if size > MOST_BYTES:
+                self.path.replace(self.path.with_suffix(".log.old"))

@@ -23,9 +23,8 @@ import msgspec
 import numpy as np
 
 from actors.gateway.call_tree import Message
-from actors.gateway.chat import normalize_messages
+from actors.gateway.chat import make_mark, normalize_messages
 from actors.gateway.endpoint import anthropic, responses
-from actors.gateway.image_marks import make_mark
 from actors.gateway.refusals import CallRefused, build_refusal
 from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES, Blobs, digest
 from asyncrl.contract.messages import MOST_GRAMMAR, SamplingSettings

@@ -29,7 +29,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.contract.parent import end_with_parent
+from asyncrl.contract.importing import end_with_parent
 from asyncrl.contract.printable import describe_exit
 from asyncrl.experiments import process_run
 from asyncrl.experiments.compare.verdict import find_collapse

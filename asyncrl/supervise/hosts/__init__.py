@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.parent import end_with_parent
+from asyncrl.contract.importing import end_with_parent
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 
 LEAK_REPORT = re.compile(r"\bleak|nanobind|skipped remainder|warnings\.warn\(", re.IGNORECASE)

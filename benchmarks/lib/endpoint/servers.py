@@ -21,7 +21,7 @@ import psutil
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.parent import end_with_parent
+from asyncrl.contract.importing import end_with_parent
 from asyncrl.records import rundir
 from lib import rounds
 from lib.endpoint import stage

@@ -21,7 +21,6 @@ import psutil
 import pytest
 
 from actors.gateway.agents import agent_programs
-from actors.gateway.agents.agent_log import AgentLog
 from actors.gateway.agents.agent_programs import (
     KEPT_BYTES,
     MODEL_VARIABLES,
@@ -31,6 +30,7 @@ from actors.gateway.agents.agent_programs import (
     select_inherited,
 )
 from actors.gateway.agents.session_messages import (
+    AgentLog,
     AgentSetup,
     SessionAccess,
     SessionOrders,

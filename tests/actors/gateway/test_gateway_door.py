@@ -23,8 +23,8 @@ from gateway_service_kit import AT, Wire
 
 from actors.gateway import http_gateway, service
 from actors.gateway.refusals import CallRefused
+from actors.gateway.service import WaitCause
 from actors.gateway.session_api import SessionApi
-from actors.gateway.session_source import WaitCause
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m

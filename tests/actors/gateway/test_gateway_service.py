@@ -703,3 +703,7 @@ def test_tools_are_called_through_the_template_and_the_reward_judges_the_last_an
         assert sum(found[0].mask) == found[0].length == len(call) + 1 + 2
     finally:
         w.gateway.close()
+
+
+def test_a_wait_that_no_setting_ends_has_no_time_left() -> None:
+    assert service.WaitCause("place", "a place") == ("place", "a place", "", 0.0)

@@ -20,7 +20,7 @@ from process_kit import ROOT, RUN_SEED, run_command
 from vision_kit import picture, seeing_model
 
 from actors.gateway.call_tree import build_rows
-from actors.gateway.chat import ChatFormat
+from actors.gateway.chat import ChatFormat, find_digests, make_mark, replace_marks, restore_marks
 from actors.gateway.recovery.session_journal import (
     SessionJournal,
     SessionOpening,
@@ -32,6 +32,7 @@ from actors.gateway.sessions import Session, SessionLimits
 from asyncrl.cli import main
 from asyncrl.contract import messages as m
 from asyncrl.contract.blobs import images
+from asyncrl.contract.blobs.images import MARKER
 from asyncrl.contract.versions import Label
 from asyncrl.models import image_tokens
 from asyncrl.records import stream
@@ -42,6 +43,7 @@ PARTS = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 URLS = [images.to_data_url(picture(n)) for n in range(3)]
+ONE, TWO = "0123456789abcdef" * 2, "f" * 32
 NAMES = [images.digest(picture(n)) for n in range(3)]
 
 
@@ -270,3 +272,30 @@ def test_agents_that_send_pictures_are_trained_on_them(tmp_path: Path) -> None:
             assert sample.list_rows()[-1].images == [own, sent] and sample.calls == 2
     replayed = CliRunner().invoke(main, ["replay", str(folder), "--json"])
     assert replayed.exit_code == 0 and '"equal": true' in replayed.output, replayed.output
+
+
+def test_marks_become_markers_and_come_back_in_order() -> None:
+    text = f"a{make_mark(ONE)}b{make_mark(TWO)}{make_mark(ONE)}"
+    assert find_digests(text) == [ONE, TWO, ONE] and find_digests("none") == []
+    written = replace_marks(text)
+    assert written == f"a{MARKER}b{MARKER}{MARKER}"
+    assert restore_marks(f"<{written}>", [ONE, TWO, ONE]) == f"<{text}>"
+    assert restore_marks(written, [ONE, TWO]) is None
+    assert restore_marks(written, [ONE, TWO, ONE, TWO]) is None
+    assert restore_marks("none", []) == "none"
+
+
+def test_only_whole_digests_are_marks() -> None:
+    for text in (make_mark(ONE[:-1]), make_mark(ONE + "0"), make_mark(ONE.upper()), ONE):
+        assert find_digests(text) == [] and replace_marks(text) == text
+
+
+def test_a_text_with_the_model_s_own_token_is_refused() -> None:
+    with pytest.raises(CallRefused) as refused:
+        replace_marks(f"see {MARKER}")
+    assert str(refused.value) == (
+        f"a text has {MARKER}, which is the model's token of an image: send the image as a data: "
+        "URL in the content of a message"
+    )
+    error = refused.value
+    assert (error.status, error.code, error.param) == (400, "invalid_image", "messages")

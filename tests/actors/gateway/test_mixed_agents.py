@@ -20,8 +20,7 @@ from click.testing import CliRunner, Result
 from process_kit import ENV, PATIENT, ROOT, RUN_SEED
 
 from actors.gateway.process import make_source
-from actors.gateway.service import HOPELESS, Gateway
-from actors.gateway.session_source import WaitCause
+from actors.gateway.service import HOPELESS, Gateway, WaitCause
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract import messages as m

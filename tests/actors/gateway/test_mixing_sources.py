@@ -22,7 +22,7 @@ from actors.gateway.environment_worker import EnvironmentEvent
 from actors.gateway.http_gateway import AgentPool
 from actors.gateway.hubs import prompt_files
 from actors.gateway.refusals import CallRefused
-from actors.gateway.session_source import WaitCause
+from actors.gateway.service import WaitCause
 from asyncrl.config import load
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config, TaskConfig

@@ -19,7 +19,7 @@ from gateway_service_kit import AT, PATIENCE_S, Wire
 from pushed_kit import HERE, Commands, until
 
 from actors.gateway import http_gateway, service
-from actors.gateway.agents import agent_log
+from actors.gateway.agents import session_messages
 from actors.gateway.agents.session_messages import SessionResult
 from actors.gateway.http_gateway import AgentPool
 from actors.gateway.session_api import SessionApi
@@ -37,13 +37,13 @@ pytestmark = pytest.mark.slow
 def test_the_log_is_bounded_and_a_disk_that_fails_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_log, "MOST_BYTES", 30)
-    kept = agent_log.AgentLog(tmp_path / "agent-0.log")
+    monkeypatch.setattr(session_messages, "MOST_BYTES", 30)
+    kept = session_messages.AgentLog(tmp_path / "agent-0.log")
     for number in range(3):
         kept.write(f"session {number}", b"said", b"", b"more\n")
     assert (tmp_path / "agent-0.log.old").read_text().startswith("--- session 0\nsaid\nmore\n---")
     assert (tmp_path / "agent-0.log").read_text() == "--- session 2\nsaid\nmore\n"
-    agent_log.AgentLog(tmp_path / "nowhere" / "agent-0.log").write("session 3")
+    session_messages.AgentLog(tmp_path / "nowhere" / "agent-0.log").write("session 3")
 
 
 @pytest.fixture()
