@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 import xxhash
+from torch import Tensor
 
 from asyncrl.algorithms import advantages, diagnostics, kl, ratios, settings
 from asyncrl.algorithms import loss as step_loss
@@ -61,7 +62,7 @@ class Update(NamedTuple):
 
     norm: float
     lr: float
-    sums: dict[str, torch.Tensor]
+    sums: dict[str, Tensor]
     before: dict[str, float]
 
     def as_row(self, number: int, index: int, metrics: dict[str, float]) -> dict[str, float]:
@@ -88,7 +89,7 @@ class StepSums(NamedTuple):
     stop_kl: the last KL that early stopping measured.
     """
 
-    sums: dict[str, torch.Tensor]
+    sums: dict[str, Tensor]
     updates: list[Update]
     stop_kl: float
 
@@ -400,7 +401,7 @@ class LearnerCore:
 
     def _run_epochs(self, prep: step_loss.PreparedBatch, packed: PackedBatch) -> StepSums:
         """Make all optimizer steps of a batch, until KL early stopping ends them."""
-        total: dict[str, torch.Tensor] = {}
+        total: dict[str, Tensor] = {}
         updates: list[Update] = []
         stop_kl = 0.0
         stop = self.config.stop
@@ -432,7 +433,7 @@ class LearnerCore:
                         *step_loss.sum_update_kl(prep, part, current[part])
                     )
                     stopped = stop.action == "skip" and stop_kl > stop.kl_max
-                sums: dict[str, torch.Tensor] = {}
+                sums: dict[str, Tensor] = {}
                 if not stopped:
                     sums, step_kl = self._accumulate_gradient(prep, step, packed, samples)
                     if stop.every == "step":
@@ -505,9 +506,9 @@ class LearnerCore:
         step: step_loss.StepPlan,
         packed: PackedBatch,
         samples: Sequence[int],
-    ) -> tuple[dict[str, torch.Tensor], float]:
+    ) -> tuple[dict[str, Tensor], float]:
         """Accumulate the gradient of one optimizer step; return its sums and the stop's KL."""
-        sums: dict[str, torch.Tensor] = {}
+        sums: dict[str, Tensor] = {}
         stop_sums = [
             torch.zeros((), device=self.loss_device),
             torch.zeros((), device=self.loss_device),
@@ -558,7 +559,7 @@ class LearnerCore:
             stop_sums = [self.backend.sum_over_ranks(x.clone()) for x in stop_sums]
         return sums, self._compute_stop_kl(*stop_sums)
 
-    def _compute_stop_kl(self, total: torch.Tensor, weight: torch.Tensor) -> float:
+    def _compute_stop_kl(self, total: Tensor, weight: Tensor) -> float:
         """Return the KL for early stopping from the sums of `step_loss.sum_update_kl`."""
         return max(0.0, float(total / weight.clamp(min=1e-12))) if self.config.stop.kl_max else 0.0
 
@@ -588,7 +589,7 @@ class LearnerCore:
             by_group=model.fast is not None or model.vision is not None,
         )
 
-    def _sum_over_ranks(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _sum_over_ranks(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add up the sums of all ranks.
 
         A rank without samples has no sums, so it takes their names and shapes from the others.
@@ -609,7 +610,7 @@ class LearnerCore:
         return totals
 
     def _apply(
-        self, packed: PackedBatch, sums: dict[str, torch.Tensor], lr_scale: float = 1.0
+        self, packed: PackedBatch, sums: dict[str, Tensor], lr_scale: float = 1.0
     ) -> float | None:
         """Make the optimizer step; return its gradient norm, None when it was skipped.
 
@@ -680,8 +681,8 @@ class LearnerCore:
             )
 
     def _compute_step_kl(
-        self, packed: PackedBatch, samples: Sequence[int], hidden: torch.Tensor
-    ) -> torch.Tensor:
+        self, packed: PackedBatch, samples: Sequence[int], hidden: Tensor
+    ) -> Tensor:
         """Return KL(theta || ref) over the vocabulary at each state, [n] with gradient.
 
         hidden [n, H] holds the policy's states.
@@ -710,7 +711,7 @@ class LearnerCore:
     @torch.no_grad()
     def _forward(
         self, model: PolicyModel, packed: PackedBatch, samples: Sequence[int] | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return log-probabilities [N] of `samples` (None: all) under `model`, without gradient.
 
         It uses the micro-batches of training.

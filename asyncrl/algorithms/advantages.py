@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms import diagnostics, kl, own_functions, ratios, settings
 from asyncrl.algorithms.batch import LossBatch
@@ -49,21 +50,21 @@ BY_GROUP = (
 EQUAL = 1e-6
 
 
-def _sum_by_group(x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+def _sum_by_group(x: Tensor, groups: Tensor) -> Tensor:
     """Return the sum of x over each sample's group, [B]."""
     return sum_by_sample(x, groups, int(groups.max()) + 1)[groups]
 
 
-def _count_by_group(groups: torch.Tensor) -> torch.Tensor:
+def _count_by_group(groups: Tensor) -> Tensor:
     return torch.bincount(groups)[groups]
 
 
-def average_by_group(x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+def average_by_group(x: Tensor, groups: Tensor) -> Tensor:
     """Return the mean of x over each sample's group, [B]."""
     return _sum_by_group(x, groups) / _count_by_group(groups)
 
 
-def find_zero_variance(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+def find_zero_variance(rewards: Tensor, groups: Tensor) -> Tensor:
     """Return bool [B]: samples of zero-variance groups, which carry no learning signal.
 
     Rewards are equal to within EQUAL of the largest.
@@ -75,7 +76,7 @@ def find_zero_variance(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Ten
     return (largest - smallest <= EQUAL * largest.abs())[groups]
 
 
-def center_by_group(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+def center_by_group(rewards: Tensor, groups: Tensor) -> Tensor:
     """Return r_i minus its group's mean; exactly 0 in zero-variance groups.
 
     In floating point the mean of equal rewards is often not the reward itself (0.7 three times). A
@@ -86,12 +87,12 @@ def center_by_group(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor
     )
 
 
-def subtract_baseline(rewards: torch.Tensor, baseline: torch.Tensor | float) -> torch.Tensor:
+def subtract_baseline(rewards: Tensor, baseline: Tensor | float) -> Tensor:
     """Return r - b, exactly 0 where the two are equal (to EQUAL)."""
     return torch.where((rewards - baseline).abs() <= EQUAL * rewards.abs(), 0.0, rewards - baseline)
 
 
-def compute_rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+def compute_rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     """r_i minus the mean of the other G-1 (Ahmadian et al. 2024, arXiv 2402.14740).
 
     Raises ConfigError for a group of one.
@@ -106,10 +107,8 @@ def compute_rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 
 
 def compute_grpo(
-    rewards: torch.Tensor,
-    groups: torch.Tensor,
-    c: settings.GrpoAdvantage | settings.GdpoAdvantage,
-) -> torch.Tensor:
+    rewards: Tensor, groups: Tensor, c: settings.GrpoAdvantage | settings.GdpoAdvantage
+) -> Tensor:
     """(r_i - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300).
 
     It is 0 in zero-variance groups, also with eps = 0. Raises ConfigError for ddof = 1 and a group
@@ -126,7 +125,7 @@ def compute_grpo(
     return torch.where(deviation == 0, 0.0, deviation / (var.sqrt() + c.eps))
 
 
-def _compute_contributions(rewards: torch.Tensor, k: int) -> torch.Tensor:
+def _compute_contributions(rewards: Tensor, k: int) -> Tensor:
     """Return `_apply_pass_at_k` of one group [G].
 
     Sorted upwards, the best of k - 1 sampled from the samples below position i is at position j
@@ -154,7 +153,7 @@ def _compute_contributions(rewards: torch.Tensor, k: int) -> torch.Tensor:
     return contributions
 
 
-def place_on_last_token(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+def place_on_last_token(x: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
     """Place x [B] on each sample's last token of the mask, 0 elsewhere: [N]."""
     position = torch.arange(len(seq), device=seq.device)
     last_positions = torch.full((len(x),), -1, device=seq.device).scatter_reduce_(
@@ -163,9 +162,7 @@ def place_on_last_token(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) 
     return torch.where(last_positions[seq] == position, x[seq], 0.0)
 
 
-def _sum_masked_suffix(
-    x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, discount: float
-) -> torch.Tensor:
+def _sum_masked_suffix(x: Tensor, mask: Tensor, seq: Tensor, discount: float) -> Tensor:
     """Return suffix sums [N] over the tokens of the mask; other tokens take no discount."""
     # two scalars of x's precision: `where` makes float32 of two Python floats
     d = torch.where(mask, x.new_full((), discount), x.new_ones(()))
@@ -174,9 +171,7 @@ def _sum_masked_suffix(
     return torch.where(mask, sum_discounted_suffix(torch.where(mask, x, 0.0), seq, d), 0.0)
 
 
-def _find_next_value(
-    values: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, bootstrap: torch.Tensor
-) -> torch.Tensor:
+def _find_next_value(values: Tensor, mask: Tensor, seq: Tensor, bootstrap: Tensor) -> Tensor:
     """Return V at the next token of the mask; after the last one, bootstrap [B]."""
     rows = PaddedRows(seq)
     values_matrix = rows.pad(torch.where(mask, values, 0.0))
@@ -194,9 +189,7 @@ def _find_next_value(
     return rows.pack(following)
 
 
-def _sum_next(
-    x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, count: int, discount: float
-) -> torch.Tensor:
+def _sum_next(x: Tensor, mask: Tensor, seq: Tensor, count: int, discount: float) -> Tensor:
     """Return sums [N] over each token of the mask and those after it, `count` in all."""
     rows = PaddedRows(seq[mask])
     sums = torch.zeros_like(x)
@@ -210,7 +203,7 @@ def _sum_next(
     return sums
 
 
-def _scatter_within_response(x: torch.Tensor, at: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+def _scatter_within_response(x: Tensor, at: Tensor, seq: Tensor) -> Tensor:
     """Add up x [N] at the positions `at` int64 [N].
 
     Values that would leave their own sample, or the batch (-1), are dropped.
@@ -221,7 +214,7 @@ def _scatter_within_response(x: torch.Tensor, at: torch.Tensor, seq: torch.Tenso
     )
 
 
-def credit_trained_tokens(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+def credit_trained_tokens(x: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
     """Move x [N] of tokens outside the mask to the last token of the mask before them: [N].
 
     That token led there. Values before a sample's first token of the mask are dropped.
@@ -230,7 +223,7 @@ def credit_trained_tokens(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor
     return _scatter_within_response(x, torch.where(mask, position, -1).cummax(0).values, seq)
 
 
-def sum_by_step(x: torch.Tensor, step: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+def sum_by_step(x: Tensor, step: Tensor, seq: Tensor) -> Tensor:
     """Sum x [N] over each step, on the token that ends it (step bool [N]): [N].
 
     Values after a sample's last step belong to that step.
@@ -244,9 +237,7 @@ def sum_by_step(x: torch.Tensor, step: torch.Tensor, seq: torch.Tensor) -> torch
     return _scatter_within_response(x, torch.where(has_end, ends, previous_end), seq)
 
 
-def whiten(
-    x: torch.Tensor, eps: float = 1e-8, reference: torch.Tensor | None = None
-) -> torch.Tensor:
+def whiten(x: Tensor, eps: float = 1e-8, reference: Tensor | None = None) -> Tensor:
     """Scale to mean 0 and standard deviation 1 over the batch (ddof 1).
 
     A single value, or values that are all equal, become 0. `reference` holds the values whose mean
@@ -258,19 +249,19 @@ def whiten(
     return torch.where(_are_equal(reference), 0.0, (x - reference.mean()) / (reference.std() + eps))
 
 
-def _are_equal(x: torch.Tensor) -> torch.Tensor:
+def _are_equal(x: Tensor) -> Tensor:
     """Return a bool scalar: all values are equal to within EQUAL of the largest."""
     return x.amax() - x.amin() <= EQUAL * x.abs().amax()
 
 
-def whiten_masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def whiten_masked(x: Tensor, mask: Tensor) -> Tensor:
     """Whiten over the tokens of the mask; 0 elsewhere."""
     whitened = torch.zeros_like(x)
     whitened[mask] = whiten(x[mask])
     return whitened
 
 
-def scale_to_unit(x: torch.Tensor, reference: torch.Tensor | None = None) -> torch.Tensor:
+def scale_to_unit(x: Tensor, reference: Tensor | None = None) -> Tensor:
     """Scale rewards to [0, 1] over the batch; equal rewards become 0.
 
     `reference` holds the values that map to 0 and 1, when they are not x itself.
@@ -285,7 +276,7 @@ def scale_to_unit(x: torch.Tensor, reference: torch.Tensor | None = None) -> tor
     )
 
 
-def compute_overlong_penalty(lengths: torch.Tensor, limit: int, ramp: int) -> torch.Tensor:
+def compute_overlong_penalty(lengths: Tensor, limit: int, ramp: int) -> Tensor:
     """A linear ramp [B] from 0 at `limit - ramp` tokens to 1 at `limit`.
 
     Soft overlong punishment of DAPO, arXiv 2503.14476.
@@ -311,14 +302,14 @@ class RewardedBatch(LossBatch):
     totals: [B], the sums of `tokens`; `rewards - totals` on the last token completes `rewards`.
     """
 
-    lengths: torch.Tensor
+    lengths: Tensor
     ema: float
-    weights: torch.Tensor | None = None
-    kl_penalty: torch.Tensor | None = None
-    tokens: torch.Tensor | None = None
-    totals: torch.Tensor | None = None
+    weights: Tensor | None = None
+    kl_penalty: Tensor | None = None
+    tokens: Tensor | None = None
+    totals: Tensor | None = None
 
-    def compute_rewards(self, totals: torch.Tensor) -> torch.Tensor:
+    def compute_rewards(self, totals: Tensor) -> Tensor:
         """Return what each token earns, minus its KL penalty, [N]; answers [B] are the totals."""
         if self.tokens is None:
             token_rewards = place_on_last_token(totals, self.mask, self.seq)
@@ -329,7 +320,7 @@ class RewardedBatch(LossBatch):
             )
         return token_rewards if self.kl_penalty is None else token_rewards - self.kl_penalty
 
-    def find_step_ends(self) -> torch.Tensor:
+    def find_step_ends(self) -> Tensor:
         """Return bool [N]: trained tokens that end a step.
 
         By default they are those that the reward function rewarded and the last one of each sample.
@@ -344,7 +335,7 @@ class RewardedBatch(LossBatch):
         return self.mask & ((token_rewards != 0) | is_last)
 
 
-def _subtract_prompt_mean(a: RewardedBatch) -> torch.Tensor:
+def _subtract_prompt_mean(a: RewardedBatch) -> Tensor:
     if a.baselines is None:
         raise ConfigError(
             "advantage.baseline = prompt needs the prompts' running means (LossBatch.baselines)"
@@ -355,7 +346,7 @@ def _subtract_prompt_mean(a: RewardedBatch) -> torch.Tensor:
 
 
 # advantage.baseline, of reinforce -> r - b [B] (Williams 1992)
-BASELINES: dict[str, Callable[[RewardedBatch], torch.Tensor]] = {
+BASELINES: dict[str, Callable[[RewardedBatch], Tensor]] = {
     "none": lambda a: subtract_baseline(a.rewards, 0.0),
     "batch": lambda a: center_by_group(a.rewards, torch.zeros_like(a.groups)),
     "ema": lambda a: subtract_baseline(a.rewards, a.ema),
@@ -363,7 +354,7 @@ BASELINES: dict[str, Callable[[RewardedBatch], torch.Tensor]] = {
 }
 
 
-def _apply_grpo(a: RewardedBatch, c: settings.GrpoAdvantage) -> torch.Tensor:
+def _apply_grpo(a: RewardedBatch, c: settings.GrpoAdvantage) -> Tensor:
     """`compute_grpo`, or (r_i - group's mean) / (std of the whole batch's rewards + eps).
 
     With the latter, groups with little variance are not scaled up (Liu et al. 2025, "Tricks or
@@ -379,12 +370,12 @@ def _apply_grpo(a: RewardedBatch, c: settings.GrpoAdvantage) -> torch.Tensor:
     return center_by_group(a.rewards, a.groups) / (a.rewards.std(correction=c.ddof) + c.eps)
 
 
-def _apply_dr_grpo(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
+def _apply_dr_grpo(a: RewardedBatch, c: settings.Advantage) -> Tensor:
     """r_i - mean, without division (Liu et al. 2025, arXiv 2503.20783)."""
     return center_by_group(a.rewards, a.groups)
 
 
-def _apply_maxrl(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
+def _apply_maxrl(a: RewardedBatch, c: settings.Advantage) -> Tensor:
     """(r_i - mean) / mean, 0 where the group's mean is not above 0 (MaxRL, arXiv 2602.02710).
 
     For rewards of 0 and 1 it is the gradient of the log of the pass rate, to the order that the
@@ -394,7 +385,7 @@ def _apply_maxrl(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
     return torch.where(mean > 0, center_by_group(a.rewards, a.groups) / mean.clamp(min=1e-30), 0.0)
 
 
-def _apply_pass_at_k(a: RewardedBatch, c: settings.PassAtKAdvantage) -> torch.Tensor:
+def _apply_pass_at_k(a: RewardedBatch, c: settings.PassAtKAdvantage) -> Tensor:
     """The contribution of each sample to the best of k, never below 0.
 
     It is the mean, over all choices of k - 1 others of its group, of max(r_i, theirs) -
@@ -411,7 +402,7 @@ def _apply_pass_at_k(a: RewardedBatch, c: settings.PassAtKAdvantage) -> torch.Te
     return contributions
 
 
-def _apply_opo(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
+def _apply_opo(a: RewardedBatch, c: settings.Advantage) -> Tensor:
     """r_i minus the length-weighted mean of the group's rewards.
 
     Hao et al. 2025, arXiv 2505.23585.
@@ -422,7 +413,7 @@ def _apply_opo(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
     return torch.where(find_zero_variance(a.rewards, a.groups), 0.0, deviation)
 
 
-def _apply_opob(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
+def _apply_opob(a: RewardedBatch, c: settings.Advantage) -> Tensor:
     """(r - b) / (std of the group, ddof 0); 0 in zero-variance groups.
 
     b is the constant of the group that minimizes the variance of sum W (R - b) grad log pi(y):
@@ -444,7 +435,7 @@ def _apply_opob(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
     return torch.where(find_zero_variance(rewards, groups), 0.0, deviation)
 
 
-def _apply_gdpo(a: RewardedBatch, c: settings.GdpoAdvantage) -> torch.Tensor:
+def _apply_gdpo(a: RewardedBatch, c: settings.GdpoAdvantage) -> Tensor:
     """Sum `compute_grpo` of each named part of the reward, weighted, and whiten over the batch.
 
     No part is dominated by the variance of another (GDPO, arXiv 2601.05242).
@@ -464,7 +455,7 @@ def _apply_gdpo(a: RewardedBatch, c: settings.GdpoAdvantage) -> torch.Tensor:
     return whiten((torch.stack(by_part, 1) * weights).sum(1))
 
 
-def _apply_gpg(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
+def _apply_gpg(a: RewardedBatch, c: settings.Advantage) -> Tensor:
     """(r_i - mean) B / B', B' the number of samples outside zero-variance groups.
 
     GPG, Chu et al. 2025, arXiv 2504.02546.
@@ -473,7 +464,7 @@ def _apply_gpg(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
     return center_by_group(a.rewards, a.groups) * a.count / informative
 
 
-def _apply_oapl(a: RewardedBatch, c: settings.OaplAdvantage) -> torch.Tensor:
+def _apply_oapl(a: RewardedBatch, c: settings.OaplAdvantage) -> Tensor:
     """A* = r - V with V = beta log mean e^(r / beta) over the group.
 
     A*-PO, arXiv 2505.20686; OAPL, arXiv 2602.19362. beta = 0 makes V the largest reward, and
@@ -490,7 +481,7 @@ def _apply_oapl(a: RewardedBatch, c: settings.OaplAdvantage) -> torch.Tensor:
     return torch.where(find_zero_variance(a.rewards, a.groups), 0.0, a.rewards - value)
 
 
-def _apply_asymre(a: RewardedBatch, c: settings.AsymreAdvantage) -> torch.Tensor:
+def _apply_asymre(a: RewardedBatch, c: settings.AsymreAdvantage) -> Tensor:
     """r - (group mean + shift) (AsymRE, arXiv 2506.20520).
 
     With shift below 0, rewarded samples count for more than unrewarded ones, and a zero-variance
@@ -499,7 +490,7 @@ def _apply_asymre(a: RewardedBatch, c: settings.AsymreAdvantage) -> torch.Tensor
     return center_by_group(a.rewards, a.groups) - c.shift
 
 
-def _apply_remax(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
+def _apply_remax(a: RewardedBatch, c: settings.Advantage) -> Tensor:
     """r_i minus the reward of a greedy completion of the same prompt.
 
     Li et al. 2023, arXiv 2310.10505.
@@ -512,9 +503,7 @@ def _apply_remax(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
     return subtract_baseline(a.rewards, a.greedy)
 
 
-def _apply_reinforce_pp(
-    t: RewardedBatch, c: settings.ReinforcePpAdvantage
-) -> tuple[torch.Tensor, None]:
+def _apply_reinforce_pp(t: RewardedBatch, c: settings.ReinforcePpAdvantage) -> tuple[Tensor, None]:
     """Discounted return-to-go [N], whitened over the batch's tokens in the mask.
 
     REINFORCE++, Hu 2025, arXiv 2501.03262. Its group-baseline variant subtracts the group's mean
@@ -525,7 +514,7 @@ def _apply_reinforce_pp(
     return whiten_masked(returns, t.mask), None
 
 
-def _apply_process_grpo(t: RewardedBatch, c: settings.GrpoAdvantage) -> tuple[torch.Tensor, None]:
+def _apply_process_grpo(t: RewardedBatch, c: settings.GrpoAdvantage) -> tuple[Tensor, None]:
     """The process-supervised form of GRPO (DeepSeekMath, section 4.1.3): [N].
 
     Step rewards are normalized by mean and std over all steps of the group. A token's advantage is
@@ -543,7 +532,7 @@ def _apply_process_grpo(t: RewardedBatch, c: settings.GrpoAdvantage) -> tuple[to
     return _sum_masked_suffix(normalized, t.mask, t.seq, 1.0), None
 
 
-def _apply_otb(t: RewardedBatch, c: settings.Advantage) -> tuple[torch.Tensor, None]:
+def _apply_otb(t: RewardedBatch, c: settings.Advantage) -> tuple[Tensor, None]:
     """G_t - B_t [N], with a baseline for each position t of a group (OTB, arXiv 2602.07078).
 
     B_t = sum G_t E_t / sum E_t over the samples that have reached t, where E_t is the energy of a
@@ -570,7 +559,7 @@ def _apply_otb(t: RewardedBatch, c: settings.Advantage) -> tuple[torch.Tensor, N
 
 def _apply_function(
     t: RewardedBatch, c: settings.FunctionAdvantage
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Call `advantage.function`; its rewards and token rewards are those after KL."""
     rows, tokens = PaddedRows(t.seq), t.token_rewards
     net = t.rewards
@@ -590,7 +579,7 @@ def _apply_function(
         parts=t.parts,
         part_names=t.part_names if t.parts is not None else None,
     )
-    shape = [*value.shape] if isinstance(value, torch.Tensor) else None
+    shape = [*value.shape] if isinstance(value, Tensor) else None
     if shape not in ([t.count], [*rows.shape]):
         raise ConfigError(
             f"advantage.function = {c.function}: returned {own_functions.describe(value)}; return "
@@ -600,7 +589,7 @@ def _apply_function(
     return adv[t.seq] if shape == [t.count] else rows.pack(adv), None
 
 
-def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> tuple[torch.Tensor, torch.Tensor]:
+def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> tuple[Tensor, Tensor]:
     """A_t = sum_l (gamma lam)^l delta_{t+l} over the tokens of the mask, and the returns A + V.
 
     delta_t = r_t + gamma V_{t+1} - V_t, with the bootstrap after the last token (Schulman et al.
@@ -624,7 +613,7 @@ def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> tuple[torch.Tensor
 
 # advantage.name, the tag of its struct in `settings` -> [B], broadcast to the sample's tokens. The
 # KL penalty in the reward is subtracted from the sample's reward
-BY_ANSWER: dict[str, Callable[[RewardedBatch, Any], torch.Tensor]] = {
+BY_ANSWER: dict[str, Callable[[RewardedBatch, Any], Tensor]] = {
     "reinforce": lambda a, c: choose_function("advantage.baseline", BASELINES, c.baseline)(a),
     "rloo": lambda a, c: compute_rloo(a.rewards, a.groups),
     "grpo": _apply_grpo,
@@ -642,7 +631,7 @@ BY_ANSWER: dict[str, Callable[[RewardedBatch, Any], torch.Tensor]] = {
 # advantage.name -> (advantage [N], returns [N] or None). The KL penalty in the reward is subtracted
 # token by token. A name of both dicts is read here where the reward function returns token rewards,
 # otherwise in BY_ANSWER
-BY_TOKEN: dict[str, Callable[[RewardedBatch, Any], tuple[torch.Tensor, torch.Tensor | None]]] = {
+BY_TOKEN: dict[str, Callable[[RewardedBatch, Any], tuple[Tensor, Tensor | None]]] = {
     "reinforce_pp": _apply_reinforce_pp,
     "gae": _apply_gae,
     "grpo": _apply_process_grpo,
@@ -655,8 +644,8 @@ BY_TOKEN: dict[str, Callable[[RewardedBatch, Any], tuple[torch.Tensor, torch.Ten
 
 
 def _shape_truncated(
-    rewards: torch.Tensor, truncated: torch.Tensor, lengths: torch.Tensor, config: Settings
-) -> torch.Tensor:
+    rewards: Tensor, truncated: Tensor, lengths: Tensor, config: Settings
+) -> Tensor:
     """Apply `advantage.truncated`: rewards [B], truncated bool [B], lengths int64 [B] in tokens."""
     a = config.advantage
     penalty = float(a.truncation_penalty)
@@ -672,7 +661,7 @@ def _shape_truncated(
 
 
 # advantage.rewards -> rewards scaled by those of the batch, `over`
-SCALES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "raw": lambda rewards, batch_rewards: rewards,
     "unit": scale_to_unit,
     "whiten": lambda rewards, batch_rewards: whiten(rewards, reference=batch_rewards),
@@ -680,7 +669,7 @@ SCALES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def shape_rewards(
-    batch: LossBatch, valid: torch.Tensor, config: Settings, baseline: float
+    batch: LossBatch, valid: Tensor, config: Settings, baseline: float
 ) -> RewardedBatch:
     """Apply `advantage.truncated` and `advantage.rewards` to the rewards and greedy baselines."""
     a = config.advantage
@@ -716,7 +705,7 @@ def shape_rewards(
     return shaped
 
 
-def _compute_reference_ratio(batch: LossBatch, config: Settings) -> torch.Tensor:
+def _compute_reference_ratio(batch: LossBatch, config: Settings) -> Tensor:
     """Return log pi / pi_ref [N] for KL in the reward.
 
     pi is the learner's start, or mu where kl.reward.at = behavior.
@@ -732,8 +721,8 @@ def _compute_reference_ratio(batch: LossBatch, config: Settings) -> torch.Tensor
 
 
 def compute_advantage(
-    batch: LossBatch, valid: torch.Tensor, config: Settings, baseline: float, beta: float
-) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+    batch: LossBatch, valid: Tensor, config: Settings, baseline: float, beta: float
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
     """Return (advantage [N], returns [N] or None, scalars for the metrics)."""
     shaped = shape_rewards(batch, valid, config, baseline)
     kl_penalty = None
@@ -785,8 +774,8 @@ def compute_advantage(
 
 
 def _compute_penalized(
-    shaped: RewardedBatch, kl_penalty: torch.Tensor | None, config: Settings
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    shaped: RewardedBatch, kl_penalty: Tensor | None, config: Settings
+) -> tuple[Tensor, Tensor | None]:
     """Return (advantage [N], returns [N] or None) of the rewards minus the KL penalty [N]."""
     a = config.advantage
     by_token = shaped.tokens is not None or a.name not in BY_ANSWER
@@ -802,7 +791,7 @@ def _compute_penalized(
     return adv[shaped.seq], None
 
 
-def _compute_sample_ratios(batch: LossBatch) -> torch.Tensor:
+def _compute_sample_ratios(batch: LossBatch) -> Tensor:
     """Return start / mu of each whole sample [B], not truncated."""
     assert batch.start is not None
     log_w = torch.where(batch.mask, ratios.subtract(batch.start, batch.behavior), 0.0)
@@ -810,5 +799,5 @@ def _compute_sample_ratios(batch: LossBatch) -> torch.Tensor:
     return log_ratios.clamp(-ratios.CLAMP, ratios.CLAMP).exp()
 
 
-def _compute_std(x: torch.Tensor) -> torch.Tensor:
+def _compute_std(x: Tensor) -> Tensor:
     return x.std() if len(x) > 1 else x.new_zeros(())

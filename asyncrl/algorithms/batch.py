@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 
 @dataclass
@@ -47,30 +47,30 @@ class LossBatch:
     All log-probabilities are at the sample's own temperature.
     """
 
-    seq: torch.Tensor
-    behavior: torch.Tensor
-    mask: torch.Tensor
-    token_lag: torch.Tensor
-    rewards: torch.Tensor
-    groups: torch.Tensor
-    truncated: torch.Tensor
-    proximal: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
-    token_rewards: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    bootstrap: torch.Tensor | None = None
-    greedy: torch.Tensor | None = None
-    start: torch.Tensor | None = None
-    greedy_truncated: torch.Tensor | None = None
-    greedy_lengths: torch.Tensor | None = None
-    steps: torch.Tensor | None = None
-    reward_reference: torch.Tensor | None = None
-    age: torch.Tensor | None = None
-    squared_norms: torch.Tensor | None = None
-    energy: torch.Tensor | None = None
-    version: torch.Tensor | None = None
-    baselines: torch.Tensor | None = None
-    parts: torch.Tensor | None = None
+    seq: Tensor
+    behavior: Tensor
+    mask: Tensor
+    token_lag: Tensor
+    rewards: Tensor
+    groups: Tensor
+    truncated: Tensor
+    proximal: Tensor | None = None
+    reference: Tensor | None = None
+    token_rewards: Tensor | None = None
+    values: Tensor | None = None
+    bootstrap: Tensor | None = None
+    greedy: Tensor | None = None
+    start: Tensor | None = None
+    greedy_truncated: Tensor | None = None
+    greedy_lengths: Tensor | None = None
+    steps: Tensor | None = None
+    reward_reference: Tensor | None = None
+    age: Tensor | None = None
+    squared_norms: Tensor | None = None
+    energy: Tensor | None = None
+    version: Tensor | None = None
+    baselines: Tensor | None = None
+    parts: Tensor | None = None
     part_names: tuple[str, ...] = ()
 
     @property

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms.kl import estimate_k3
 from asyncrl.algorithms.ratios import (
@@ -41,7 +42,7 @@ VETO = {"none": 0.0, "probability": 1e-6, "ratio": 1e-4}
 
 
 # correction.level -> unbounded weights [N] of log rho [N] (0 outside the mask), mask, seq, n
-LEVELS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
+LEVELS: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {
     "none": lambda log_rho, mask, seq, n: torch.ones_like(log_rho),
     "token": lambda log_rho, mask, seq, n: log_rho.clamp(-CLAMP, CLAMP).exp(),
     # exp(sum log rho): per-trajectory importance sampling
@@ -55,9 +56,7 @@ LEVELS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torc
 }
 
 
-def compute_weights(
-    log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, level: str
-) -> torch.Tensor:
+def compute_weights(log_rho: Tensor, mask: Tensor, seq: Tensor, n: int, level: str) -> Tensor:
     """Return unbounded weights [N] by a name of LEVELS.
 
     A sample's weight is broadcast to its tokens. Raises ConfigError for an unknown level.
@@ -73,7 +72,7 @@ def compute_weights(
 
 
 # correction.bound -> bounded weights [N] of weights [N], lo, hi
-BOUNDS: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
+BOUNDS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "none": lambda w, lo, hi: w,
     # min(w, hi) (TIS, Yao et al. 2025)
     "truncate": lambda w, lo, hi: w.clamp(max=hi),
@@ -83,14 +82,12 @@ BOUNDS: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
 }
 
 
-def apply_bound(w: torch.Tensor, bound: str, lo: float, hi: float) -> torch.Tensor:
+def apply_bound(w: Tensor, bound: str, lo: float, hi: float) -> Tensor:
     """Return weights [N] after a name of BOUNDS. Raises ConfigError for an unknown one."""
     return choose_function("correction.bound", BOUNDS, bound)(w, lo, hi)
 
 
-def compute_mean_weight(
-    w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, level: str
-) -> torch.Tensor:
+def compute_mean_weight(w: Tensor, mask: Tensor, seq: Tensor, n: int, level: str) -> Tensor:
     """Return the divisor of self-normalization (Owen 2013, chapter 9), a scalar.
 
     It is the mean over tokens in the mask (token level) or over samples with any (other levels).
@@ -106,7 +103,7 @@ def compute_mean_weight(
 
 # correction.reject -> statistic [N] of log rho [N] and log mu [N] per token; the ratio stays a
 # logarithm until the sum over the sample
-STATISTICS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+STATISTICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "none": lambda raw, log_mu: torch.zeros_like(raw),
     "ratio": lambda raw, log_mu: raw,
     "k1": lambda raw, log_mu: -raw.clamp(-CLAMP, CLAMP),
@@ -129,7 +126,7 @@ NOT_NEGATIVE = ("k2", "k3", "tv", "kb", "kb_mu")
 
 
 # correction.reject_over -> [N], the token's own statistic or that of its whole sample
-OVER: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
+OVER: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {
     "token": lambda s, mask, seq, n: s,
     "sum": lambda s, mask, seq, n: sum_by_sample(s, seq, n)[seq],
     "mean": lambda s, mask, seq, n: average_by_sample(s, mask, seq, n)[seq],
@@ -140,12 +137,12 @@ OVER: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.
 def compute_statistic(
     name: str,
     aggregation: str,
-    log_rho: torch.Tensor,
-    mask: torch.Tensor,
-    seq: torch.Tensor,
+    log_rho: Tensor,
+    mask: Tensor,
+    seq: Tensor,
     n: int,
-    log_mu: torch.Tensor | None = None,
-) -> torch.Tensor:
+    log_mu: Tensor | None = None,
+) -> Tensor:
     """Return the rejection statistic [N], by a name of STATISTICS and one of OVER.
 
     With x = log rho: k1 = -x, k2 = x^2/2, k3 = e^x - 1 - x. A ratio over the sample is exp of the
@@ -170,12 +167,12 @@ def build_rejection_mask(
     aggregation: str,
     lo: float | None,
     hi: float | None,
-    log_rho: torch.Tensor,
-    mask: torch.Tensor,
-    seq: torch.Tensor,
+    log_rho: Tensor,
+    mask: Tensor,
+    seq: Tensor,
     n: int,
-    log_mu: torch.Tensor | None = None,
-) -> torch.Tensor:
+    log_mu: Tensor | None = None,
+) -> Tensor:
     """Return bool [N]: False where the statistic lies outside [lo, hi]; `none` keeps all.
 
     Rejection does not depend on the weight. Missing bounds take the defaults of the ratio; the
@@ -192,14 +189,14 @@ def build_rejection_mask(
 
 
 def find_unrejected(
-    log_rho: torch.Tensor,
-    log_pi: torch.Tensor,
-    mask: torch.Tensor,
-    seq: torch.Tensor,
+    log_rho: Tensor,
+    log_pi: Tensor,
+    mask: Tensor,
+    seq: Tensor,
     n: int,
     c: Correction,
-    adv: torch.Tensor | None,
-) -> torch.Tensor:
+    adv: Tensor | None,
+) -> Tensor:
     """Return bool [N]: tokens that both `c.reject` and `c.reject2` leave.
 
     With reject_when = negative they act only where A < 0.
@@ -222,9 +219,7 @@ def find_unrejected(
     return unrejected | (adv >= 0)
 
 
-def find_m2_exclusions(
-    log_w: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor, limit: float
-) -> torch.Tensor:
+def find_m2_exclusions(log_w: Tensor, adv: Tensor, mask: Tensor, limit: float) -> Tensor:
     """Return bool [N]: tokens that M2PO excludes (arXiv 2510.01161).
 
     Candidates are tokens that moved in the direction of their advantage (A log w > 0). The largest
@@ -237,12 +232,12 @@ def find_m2_exclusions(
 def find_vetoed(
     kind: str,
     threshold: float | None,
-    log_rho: torch.Tensor,
-    log_prox: torch.Tensor,
-    mask: torch.Tensor,
-    seq: torch.Tensor,
+    log_rho: Tensor,
+    log_prox: Tensor,
+    mask: Tensor,
+    seq: Tensor,
     n: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Return bool [N]: True for every token of a sample that holds a vetoed token.
 
     The veto is pi_prox < 1e-6 (`probability`) or rho < 1e-4 (`ratio`), unless `threshold` is given.
@@ -258,9 +253,7 @@ def find_vetoed(
     return sum_by_sample(bad.to(log_rho.dtype), seq, n)[seq] > 0
 
 
-def find_m2_threshold(
-    log_rho: torch.Tensor, mask: torch.Tensor, limit: float = 0.04
-) -> torch.Tensor:
+def find_m2_threshold(log_rho: Tensor, mask: Tensor, limit: float = 0.04) -> Tensor:
     """Return the |log rho| from which tokens are dropped, a scalar; inf when none needs to be.
 
     The largest go first, until the mean of (log rho)^2 of the rest is at most `limit`. Equal ratios
@@ -278,9 +271,7 @@ def find_m2_threshold(
     )
 
 
-def compute_effective_sample_size(
-    w: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor:
+def compute_effective_sample_size(w: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return (sum w)^2 / (n sum w^2), a share in (0, 1] (Kong 1992); 1 without weights.
 
     It covers the mask, or all of w.
@@ -298,7 +289,7 @@ class WeightStatistics:
     mean: the divisor of self-normalization.
     """
 
-    mean: torch.Tensor | None = None
+    mean: Tensor | None = None
 
 
 @dataclass
@@ -310,9 +301,9 @@ class ImportanceWeights:
     vetoed: bool [N].
     """
 
-    weight: torch.Tensor
-    kept: torch.Tensor
-    vetoed: torch.Tensor
+    weight: Tensor
+    kept: Tensor
+    vetoed: Tensor
 
 
 def needs_statistics(c: Correction) -> bool:
@@ -321,14 +312,14 @@ def needs_statistics(c: Correction) -> bool:
 
 
 def correct(
-    log_rho: torch.Tensor,
-    log_prox: torch.Tensor,
-    mask: torch.Tensor,
-    seq: torch.Tensor,
+    log_rho: Tensor,
+    log_prox: Tensor,
+    mask: Tensor,
+    seq: Tensor,
     n: int,
     c: Correction,
     stats: WeightStatistics | None = None,
-    adv: torch.Tensor | None = None,
+    adv: Tensor | None = None,
 ) -> ImportanceWeights:
     """Compute importance weights for whole samples by the config section `c`.
 

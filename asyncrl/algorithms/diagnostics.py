@@ -11,19 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms import kl
 from asyncrl.algorithms.ratios import compute_log_ratio, sum_by_sample
 from asyncrl.algorithms.surrogates import DUAL, HIGH, LOW
 
-BUCKETS = (
-    (0, 0),
-    (1, 1),
-    (2, 2),
-    (3, 4),
-    (5, 8),
-    (9, 10**9),
-)
+BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 10**9))
 BUCKET_STARTS = torch.tensor([low for low, _ in BUCKETS[1:]])
 BUCKET_NAMES = ("0", "1", "2", "3to4", "5to8", "9plus")
 # Columns up to "known" cover every valid token, the rest those whose log-probability at the
@@ -98,24 +92,24 @@ class DiagnosticTokens:
         values; None: one version computed all.
     """
 
-    seq: torch.Tensor
-    lag: torch.Tensor
-    valid: torch.Tensor
-    kept: torch.Tensor
-    vetoed: torch.Tensor
-    behavior: torch.Tensor
-    start: torch.Tensor
-    target: torch.Tensor
-    weight: torch.Tensor
-    clipped: torch.Tensor
-    rewards: torch.Tensor
-    reference: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    known: torch.Tensor | None = None
-    age: torch.Tensor | None = None
+    seq: Tensor
+    lag: Tensor
+    valid: Tensor
+    kept: Tensor
+    vetoed: Tensor
+    behavior: Tensor
+    start: Tensor
+    target: Tensor
+    weight: Tensor
+    clipped: Tensor
+    rewards: Tensor
+    reference: Tensor | None = None
+    entropy: Tensor | None = None
+    known: Tensor | None = None
+    age: Tensor | None = None
 
 
-def sum_statistics(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
+def sum_statistics(v: DiagnosticTokens) -> dict[str, Tensor]:
     """Return the sums of a micro-batch, float64 on the tokens' device.
 
     tokens: [TOKENS, 1 + buckets].
@@ -191,16 +185,16 @@ def sum_statistics(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
     return totals
 
 
-def _find_largest(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _find_largest(x: Tensor, mask: Tensor) -> Tensor:
     """Return the largest of x [n] (at least 0) over the mask, 0 without tokens, float64."""
     return torch.where(mask, x, 0.0).amax().double() if len(x) else x.sum().double()
 
 
-def _sum_samples(v: DiagnosticTokens) -> torch.Tensor:
+def _sum_samples(v: DiagnosticTokens) -> Tensor:
     """Sum the token means of all samples with a valid token: float64 [SAMPLES]."""
     n = len(v.rewards)
 
-    def sum_valid(x: torch.Tensor) -> torch.Tensor:
+    def sum_valid(x: Tensor) -> Tensor:
         return sum_by_sample(torch.where(v.valid, x.double(), 0.0), v.seq, n)
 
     length = sum_valid(torch.ones_like(v.target))
@@ -235,7 +229,7 @@ def _sum_samples(v: DiagnosticTokens) -> torch.Tensor:
     return torch.stack([rows[name].sum() for name in SAMPLES])
 
 
-def add_sums(total: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> None:
+def add_sums(total: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
     """Accumulate in place: sums add up, maxima take the larger."""
     for name, x in sums.items():
         if name not in total:
@@ -246,7 +240,7 @@ def add_sums(total: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> N
             )
 
 
-def copy_to_host(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, list[float]]:
     """Copy every tensor to a flat list, with one synchronization with the device."""
     if not tensors:
         return {}
@@ -259,12 +253,12 @@ def copy_to_host(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     return host
 
 
-def compute_metrics(total: dict[str, torch.Tensor]) -> dict[str, float]:
+def compute_metrics(total: dict[str, Tensor]) -> dict[str, float]:
     """Return the metrics of a batch from its sums, as `records/metrics.toml` lists them."""
     return compute_metrics_of_each([total])[0]
 
 
-def compute_metrics_of_each(totals: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, float]]:
+def compute_metrics_of_each(totals: Sequence[dict[str, Tensor]]) -> list[dict[str, float]]:
     """Return the metrics of several sums, with one synchronization with the device."""
     host = copy_to_host({f"{i}/{name}": x for i, t in enumerate(totals) for name, x in t.items()})
     return [
@@ -305,9 +299,7 @@ def _compute_metrics(host: dict[str, list[float]]) -> dict[str, float]:
     return computed
 
 
-def compute_explained_variance(
-    values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
+def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """1 - var(R - V) / var(R) over the mask: 1 for a perfect critic, 0 for a constant one."""
     v = values[mask]
     r = returns[mask]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms.ratios import (
     CLAMP,
@@ -31,17 +32,17 @@ from asyncrl.algorithms.ratios import (
 )
 
 
-def estimate_k1(x: torch.Tensor) -> torch.Tensor:
+def estimate_k1(x: Tensor) -> Tensor:
     """Return x: unbiased, with a gradient of mean 0 in the loss on policy."""
     return x
 
 
-def estimate_k2(x: torch.Tensor) -> torch.Tensor:
+def estimate_k2(x: Tensor) -> Tensor:
     """Return x^2 / 2: its gradient in the loss is that of the token-level reverse KL."""
     return x.square() / 2
 
 
-def estimate_k3(x: torch.Tensor) -> torch.Tensor:
+def estimate_k3(x: Tensor) -> Tensor:
     """Return exp(-x) - 1 + x: its gradient in the loss is that of the token-level forward KL.
 
     It is constant below -20, where exp would overflow.
@@ -50,12 +51,12 @@ def estimate_k3(x: torch.Tensor) -> torch.Tensor:
     return torch.expm1(-x) + x
 
 
-def estimate_low_var_kl(x: torch.Tensor) -> torch.Tensor:
+def estimate_low_var_kl(x: Tensor) -> Tensor:
     """Return k3 clamped to [-10, 10], without gradient beyond."""
     return estimate_k3(x).clamp(-10, 10)
 
 
-ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": estimate_k1,
     "k2": estimate_k2,
     "k3": estimate_k3,
@@ -64,7 +65,7 @@ ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def estimate(name: str, x: torch.Tensor) -> torch.Tensor:
+def estimate(name: str, x: Tensor) -> Tensor:
     """Apply the estimator `name` to x [N]. Raises ConfigError for an unknown name.
 
     With `+` it has the estimator's value and the gradient of k2 (straight-through).
@@ -79,7 +80,7 @@ def estimate(name: str, x: torch.Tensor) -> torch.Tensor:
     return value if base == name else estimate_k2(x) - estimate_k2(x).detach() + value.detach()
 
 
-def estimate_forward_k3(x: torch.Tensor) -> torch.Tensor:
+def estimate_forward_k3(x: Tensor) -> Tensor:
     """Estimate the forward KL(ref || theta) from samples of theta; never negative.
 
     r log r - (r - 1) with r = exp(-x), x clamped from below at -20.
@@ -88,16 +89,14 @@ def estimate_forward_k3(x: torch.Tensor) -> torch.Tensor:
     return -x * torch.exp(-x) - torch.expm1(-x)
 
 
-def _attach_gradient(
-    coefficient: torch.Tensor, lp: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
+def _attach_gradient(coefficient: Tensor, lp: Tensor, value: Tensor) -> Tensor:
     """Return the value `value` with the gradient coefficient * grad lp."""
     return coefficient.detach() * subtract(lp, lp.detach()) + value.detach()
 
 
 def compute_prefix_weights(
-    lp: torch.Tensor, behavior: torch.Tensor, seq: torch.Tensor, truncate: float = torch.inf
-) -> torch.Tensor:
+    lp: Tensor, behavior: Tensor, seq: Tensor, truncate: float = torch.inf
+) -> Tensor:
     """W_{1:t} = prod_{u<=t} pi_theta / mu [N], detached, at most `truncate`.
 
     The running sum is clamped, not each of its tokens.
@@ -119,17 +118,17 @@ class KLInputs:
         a model gives it.
     """
 
-    lp: torch.Tensor
-    ref: torch.Tensor
-    behavior: torch.Tensor
-    seq: torch.Tensor
+    lp: Tensor
+    ref: Tensor
+    behavior: Tensor
+    seq: Tensor
     estimator: str = "k3"
     discount: float = 1.0
     truncate: float = torch.inf
-    step_kl: torch.Tensor | None = None
+    step_kl: Tensor | None = None
 
     @property
-    def x(self) -> torch.Tensor:
+    def x(self) -> Tensor:
         """lp - ref [N], unclamped.
 
         Estimators that exponentiate it clamp it. k1, k2 and abs pull however far the policy has
@@ -138,7 +137,7 @@ class KLInputs:
         return subtract(self.lp, self.ref)
 
 
-def _apply_prefix(p: KLInputs) -> torch.Tensor:
+def _apply_prefix(p: KLInputs) -> Tensor:
     """W_{1:k} k3_k per token [N]: the exact sequence-level gradient of the reverse KL.
 
     It sums to L = sum_k W_{1:k} k3_k with nothing detached, for any mu with support. Its gradient
@@ -153,7 +152,7 @@ def _apply_prefix(p: KLInputs) -> torch.Tensor:
     return _attach_gradient(w * x + later_terms, p.lp, value)
 
 
-def _apply_full_prefix(p: KLInputs) -> torch.Tensor:
+def _apply_full_prefix(p: KLInputs) -> Tensor:
     """W_{1:k-1} KL_k per token [N]: exact like `_apply_prefix`, with less variance.
 
     Tang and Munos 2025, arXiv 2506.09477.
@@ -172,7 +171,7 @@ def _apply_full_prefix(p: KLInputs) -> torch.Tensor:
 
 
 # kl.loss.off_policy -> the term per token [N], with gradient
-OFF_POLICY: dict[str, Callable[[KLInputs], torch.Tensor]] = {
+OFF_POLICY: dict[str, Callable[[KLInputs], Tensor]] = {
     "none": lambda p: estimate(p.estimator, p.x),
     # exp(lp - lp_behavior) times the estimator, with gradient through the ratio too (DeepSeek-V3.2,
     # arXiv 2512.02556). It is exact only on the states of the behavior policy: the distribution of
@@ -186,14 +185,8 @@ PREFIX_FORMS = ("prefix", "prefix_full")
 
 
 def compute_term(
-    lp: torch.Tensor,
-    ref: torch.Tensor,
-    behavior: torch.Tensor,
-    seq: torch.Tensor,
-    *,
-    off_policy: str = "none",
-    **more: Any,
-) -> torch.Tensor:
+    lp: Tensor, ref: Tensor, behavior: Tensor, seq: Tensor, *, off_policy: str = "none", **more: Any
+) -> Tensor:
     """Return the KL term of the loss per token [N], with gradient.
 
     more: other fields of `KLInputs`.

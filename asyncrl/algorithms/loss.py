@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms import (
     correction,
@@ -53,31 +54,31 @@ class PreparedBatch:
 
     batch: LossBatch
     config: Settings
-    advantage: torch.Tensor  # [N]
-    valid: torch.Tensor  # bool [N]: tokens in the loss, before rejection
-    staleness_weight: torch.Tensor  # [N] (staleness.on_exceed = downweight)
+    advantage: Tensor  # [N]
+    valid: Tensor  # bool [N]: tokens in the loss, before rejection
+    staleness_weight: Tensor  # [N] (staleness.on_exceed = downweight)
     # None: computed from the forward of the only optimizer step
     corrected: correction.ImportanceWeights | None
-    returns: torch.Tensor | None = None  # [N], with a value head
+    returns: Tensor | None = None  # [N], with a value head
     metrics: dict[str, float] = field(default_factory=dict)
     budget: stopping.KLBudget | None = None  # over the steps of this batch
     steps: int = 0  # optimizer steps begun
     number: int = 0  # of the batch; random choices are a function of (seed, number, step)
     # [N] the learner's policy at the start of the batch, valid where `known`: given with the batch,
     # or recorded by the forward of the first optimizer step
-    start: torch.Tensor
-    known: torch.Tensor
+    start: Tensor
+    known: Tensor
     # [N] the target policy at the last pass over each token, valid where `passed`
-    latest: torch.Tensor
-    passed: torch.Tensor
+    latest: Tensor
+    passed: Tensor
     # bool [N] in the loss of the current step
-    live: torch.Tensor
+    live: Tensor
     # bool [N] in the loss of a completed step, which adds `live`
-    used: torch.Tensor
+    used: Tensor
     # int8 [N] the bound of the trust region that cut the gradient in the last pass (surrogates)
-    clipped: torch.Tensor
+    clipped: Tensor
     # [N] importance weight in the last pass, 0 for tokens that are not in the loss
-    weight: torch.Tensor
+    weight: Tensor
 
 
 @dataclass
@@ -87,16 +88,16 @@ class StepPlan:
     factor [N] is the factor of the reduction.
     """
 
-    factor: torch.Tensor
+    factor: Tensor
     stats: correction.WeightStatistics
     reshape: reshape.ReshapeStatistics | None = None
     # share of the learning rate; 0 skips the remaining steps of the batch
     lr_scale: float = 1.0
     metrics: dict[str, float] = field(default_factory=dict)
     # inputs of the surrogate from the whole step: [N] or scalars
-    prepass: dict[str, torch.Tensor] = field(default_factory=dict)
+    prepass: dict[str, Tensor] = field(default_factory=dict)
     # bool [N]: tokens that M2PO excludes
-    m2_excluded: torch.Tensor | None = None
+    m2_excluded: Tensor | None = None
 
 
 def needs_proximal_first(config: Settings) -> bool:
@@ -119,9 +120,7 @@ def needs_start_first(config: Settings) -> bool:
     return bool(in_advantage or in_reward or (config.stop.kl_max > 0 and in_parts))
 
 
-def choose_proximal(
-    batch: LossBatch, config: Settings, start: torch.Tensor | None
-) -> torch.Tensor | None:
+def choose_proximal(batch: LossBatch, config: Settings, start: Tensor | None) -> Tensor | None:
     """Return the log-probabilities [N] of the proximal policy.
 
     interpolate: a lp_behavior + (1 - a) lp_theta with a = 1 / (lag + 1), frozen at the batch's
@@ -179,7 +178,7 @@ def prepare(
     baseline: float = 0.0,
     beta: float | None = None,
     number: int = 0,
-    advantages: torch.Tensor | None = None,
+    advantages: Tensor | None = None,
 ) -> PreparedBatch:
     """Run the pre-pass over the whole batch.
 
@@ -252,7 +251,7 @@ def prepare(
 
 
 def compute_learning_rate_share(
-    prep: PreparedBatch, step: StepPlan, sums: dict[str, torch.Tensor]
+    prep: PreparedBatch, step: StepPlan, sums: dict[str, Tensor]
 ) -> float:
     """Return the share of the learning rate for this optimizer step.
 
@@ -271,12 +270,12 @@ def compute_learning_rate_share(
 
 def _correct(
     batch: LossBatch,
-    part: torch.Tensor | slice,
-    proximal: torch.Tensor,
-    valid: torch.Tensor,
+    part: Tensor | slice,
+    proximal: Tensor,
+    valid: Tensor,
     config: Settings,
     *,
-    adv: torch.Tensor,
+    adv: Tensor,
     stats: correction.WeightStatistics | None = None,
 ) -> correction.ImportanceWeights:
     """Compute the importance weights of the tokens `part`.
@@ -305,9 +304,7 @@ def _correct(
 
 
 @torch.no_grad()
-def begin_step(
-    prep: PreparedBatch, samples: torch.Tensor, current: torch.Tensor | None = None
-) -> StepPlan:
+def begin_step(prep: PreparedBatch, samples: Tensor, current: Tensor | None = None) -> StepPlan:
     """Compute the factors and statistics of one optimizer step.
 
     Counts are global, so that micro-batches and ranks add up.
@@ -370,7 +367,7 @@ def begin_step(
 
 
 def _call_own_loss(
-    prep: PreparedBatch, step: StepPlan, inside: torch.Tensor, current: torch.Tensor | None
+    prep: PreparedBatch, step: StepPlan, inside: Tensor, current: Tensor | None
 ) -> None:
     """Call `loss.function` on the step's tokens, bool [N], and plan its gradient and metrics."""
     batch, c = prep.batch, prep.config.loss
@@ -396,7 +393,7 @@ def _call_own_loss(
     step.metrics |= {f"loss/function/{name}": value for name, value in metrics.items()}
 
 
-def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: torch.Tensor | None) -> None:
+def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: Tensor | None) -> None:
     """Fill in the statistics of the whole batch that the surrogate and the stop need."""
     c = prep.config
     batch = prep.batch
@@ -408,7 +405,7 @@ def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: torch.Tensor 
     if current is None or not (name == "reshape" or stops):
         return
     log_w = ratios.compute_log_ratio(current, batch.behavior)
-    device_values: dict[str, torch.Tensor] = {}
+    device_values: dict[str, Tensor] = {}
     if stops:
         # of the updates so far, over the whole batch
         total, weight = sum_update_kl(prep, slice(None), current)
@@ -451,8 +448,8 @@ def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: torch.Tensor 
 def _correct_at_target(
     prep: PreparedBatch,
     step: StepPlan,
-    part: torch.Tensor,
-    target: torch.Tensor,
+    part: Tensor,
+    target: Tensor,
     fixed: correction.ImportanceWeights,
 ) -> correction.ImportanceWeights:
     """Apply reject_at = target and correction.m2 to the weights; now [n] is log pi_theta."""
@@ -480,12 +477,12 @@ def _correct_at_target(
 def compute_micro_loss(
     prep: PreparedBatch,
     step: StepPlan,
-    part: torch.Tensor,
-    lp: torch.Tensor,
-    entropy: torch.Tensor | None = None,
-    values_now: torch.Tensor | None = None,
-    step_kl: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    part: Tensor,
+    lp: Tensor,
+    entropy: Tensor | None = None,
+    values_now: Tensor | None = None,
+    step_kl: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of one micro-batch (its share of the step) and the sums for the metrics.
 
     Args:
@@ -583,26 +580,26 @@ def compute_micro_loss(
 
 def _compute_extra_terms(
     prep: PreparedBatch,
-    part: torch.Tensor,
-    live: torch.Tensor,
-    lp: torch.Tensor,
-    coefficient: torch.Tensor,
+    part: Tensor,
+    live: Tensor,
+    lp: Tensor,
+    coefficient: Tensor,
     *,
-    factor: torch.Tensor,
-    entropy: torch.Tensor | None,
-    values_now: torch.Tensor | None,
-    step_kl: torch.Tensor | None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    factor: Tensor,
+    entropy: Tensor | None,
+    values_now: Tensor | None,
+    step_kl: Tensor | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the terms added to the policy loss: entropy, KL, reshape's KL penalty, value loss."""
     b = prep.batch
     c = prep.config
     total = lp.new_zeros(())
     sums = {}
 
-    def zero_others(x: torch.Tensor) -> torch.Tensor:
+    def zero_others(x: Tensor) -> Tensor:
         return torch.where(live, x, 0.0)  # x[live] would make the host wait for its size
 
-    def apply_weights(x: torch.Tensor) -> torch.Tensor:
+    def apply_weights(x: Tensor) -> Tensor:
         return (zero_others(x) * factor).sum()
 
     if entropy is not None and c.loss.entropy:
@@ -648,11 +645,8 @@ def _compute_extra_terms(
 
 
 def compute_value_loss(
-    values: torch.Tensor,
-    returns: torch.Tensor,
-    batch_values: torch.Tensor | None = None,
-    clip: float = 0.0,
-) -> torch.Tensor:
+    values: Tensor, returns: Tensor, batch_values: Tensor | None = None, clip: float = 0.0
+) -> Tensor:
     """Return the value loss per token [N]: 0.5 (V - R)^2.
 
     With clip c > 0: 0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) (PPO; Huang et al.
@@ -671,9 +665,7 @@ def compute_value_loss(
 
 
 @torch.no_grad()
-def sum_update_kl(
-    prep: PreparedBatch, part: torch.Tensor | slice, lp: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sum_update_kl(prep: PreparedBatch, part: Tensor | slice, lp: Tensor) -> tuple[Tensor, Tensor]:
     """Return (weighted sum, weight) of the KL that the updates of this batch alone have added.
 
     Both are sums over the tokens `part`; their quotient is 0 while lp equals the start. Sums of

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from asyncrl.contract.errors import ConfigError
 
@@ -35,7 +36,7 @@ def choose_function(key: str, table: Mapping[str, Function], name: str) -> Funct
     return table[name]
 
 
-def subtract(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def subtract(a: Tensor, b: Tensor) -> Tensor:
     """Return a - b with its gradient, not clamped.
 
     Where both are -inf, or the difference is nan, it is 0. Infinite differences become +-FAR. These
@@ -47,12 +48,12 @@ def subtract(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     )
 
 
-def compute_log_ratio(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def compute_log_ratio(a: Tensor, b: Tensor) -> Tensor:
     """Return clamp(a - b, -20, 20); nan (also of two -inf) counts as 0, ratio 1."""
     return subtract(a, b).clamp(-CLAMP, CLAMP)
 
 
-def compute_binary_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def compute_binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return KL of (p, 1 - p) from (q, 1 - q) [N], with all other tokens as one.
 
     p and q are clamped to [1e-8, 1 - 1e-8].
@@ -62,27 +63,25 @@ def compute_binary_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return kl.to(log_p.dtype)
 
 
-def sum_by_sample(x: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+def sum_by_sample(x: Tensor, seq: Tensor, n: int) -> Tensor:
     """Return the sum of x over each sample: [n]."""
     return torch.zeros(n, dtype=x.dtype, device=x.device).index_add_(0, seq, x)
 
 
-def average_by_sample(
-    x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
-) -> torch.Tensor:
+def average_by_sample(x: Tensor, mask: Tensor, seq: Tensor, n: int) -> Tensor:
     """Return the mean of x over each sample's tokens in the mask: [n]; 0 without any."""
     return sum_by_sample(torch.where(mask, x, 0.0), seq, n) / sum_by_sample(
         mask.to(x.dtype), seq, n
     ).clamp(min=1)
 
 
-def find_sample_max(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+def find_sample_max(x: Tensor, mask: Tensor, seq: Tensor, n: int) -> Tensor:
     """Return the largest x of each sample's tokens in the mask: [n]; -inf without any."""
     largest = torch.full((n,), -torch.inf, dtype=x.dtype, device=x.device)
     return largest.scatter_reduce_(0, seq, torch.where(mask, x, -torch.inf), "amax")
 
 
-def average_masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def average_masked(x: Tensor, mask: Tensor) -> Tensor:
     """Return the mean of x over the mask, 0 when it is empty; nan outside has no effect."""
     return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
 
@@ -93,7 +92,7 @@ class PaddedRows:
     Building one reads a number from the device.
     """
 
-    def __init__(self, seq: torch.Tensor) -> None:
+    def __init__(self, seq: Tensor) -> None:
         starts = torch.ones_like(seq, dtype=torch.bool)
         starts[1:] = seq[1:] != seq[:-1]
         self.row = starts.cumsum(0) - 1
@@ -105,22 +104,22 @@ class PaddedRows:
             else (0, 0)
         )
 
-    def pad(self, x: torch.Tensor) -> torch.Tensor:
+    def pad(self, x: Tensor) -> Tensor:
         """Return [samples, width], 0 beyond a sample's end."""
         return x.new_zeros(self.shape).index_put((self.row, self.column), x)
 
-    def pack(self, m: torch.Tensor) -> torch.Tensor:
+    def pack(self, m: Tensor) -> Tensor:
         """Return the packed form [N] of a matrix."""
         return m[self.row, self.column]
 
 
-def compute_running_sum(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+def compute_running_sum(x: Tensor, seq: Tensor) -> Tensor:
     """Return the sum of x over a sample's tokens up to and including each: [N]."""
     rows = PaddedRows(seq)
     return rows.pack(rows.pad(x).cumsum(1))
 
 
-def compute_running_min(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+def compute_running_min(x: Tensor, seq: Tensor) -> Tensor:
     """Return the smallest x of a sample's tokens up to and including each: [N].
 
     |x| is at most FAR. One pass without reading the device: each sample is shifted below all
@@ -132,9 +131,7 @@ def compute_running_min(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
     return ((x.double() - shift).cummin(0).values + shift).to(x.dtype) if len(x) else x
 
 
-def sum_discounted_suffix(
-    x: torch.Tensor, seq: torch.Tensor, discount: float | torch.Tensor
-) -> torch.Tensor:
+def sum_discounted_suffix(x: Tensor, seq: Tensor, discount: float | Tensor) -> Tensor:
     """S_t = x_t + discount_t S_{t+1} within each sample: [N]. discount: a float or [N]."""
     if not len(x):
         return x

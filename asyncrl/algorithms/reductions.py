@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms.ratios import choose_function, sum_by_sample
 
 # loss.reduction -> the factor [B] of each sample's tokens. Its arguments are T_i [B], the tokens of
 # the mask in each sample (T is their sum), S, the number of samples with any, and a fixed length
-REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     # 1/T (DAPO, arXiv 2503.14476)
     "token-mean": lambda tokens, samples, length: (
         torch.ones_like(tokens) / tokens.sum().clamp(min=1)
@@ -29,8 +30,8 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor
 
 
 def compute_factors(
-    mask: torch.Tensor, seq: torch.Tensor, n: int, reduction: str, length: float = 1.0
-) -> torch.Tensor:
+    mask: Tensor, seq: Tensor, n: int, reduction: str, length: float = 1.0
+) -> Tensor:
     """Return the factor [N] of each token of `mask` bool [N], 0 elsewhere.
 
     The loss is sum(factor * per-token loss). `reduction` is a name of REDUCTIONS. Raises

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms.ratios import average_masked, choose_function
 from asyncrl.algorithms.settings import Reshape
@@ -32,15 +33,13 @@ class ReshapeStatistics:
     share: g of repair D.
     """
 
-    sigma2: torch.Tensor
-    base: torch.Tensor
-    kl: torch.Tensor
+    sigma2: Tensor
+    base: Tensor
+    kl: Tensor
     share: float = 1.0
 
 
-def compute_statistics(
-    log_w: torch.Tensor, mask: torch.Tensor, rho_min: float = 0.3
-) -> ReshapeStatistics:
+def compute_statistics(log_w: Tensor, mask: Tensor, rho_min: float = 0.3) -> ReshapeStatistics:
     """gamma_base = min(1, sqrt(-log rho_min / sigma2)), 1 where sigma2 is 0.
 
     sigma2 is the unbiased variance of log w [N] over the mask.
@@ -55,13 +54,8 @@ def compute_statistics(
 
 
 def compute_gamma_v31(
-    log_w: torch.Tensor,
-    adv: torch.Tensor,
-    base: torch.Tensor,
-    *,
-    tau: float = 1.0,
-    temperature: float = 5.0,
-) -> torch.Tensor:
+    log_w: Tensor, adv: Tensor, base: Tensor, *, tau: float = 1.0, temperature: float = 5.0
+) -> Tensor:
     """gamma_base + (sigmoid(-T log w) - gamma_base) sigmoid(A log w / tau) [N].
 
     At w = 1 it is (gamma_base + 1/2) / 2, so 0.75 for gamma_base = 1.
@@ -70,7 +64,7 @@ def compute_gamma_v31(
     return base + (target - base) * compute_p_correct(log_w, adv, tau)
 
 
-def compute_p_correct(log_w: torch.Tensor, adv: torch.Tensor, tau: float) -> torch.Tensor:
+def compute_p_correct(log_w: Tensor, adv: Tensor, tau: float) -> Tensor:
     """Return P_correct = sigmoid(C / tau) [N], C = A log w."""
     return torch.sigmoid(adv * log_w / tau)
 
@@ -79,14 +73,14 @@ def compute_p_correct(log_w: torch.Tensor, adv: torch.Tensor, tau: float) -> tor
 class GammaInputs:
     """Inputs of gamma: log w [N], A [N], the batch's statistics and the section [reshape]."""
 
-    log_w: torch.Tensor
-    adv: torch.Tensor
+    log_w: Tensor
+    adv: Tensor
     stats: ReshapeStatistics
     c: Reshape
 
 
 # reshape.mode -> gamma [N]
-MODES: dict[str, Callable[[GammaInputs], torch.Tensor]] = {
+MODES: dict[str, Callable[[GammaInputs], Tensor]] = {
     "v3.1": lambda x: compute_gamma_v31(
         x.log_w, x.adv, x.stats.base, tau=x.c.tau, temperature=x.c.temperature
     ).clamp(min=x.c.gamma_min),
@@ -94,7 +88,7 @@ MODES: dict[str, Callable[[GammaInputs], torch.Tensor]] = {
     "constant": lambda x: torch.full_like(x.log_w, x.c.gamma),
 }
 # reshape.budget -> gamma [N] after repair D
-BUDGETS: dict[str, Callable[[torch.Tensor, GammaInputs], torch.Tensor]] = {
+BUDGETS: dict[str, Callable[[Tensor, GammaInputs], Tensor]] = {
     "none": lambda g, x: g,
     # of tokens that push away; box_cox reduces the coefficient instead
     "tokens": lambda g, x: (
@@ -107,9 +101,7 @@ BUDGETS: dict[str, Callable[[torch.Tensor, GammaInputs], torch.Tensor]] = {
 }
 
 
-def compute_gamma(
-    log_w: torch.Tensor, adv: torch.Tensor, stats: ReshapeStatistics, c: Reshape
-) -> torch.Tensor:
+def compute_gamma(log_w: Tensor, adv: Tensor, stats: ReshapeStatistics, c: Reshape) -> Tensor:
     """Return gamma [N]: mode, then gamma_min, then repair D (which may reach 0)."""
     x = GammaInputs(log_w, adv, stats, c)
     g = choose_function("reshape.mode", MODES, c.mode)(x)

@@ -390,9 +390,7 @@ class WeightedCorrection(Correction, frozen=True, kw_only=True):
     lo: Annotated[NonNegative | None, read_with("level"), read_with("bound", "clip", "mask")] = None
     """Lower bound of a weight. Absent: 0.5 (geometric: 0.99)."""
     hi: Annotated[
-        PositiveFloat | None,
-        read_with("level"),
-        read_with("bound", "truncate", "clip", "mask"),
+        PositiveFloat | None, read_with("level"), read_with("bound", "truncate", "clip", "mask")
     ] = None
     """Upper bound of a weight. Absent: 2 (geometric: 1.01)."""
     self_normalize: Annotated[bool, read_with("level")] = False

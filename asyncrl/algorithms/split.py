@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms import kl
 from asyncrl.algorithms.diagnostics import BUCKET_NAMES, BUCKETS
@@ -35,12 +36,12 @@ class LogRatioSplit:
         computed any key or value it attended to; 0: one version computed all of it.
     """
 
-    behavior: torch.Tensor
-    version: torch.Tensor
-    start: torch.Tensor
-    target: torch.Tensor
-    lag: torch.Tensor
-    age: torch.Tensor
+    behavior: Tensor
+    version: Tensor
+    start: Tensor
+    target: Tensor
+    lag: Tensor
+    age: Tensor
 
 
 def compute_metrics(split: LogRatioSplit) -> dict[str, float]:
@@ -78,5 +79,5 @@ def compute_metrics(split: LogRatioSplit) -> dict[str, float]:
     return means
 
 
-def _average(x: torch.Tensor) -> float:
+def _average(x: Tensor) -> float:
     return float(x.double().mean())

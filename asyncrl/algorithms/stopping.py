@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms.ratios import CLAMP, sum_by_sample
 
 
-def sum_kl(
-    log_r: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sum_kl(log_r: Tensor, weight: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return (weighted sum, weight) over the mask of r - 1 - log r, r = exp(log_r).
 
     Their quotient estimates KL(denominator || theta).
@@ -89,9 +88,7 @@ def compute_lr_scale(
     return budget.compute_next_share(kl) if budget is not None else (1.0 if kl <= kl_max else 0.0)
 
 
-def sum_sample_weights(
-    log_w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
-) -> torch.Tensor:
+def sum_sample_weights(log_w: Tensor, mask: Tensor, seq: Tensor, n: int) -> Tensor:
     """Return (samples, sum W, sum W^2), float64 [3], over samples with a token in the mask.
 
     W = exp(sum log w) of each sample, not truncated. Sums of micro-batches and ranks add up.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms import settings
 from asyncrl.algorithms.ratios import (
@@ -64,17 +65,17 @@ class SurrogateTerm(NamedTuple):
     clipped: int8 [N], OPEN or the bound that cut the gradient.
     """
 
-    coefficient: torch.Tensor
-    objective: torch.Tensor
-    clipped: torch.Tensor
+    coefficient: Tensor
+    objective: Tensor
+    clipped: Tensor
 
 
-def build_unclipped(coefficient: torch.Tensor, objective: torch.Tensor) -> SurrogateTerm:
+def build_unclipped(coefficient: Tensor, objective: Tensor) -> SurrogateTerm:
     """Build a term whose gradient no bound has cut."""
     return SurrogateTerm(coefficient, objective, torch.zeros_like(coefficient, dtype=torch.int8))
 
 
-def mark_sides(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+def mark_sides(low: Tensor, high: Tensor) -> Tensor:
     return torch.where(low, LOW, torch.where(high, HIGH, OPEN)).to(torch.int8)
 
 
@@ -95,29 +96,29 @@ class SurrogateTokens:
     prepass: results of PREPASS.
     """
 
-    raw: torch.Tensor
-    adv: torch.Tensor
-    lp: torch.Tensor
-    behavior: torch.Tensor
-    mask: torch.Tensor
-    seq: torch.Tensor
+    raw: Tensor
+    adv: Tensor
+    lp: Tensor
+    behavior: Tensor
+    mask: Tensor
+    seq: Tensor
     n: int
     stats: ReshapeStatistics | None = None
     reshape: Reshape | None = None
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    prepass: dict[str, torch.Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    prepass: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def log_r(self) -> torch.Tensor:
+    def log_r(self) -> Tensor:
         return self.raw.clamp(-CLAMP, CLAMP)
 
     @property
-    def sample_log_ratio(self) -> torch.Tensor:
+    def sample_log_ratio(self) -> Tensor:
         """The sum of `raw` over each token's sample [n], not clamped."""
         return sum_by_sample(torch.where(self.mask, self.raw, 0.0), self.seq, self.n)[self.seq]
 
     @property
-    def mean_log_ratio(self) -> torch.Tensor:
+    def mean_log_ratio(self) -> Tensor:
         """The mean of `raw` over each token's sample [n]; the mean is clamped, not each token."""
         means = average_by_sample(self.raw, self.mask, self.seq, self.n).clamp(-CLAMP, CLAMP)
         return means[self.seq]
@@ -137,16 +138,16 @@ class StepBatch:
     seed: of random choices.
     """
 
-    behavior: torch.Tensor
-    adv: torch.Tensor
-    mask: torch.Tensor
-    seq: torch.Tensor
-    groups: torch.Tensor
-    current: torch.Tensor | None
-    valid: torch.Tensor
+    behavior: Tensor
+    adv: Tensor
+    mask: Tensor
+    seq: Tensor
+    groups: Tensor
+    current: Tensor | None
+    valid: Tensor
     seed: int
 
-    def compute_covariance(self) -> torch.Tensor:
+    def compute_covariance(self) -> Tensor:
         """(lp - mean lp)(A - mean A) [N], means over `valid`; 0 elsewhere.
 
         Cui et al. 2025, arXiv 2505.22617.
@@ -173,12 +174,7 @@ def _apply_log_probability(t: SurrogateTokens, c: settings.Loss) -> SurrogateTer
 
 
 def compute_ppo(
-    log_r: torch.Tensor,
-    adv: torch.Tensor,
-    *,
-    low: float = 0.2,
-    high: float = 0.2,
-    dual: float = 0.0,
+    log_r: Tensor, adv: Tensor, *, low: float = 0.2, high: float = 0.2, dual: float = 0.0
 ) -> SurrogateTerm:
     """min(r A, clip(r, 1-low, 1+high) A) (Schulman et al. 2017, arXiv 1707.06347).
 
@@ -199,9 +195,7 @@ def compute_ppo(
     return SurrogateTerm(torch.where(clipped == OPEN, r * adv, 0.0), value, clipped)
 
 
-def compute_cispo(
-    log_r: torch.Tensor, t: SurrogateTokens, *, lo: float, hi: float
-) -> SurrogateTerm:
+def compute_cispo(log_r: Tensor, t: SurrogateTokens, *, lo: float, hi: float) -> SurrogateTerm:
     """sg[clamp(r, lo, hi)] A lp (MiniMax-M1, arXiv 2506.13585): the gradient never vanishes.
 
     lo = 0: no lower bound, as published.
@@ -222,7 +216,7 @@ def _apply_sapo(t: SurrogateTokens, c: settings.SapoLoss) -> SurrogateTerm:
     return build_unclipped(4 * s * (1 - s) * r * t.adv, 4 / tau * s * t.adv)
 
 
-def _find_moved(c: settings.MovedLoss, moved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _find_moved(c: settings.MovedLoss, moved: Tensor) -> tuple[Tensor, Tensor]:
     """Return bool [N] each: tokens whose probability moved too far down, and too far up."""
     return moved < -c.dppo_threshold, moved > (
         c.dppo_threshold if c.dppo_high is None else c.dppo_high
@@ -264,7 +258,7 @@ def _apply_dro(t: SurrogateTokens, c: settings.DroLoss) -> SurrogateTerm:
     return build_unclipped(t.adv - beta * t.log_r, t.lp * t.adv - beta / 2 * t.log_r.square())
 
 
-def choose_highest(cov: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
+def choose_highest(cov: Tensor, mask: Tensor, share: float) -> Tensor:
     """Return bool [N]: the `share` of the mask's tokens with the largest covariance (KL-Cov).
 
     At least one token is chosen.
@@ -276,8 +270,8 @@ def choose_highest(cov: torch.Tensor, mask: torch.Tensor, share: float) -> torch
 
 
 def sample_by_covariance(
-    cov: torch.Tensor, mask: torch.Tensor, share: float, lo: float, hi: float, seed: int
-) -> torch.Tensor:
+    cov: Tensor, mask: Tensor, share: float, lo: float, hi: float, seed: int
+) -> Tensor:
     """Sample `share` of the mask's tokens where lo < covariance < hi: bool [N] (Clip-Cov)."""
     candidates = mask & (cov > lo) & (cov < hi)
     count = max(1, int(share * int(mask.sum())))
@@ -311,7 +305,7 @@ def _apply_clip_cov(t: SurrogateTokens, c: settings.ClipCovLoss) -> SurrogateTer
 
 
 def compute_reshape(
-    log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, c: Reshape, share: float = 1.0
+    log_w: Tensor, adv: Tensor, g: Tensor, c: Reshape, share: float = 1.0
 ) -> SurrogateTerm:
     """IS-reshape: w^gamma A (power) or A (w^gamma - 1) / gamma (Box-Cox).
 
@@ -346,7 +340,7 @@ def compute_reshape(
 
 # reshape.form -> (coefficient [N], objective [N]) of log w, A, gamma, the bounded w^gamma, and the
 # share left to tokens that push away
-FORMS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
+FORMS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "power": lambda log_w, adv, g, w, slow: (g * w * adv, w * adv),
     # (w^gamma - 1) / gamma, whose limit at 0 is log w
     "box_cox": lambda log_w, adv, g, w, slow: (
@@ -400,7 +394,7 @@ def _apply_gmpo(t: SurrogateTokens, c: settings.GmpoLoss) -> SurrogateTerm:
     return SurrogateTerm(torch.where(clipped == 0, value, 0.0), value, clipped)
 
 
-def _compute_group_probability(w: StepBatch, c: settings.GepoLoss) -> dict[str, torch.Tensor]:
+def _compute_group_probability(w: StepBatch, c: settings.GepoLoss) -> dict[str, Tensor]:
     """Return log E_q [N] of each token's group: GEPO's denominator.
 
     E_q = sum q^2 / sum q over the group's samples with a token in the mask, q = exp(mean log mu) of
@@ -429,7 +423,7 @@ def _apply_gepo(t: SurrogateTokens, c: settings.GepoLoss) -> SurrogateTerm:
 
 
 def _build_pulled(
-    t: SurrogateTokens, weighted: torch.Tensor, value: torch.Tensor, pull: float, cut: torch.Tensor
+    t: SurrogateTokens, weighted: Tensor, value: Tensor, pull: float, cut: Tensor
 ) -> SurrogateTerm:
     """Build the term of `value` with the coefficient `weighted`, minus pull (log r)^2."""
     return SurrogateTerm(weighted - 2 * pull * t.log_r, value - pull * t.log_r.square(), cut)
@@ -475,7 +469,7 @@ def _apply_minpro(t: SurrogateTokens, c: settings.MinproLoss) -> SurrogateTerm:
     return compute_cispo(log_u, t, lo=1 - low, hi=1 + high)
 
 
-def _find_bapo_bounds(b: StepBatch, c: settings.BapoLoss) -> dict[str, torch.Tensor]:
+def _find_bapo_bounds(b: StepBatch, c: settings.BapoLoss) -> dict[str, Tensor]:
     """Return the bounds `lo` and `hi` of the ratio, scalars, from a whole batch.
 
     Starting at the first of BAPO_LOW and BAPO_HIGH, hi rises to its last value and then lo, until
@@ -520,7 +514,7 @@ def _apply_bapo(t: SurrogateTokens, c: settings.BapoLoss) -> SurrogateTerm:
 
 def _compute_loss_ratio(
     t: SurrogateTokens, c: settings.PpoFamilyLoss | settings.SapoLoss
-) -> torch.Tensor:
+) -> Tensor:
     """Return log r [N] by `loss.ratio`: of the token, or the sum or mean over its sample."""
     if c.ratio == "token":
         return t.log_r
@@ -598,7 +592,7 @@ SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
 }
 # loss.surrogate -> its inputs from all tokens of an optimizer step: tensors [N] and scalars, for
 # `SurrogateTokens.prepass`; one that reads `current` stands in NEED_CURRENT too
-PREPASS: dict[str, Callable[[StepBatch, Any], dict[str, torch.Tensor]]] = {
+PREPASS: dict[str, Callable[[StepBatch, Any], dict[str, Tensor]]] = {
     "gepo": _compute_group_probability,
     "bapo": _find_bapo_bounds,
     "kl_cov": lambda w, c: {"chosen": choose_highest(w.compute_covariance(), w.valid, c.cov_share)},
