@@ -52,6 +52,7 @@ def build_answer(
     else:
         body = _build_text_choice(parsed, node, decode)
         kind = "text_completion"
+    body |= _build_versions(node)
     if parsed.token_ids:
         body["token_ids"] = node.ids.tolist()
         body["prompt_token_ids"] = node.build_prompt().tolist()
@@ -86,6 +87,13 @@ def _build_translated(
         f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
         for event in split(body)
     )
+
+
+def _build_versions(node: CallNode) -> JsonObject:
+    """Build the field of SGLang and vLLM that names the weights of each span of tokens."""
+    spans = ((str(span.label), span.start, span.end) for span in node.spans)
+    keys = ("version", "start", "end")
+    return {"weight_versions": [dict(zip(keys, span, strict=True)) for span in spans]}
 
 
 def _count_usage(node: CallNode) -> dict[str, int]:
@@ -158,10 +166,7 @@ def _build_tokens_body(parsed: ParsedRequest, node: CallNode, name: str) -> Json
         "finish_reason": node.finish,
         "token_ids": node.ids.tolist(),
         "logprobs": None,
-        "weight_versions": [
-            {"version": str(span.label), "start": span.start, "end": span.end}
-            for span in node.spans
-        ],
+        **_build_versions(node),
     }
     if parsed.logprobs:
         choice["logprobs"] = {
@@ -192,6 +197,7 @@ def _split_choice(parsed: ParsedRequest, choice: JsonObject) -> list[JsonObject]
         "index": 0,
         "logprobs": None,
         "finish_reason": choice["finish_reason"],
+        "weight_versions": choice["weight_versions"],
     }
     if parsed.kind == "text":
         complete: JsonObject = {"index": 0, "text": choice["text"], "logprobs": choice["logprobs"]}

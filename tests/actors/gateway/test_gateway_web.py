@@ -199,6 +199,7 @@ def test_text_and_token_routes(served: Served) -> None:
     talk, opened = client(served)
     first = talk.completions.create(model="policy", prompt="2+2=", max_tokens=4)
     assert first.choices[0].text == "answ" and first.choices[0].finish_reason == "length"
+    assert first.choices[0].weight_versions == [{"version": "1.2", "start": 0, "end": 4}]
     talk.completions.create(model="policy", prompt=["2+2=answ and"])
     assert len(opened.session.build_training_rows()) == 1
     node = opened.session.tree.nodes[1]
@@ -214,6 +215,13 @@ def test_text_and_token_routes(served: Served) -> None:
     assert choice["weight_versions"] == [{"version": "1.2", "start": 0, "end": 3}]
     assert [each["token_id"] for each in choice["logprobs"]["content"]] == choice["token_ids"]
     assert choice["finish_reason"] == "length" and len(opened.session.build_training_rows()) == 1
+
+
+def test_the_last_chunk_of_a_stream_names_the_versions(served: Served) -> None:
+    talk = client(served)[0]
+    parts = [*talk.chat.completions.create(model="policy", messages=GO, stream=True)]
+    named = [part.choices[0].model_extra.get("weight_versions") for part in parts]
+    assert named[:-1] == [None] * (len(parts) - 1) and named[-1][0]["version"] == "1.2"
 
 
 def test_stop_strings_and_lengths_cut(served: Served) -> None:
