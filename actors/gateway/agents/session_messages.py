@@ -1,4 +1,4 @@
-"""What agents' processes share: their messages to and from the gateway, and their log.
+"""The messages between agents' processes and the gateway, and the log of those processes.
 
 Messages are in reward processes' frames:
 
