@@ -548,24 +548,19 @@ def encode(
     replayed: int64 [sparse layers, B * L, k], see `expert_layers.route`.
     """
     layers: list[KeysAndValues] = []
-    _run_layers(w, ids, prefix, layers, routed, replayed)
+    run_layers(w, ids, prefix, layers, routed, replayed)
     return layers
 
 
-def compute_final_states(w: FusedWeights, ids: Tensor) -> Tensor:
-    """Compute the residuals [B, L, H] after the last layer; ids: as in `encode`."""
-    return _run_layers(w, ids, None, None).view(*ids.shape, -1)
-
-
-def _run_layers(
+def run_layers(
     w: FusedWeights,
     ids: Tensor,
-    prefix: PrefilledPrefix | None,
-    layers: list[KeysAndValues] | None,
+    prefix: PrefilledPrefix | None = None,
+    layers: list[KeysAndValues] | None = None,
     routed: RoutedLayers = None,
     replayed: Tensor | None = None,
 ) -> Tensor:
-    """Run the layers over ids [B, L] and return the residuals [B * L, H].
+    """Run the layers over ids [B, L], as in `encode`, and return the residuals [B * L, H].
 
     layers: receives the keys and values of every layer; the rest of the last one is then skipped.
     """

@@ -270,7 +270,8 @@ class EmbeddedEngine:
             counts = np.array([len(prompt) - 1 for prompt in rows])
             row, column = np.nonzero(np.arange(ids.shape[1])[None] < counts[:, None])
             targets = from_numpy(ids[row, np.minimum(column + 1, ids.shape[1] - 1)])
-            states = decoder.compute_final_states(self.weights, self._pad_columns(ids))
+            padded = self._pad_columns(ids)
+            states = decoder.run_layers(self.weights, padded).view(*padded.shape, -1)
             scored = decoder.score_states(
                 states[from_numpy(row), from_numpy(column)],
                 targets.to(self.device),

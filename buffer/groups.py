@@ -202,11 +202,6 @@ class StoredSample:
         self.length = self.trajectory.length
         self.size = count_bytes(self.trajectory)
 
-    @property
-    def is_partly_trained(self) -> bool:
-        """Whether some tokens of a trained sample were not trained with full weight."""
-        return bool(self.skipped or self.rejected or self.masked or self.faded)
-
 
 @dataclass
 class Group:
@@ -275,8 +270,13 @@ class Group:
         for ledger_line, tokens, reward in self.other:
             ledger.add(ledger_line, tokens, 1, tokens, reward)
         line = ledger.lines["trained" if trained else rest]
+        # a trained sample may have tokens that were not trained with full weight
         if self.is_complete and not (
-            trained and any(stored.is_partly_trained for stored in self.list_stored_samples())
+            trained
+            and any(
+                stored.skipped or stored.rejected or stored.masked or stored.faded
+                for stored in self.list_stored_samples()
+            )
         ):
             if self.complete_sums is None:
                 self.complete_sums = LedgerSums()
@@ -316,10 +316,6 @@ class Group:
     def count_sample_bytes(self) -> int:
         """Count the bytes of the stored samples."""
         return sum(stored.size for stored in self.list_stored_samples())
-
-    def count_stored_bytes(self) -> int:
-        """Count the bytes of the stored samples and of the images."""
-        return self.count_sample_bytes() + sum(map(len, self.images.values()))
 
 
 def count_bytes(sample: Trajectory) -> int:

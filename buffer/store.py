@@ -614,7 +614,7 @@ class Store(StoreRules):
         """Add a group's final lines to `past`; keep its samples' dispositions for late copies.
 
         trained: whether its samples count as trained; those of a removed group have other lines."""
-        self.stored_bytes -= group.count_stored_bytes()
+        self.stored_bytes -= group.count_sample_bytes() + sum(map(len, group.images.values()))
         if not trained:
             group.empty()
             group.images = {}

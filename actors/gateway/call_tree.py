@@ -33,6 +33,8 @@ from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 
 Message = dict[str, Any]
+Messages = Sequence[Message]
+Tools = Sequence[Any]  # as a request describes them
 ANY = b"any"  # in place of the chain before an answer: wherever the answer stands
 _encode = msgspec.json.Encoder().encode
 
@@ -61,7 +63,7 @@ class CallNode:
     # the messages of its prompt: their digest, the session's own answers among them, the tools
     chain: bytes = b""
     ours: dict[int, CallNode] = field(default_factory=dict)  # message index -> the call it answers
-    tools: Sequence[Any] = ()
+    tools: Tools = ()
     # the text of its prompt: characters, digest
     text_length: int = 0
     text_digest: bytes = b""
@@ -222,7 +224,7 @@ class CallTree:
         self.written: set[bytes] = set()  # assistant messages that the agent wrote itself
         self.forks: Counter[str] = Counter()  # cause -> sequences beyond the first
 
-    def find(self, messages: Sequence[Message], aside: bool = False) -> MessageMatch:
+    def find(self, messages: Messages, aside: bool = False) -> MessageMatch:
         """Find the calls that the messages may continue.
 
         aside: whether to prefer excluded calls among equal ones.  The two sides of a game may have

@@ -27,7 +27,14 @@ import numpy as np
 import xxhash
 from numpy import ndarray
 
-from actors.gateway.call_tree import CallNode, Message, compute_text_digest, join_text
+from actors.gateway.call_tree import (
+    CallNode,
+    Message,
+    Messages,
+    Tools,
+    compute_text_digest,
+    join_text,
+)
 from actors.gateway.refusals import CallRefused, build_refusal, build_too_long_error
 from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import MARKER, ImageShape
@@ -136,7 +143,7 @@ class ChatFormat:
             )
 
     def follow(
-        self, node: CallNode, messages: Sequence[Message], answer_at: int, text: str
+        self, node: CallNode, messages: Messages, answer_at: int, text: str
     ) -> ndarray | None:
         """Encode the rest of `text` after the node's answer, as int32.
 
@@ -154,9 +161,7 @@ class ChatFormat:
             suffix = self._find_after_mark(node, messages, answer_at)
         return None if suffix is None else self.encode_suffix(node, suffix)
 
-    def write(
-        self, messages: Sequence[Message], tools: Sequence[Any], *, answering: bool = True
-    ) -> str:
+    def write(self, messages: Messages, tools: Tools, *, answering: bool = True) -> str:
         """Render messages, if `answering` up to where the next answer begins.
 
         If the template takes parts, images get their marks afterwards.  Raises CallRefused.
@@ -179,7 +184,7 @@ class ChatFormat:
             )
         return text
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Any], *, answering: bool) -> str:
+    def _render(self, messages: Messages, tools: Tools, *, answering: bool) -> str:
         date = {} if self.when is None else {"strftime_now": self.when.strftime}
         try:
             text = self.tokenizer.apply_chat_template(
@@ -213,9 +218,7 @@ class ChatFormat:
             return None
         return text[node.text_length + len(sampled) :]
 
-    def _find_after_turn(
-        self, node: CallNode, messages: Sequence[Message], text: str
-    ) -> str | None:
+    def _find_after_turn(self, node: CallNode, messages: Messages, text: str) -> str | None:
         """Find the text after the rendered answer: way 2.  messages: up to the answer."""
         if node.rendered_turn is None:
             turn = self.write(messages, node.tools, answering=False)
@@ -229,7 +232,7 @@ class ChatFormat:
             return None
         return closing + text[length:]
 
-    def _find_closing(self, node: CallNode, messages: Sequence[Message], turn: str) -> str:
+    def _find_closing(self, node: CallNode, messages: Messages, turn: str) -> str:
         """Find the text with which the template closes an answer's turn.
 
         It begins at the last end token, or after it when the model sampled an end token.
@@ -254,9 +257,7 @@ class ChatFormat:
                 return tail[position + len(text) :]
         return ""
 
-    def _find_after_mark(
-        self, node: CallNode, messages: Sequence[Message], answer_at: int
-    ) -> str | None:
+    def _find_after_mark(self, node: CallNode, messages: Messages, answer_at: int) -> str | None:
         """Find the text after the answer by rendering a mark in its place: way 3."""
         marked = [*messages]
         marked[answer_at] = {"role": "assistant", "content": MARK}

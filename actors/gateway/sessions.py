@@ -32,6 +32,8 @@ from actors.gateway.call_tree import (
     CallTree,
     Message,
     MessageMatch,
+    Messages,
+    Tools,
     build_rows,
     compute_text_digest,
 )
@@ -105,7 +107,7 @@ class Composed(NamedTuple):
     fork_cause: str  # the cause to count if the call begins a training sequence
     match: MessageMatch | None = None  # of a call by messages
     ours: Mapping[int, CallNode] = MappingProxyType({})  # message index -> the call it answers
-    tools: Sequence[Any] = ()
+    tools: Tools = ()
 
 
 @dataclass(eq=False)
@@ -203,8 +205,8 @@ class Session:
     def place_messages(
         self,
         *,
-        messages: Sequence[Message],
-        tools: Sequence[Any] = (),
+        messages: Messages,
+        tools: Tools = (),
         now: float,
         max_new_tokens: int = 0,
         stop: Sequence[str] = (),
@@ -221,7 +223,7 @@ class Session:
         return self.accept(composed, now=now, max_new_tokens=max_new_tokens, stop=stop, aside=aside)
 
     def draft(
-        self, messages: Sequence[Message], tools: Sequence[Any] = (), aside: bool = False
+        self, messages: Messages, tools: Tools = (), aside: bool = False
     ) -> Callable[[], Composed]:
         """Find the call that a call by messages continues.
 
@@ -246,9 +248,7 @@ class Session:
             self.shortened = self.shortened or refused.code == TOO_LONG
             raise
 
-    def _compose(
-        self, match: MessageMatch, messages: Sequence[Message], tools: Sequence[Any]
-    ) -> Composed:
+    def _compose(self, match: MessageMatch, messages: Messages, tools: Tools) -> Composed:
         for index, node in match.candidates:
             ours = match.map_own_answers((index, node))
             restored = restore_own_answers(messages, ours)
@@ -787,7 +787,7 @@ class SessionPlayer:
     last_node: CallNode | None = None
 
     def place_observation(
-        self, session: Session, obs: str | list[Message], tools: Sequence[Any], now: float
+        self, session: Session, obs: str | list[Message], tools: Tools, now: float
     ) -> SessionCall:
         """Place the call that answers an observation.
 
@@ -827,7 +827,7 @@ class SessionPlayers:
         self.active = self.opponent if game else self.policy
 
 
-def restore_own_answers(messages: Sequence[Message], ours: Mapping[int, CallNode]) -> list[Message]:
+def restore_own_answers(messages: Messages, ours: Mapping[int, CallNode]) -> list[Message]:
     """Replace the session's own answers in `messages` by the sampled ones."""
     return [
         (ours[index].answer or message) if index in ours else message
@@ -835,9 +835,7 @@ def restore_own_answers(messages: Sequence[Message], ours: Mapping[int, CallNode
     ]
 
 
-def find_row_start_reason(
-    match: MessageMatch, parent: CallNode | None, tools: Sequence[Any]
-) -> str:
+def find_row_start_reason(match: MessageMatch, parent: CallNode | None, tools: Tools) -> str:
     """Name the cause to count if a call by messages begins a training sequence."""
     if match.candidates:
         deepest = match.candidates[0][1]

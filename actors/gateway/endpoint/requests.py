@@ -14,7 +14,7 @@ import functools
 import json
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from actors.gateway.call_tree import Message
+from actors.gateway.call_tree import Message, Tools
 from actors.gateway.chat import make_mark, normalize_messages
 from actors.gateway.endpoint import anthropic, responses
 from actors.gateway.refusals import CallRefused, build_refusal
@@ -50,7 +50,7 @@ CALL_END = json.dumps("}\n</tool_call>")
 PARALLEL = "parallel_tool_calls"
 
 
-def build_grammar(options: Options, tools: Sequence[Any], parser: str) -> str:
+def build_grammar(options: Options, tools: Tools, parser: str) -> str:
     """Build the grammar that a request's answer must follow (`agent.forced = "constrain"`).
 
     It is in llguidance's form of Lark; a generator decodes under it
@@ -197,7 +197,7 @@ def _find_problem(expression: str) -> str:
 # ---- tool calls ----------------------------------------------------------------------------------
 
 
-def _select_forced_tools(options: Options, tools: Sequence[Any]) -> Sequence[Any] | None:
+def _select_forced_tools(options: Options, tools: Tools) -> Tools | None:
     """Select the tools of which the answer must call one; None: it need not."""
     choice = options.get("tool_choice")
     if choice in (None, "auto", "none"):
@@ -216,7 +216,7 @@ def _select_forced_tools(options: Options, tools: Sequence[Any]) -> Sequence[Any
     return forced
 
 
-def _build_call_rules(tools: Sequence[Any], *, several: bool) -> list[str]:
+def _build_call_rules(tools: Tools, *, several: bool) -> list[str]:
     """Build the rules of a text of one call, or of several."""
     calls, arguments = [], []
     for number, tool in enumerate(tools):

@@ -27,6 +27,7 @@ OWN = ("reset", "get_reward")  # public methods that the model does not call
 PARAMETER = re.compile(r"(?m)^\s+(\w+)\s*(?:\([^)\n]*\))?:\s*(.+)$")
 
 Message = dict[str, Any]
+Messages = list[Message]
 
 
 def build_schema(function: Function) -> dict[str, Any]:
@@ -62,10 +63,10 @@ class ToolLoop:
         """Score the session, if `pays`."""
         raise AssertionError  # pragma: no cover - only where `pays`
 
-    def reset(self, prompt: Prompt) -> list[Message]:
+    def reset(self, prompt: Prompt) -> Messages:
         return list(prompt.messages) or [{"role": "user", "content": prompt.text}]
 
-    def run_calls(self, message: Mapping[str, Any]) -> list[Message]:
+    def run_calls(self, message: Mapping[str, Any]) -> Messages:
         """Run the tools that an answer calls; the messages are empty for the last answer.
 
         A message holds a tool's result or its error, both for the model.
@@ -101,7 +102,7 @@ class StatefulTools(ToolLoop):
         if hasattr(instance, "close"):
             self.close = instance.close
 
-    def reset(self, prompt: Prompt) -> list[Message]:
+    def reset(self, prompt: Prompt) -> Messages:
         """Begin a session; append the text of `reset` to the prompt's last message."""
         messages = super().reset(prompt)
         text = await_value(self.instance.reset(**build_row(prompt, messages, self.instance.reset)))
@@ -120,7 +121,7 @@ class StatefulTools(ToolLoop):
         return float(await_value(self.instance.get_reward()))
 
 
-def build_row(prompt: Prompt, messages: list[Message], reset: Function) -> dict[str, Any]:
+def build_row(prompt: Prompt, messages: Messages, reset: Function) -> dict[str, Any]:
     """Build the row of a prompt's data set, for the parameters of `reset`.
 
     A column is text. JSON becomes a list or an object again, and a number if the parameter is
