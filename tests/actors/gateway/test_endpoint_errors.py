@@ -14,6 +14,7 @@ from gateway_web_kit import WAIT_S, client, post, served, shared  # noqa: F401
 from actors.gateway.endpoint import web
 from actors.gateway.refusals import CallRefused
 from actors.gateway.sessions import SessionLimits
+from asyncrl.contract import outcomes
 from asyncrl.transport import http_server
 
 GO = [{"role": "user", "content": "go"}]
@@ -129,6 +130,18 @@ def test_rewards_that_are_refused(served: Served) -> None:
     for value in (b"NaN", b"Infinity", b"1" + b"0" * 400):
         status, code, param, _ = said(b'{"reward": ' + value + b"}")
         assert (status, code, param) == (422, "invalid_reward", "reward")
+    for bad, param, bound in (
+        ({"reward": 1e19}, "reward", "1e+15"),
+        ({"reward": -2e15}, "reward", "1e+15"),
+        (b'{"reward": 1e999}', "reward", "not a finite"),
+        ({"reward": 1, "parts": {f"p{i}": 0 for i in range(300)}}, "parts", "at most 256 are"),
+        ({"reward": 1, "parts": {"x" * 300: 0}}, "parts", "at most 200 are"),
+        ({"reward": 1, "parts": {"a": 1e16}}, "parts", "1e+15"),
+        ({"reward": 1, "calls": {"0": 1e19}}, "calls", "1e+15"),
+        ({"reward": 1e15, "calls": {"0": -1e15}}, "calls", "1e+15"),
+    ):
+        status, _, *found = said(bad)
+        assert (status, found[0]) == (422, param) and bound in found[1], found
     for key in ("parts", "calls"):
         found = said({"reward": 1, key: [1]})
         assert found == (422, "invalid_value", key, f"{key}: give an object of numbers")
@@ -169,7 +182,9 @@ def test_ends_that_are_refused(served: Served) -> None:
         assert found == (400, "invalid_value", "failed", "failed: give the reason as text")
     status, code, param, text = error_of(post(served, opened, "/end", {"failed": "x" * 70_000}))
     assert (status, code, param) == (422, "invalid_value", "failed") and text[:8] == "failed: "
-    assert opened.session.state == "open"
+    assert "at most 65536 are allowed" in text and opened.session.state == "open"
+    longest = {"failed": "x" * outcomes.REASON_LENGTH}
+    assert post(served, opened, "/end", longest).json()["state"] == "ended"
 
 
 def test_limits_of_a_session_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,6 +260,10 @@ def test_a_body_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
     body = {"messages": [{"role": "user", "content": "x" * 1000}]}
     said = post(served, opened, "/v1/chat/completions", body)
     assert said.status_code == 413 and said.headers["x-should-retry"] == "false"
+    for path in ("/reward", "/end", "/beat"):
+        large = {"reward": 1, "x": "y" * web.LARGEST_REPORT}
+        assert post(served, opened, path, large).status_code == 413
+    assert opened.session.state == "open"
 
     monkeypatch.setattr(http_server, "BODY_S", 0.05)
     with connected(served) as slow:
