@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
 from asyncrl.models.policy import (
     PolicyModel,
     build_manifest,
@@ -44,7 +45,11 @@ class TorchBackend(Trainer):
     writes_parts = False
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
-        super().__init__((p for p in model.hf.parameters() if p.requires_grad), config.learner)
+        trained = [p for p in model.hf.parameters() if p.requires_grad]
+        tables = (model.hf.get_input_embeddings(), model.hf.get_output_embeddings())
+        looked_up = {id(table.weight) for table in tables if table is not None}
+        matrices = [p for p in trained if p.ndim == 2 and id(p) not in looked_up]
+        super().__init__(trained, config.learner, matrices=matrices)
         self.config = config
         self.model = model
         self.layout = build_manifest(model)
@@ -174,6 +179,13 @@ class TorchBackend(Trainer):
         return state
 
     def load(self, state: dict[str, Any], directory: Path) -> None:
+        groups = state.get("param_groups", [])
+        written_by = "adamw" if groups and "betas" in groups[0] else "sgd" if groups else "muon"
+        if written_by != self.config.learner.optimizer:
+            raise ConfigError(
+                f"learner.optimizer: {self.config.learner.optimizer} cannot go on from the state "
+                f"that {written_by} left in {directory}; resume with {written_by}"
+            )
         previous = state.pop("previous_gradient", [])
         if self.alignment is not None:
             self.alignment.previous = [gradient.to(self.model.device) for gradient in previous]

@@ -216,6 +216,8 @@ class LearnerCore:
         )
         self.lr_share = compute_learning_rate_share(config.learner, self.state.number)
         self.rate = config.learner.lr * self.lr_share
+        if config.learner.lr_lag == "inverse" and packed.mask.any():
+            self.rate /= 1 + float(packed.token_lag[packed.mask].double().mean())
         measures_move = config.record.kl_moved and batch.number % config.record.kl_moved == 0
         logprobs = self._forward(self.model, packed) if measures_move else None
         steps = self._run_epochs(prep, packed)

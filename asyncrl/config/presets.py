@@ -87,6 +87,6 @@ def choose_rate(raw: RawTable) -> tuple[float | None, str]:
     tables = {name: raw.get(name) for name in ("model", "learner", "lora")}
     model, learner, lora = (x if isinstance(x, dict) else {} for x in tables.values())
     path = model.get("path")
-    if not isinstance(path, str) or learner.get("optimizer", "adamw") != "adamw":
+    if not isinstance(path, str) or learner.get("optimizer") == "sgd":
         return None, ""
     return choose_learning_rate(path, lora=bool(lora.get("rank")))

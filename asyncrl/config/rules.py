@@ -380,7 +380,7 @@ def find_warnings(config: Config) -> list[str]:
 
 def _find_rate_warnings(config: Config) -> Problems:
     """Warn about a learning rate that is far above that of the model's size."""
-    if config.learner.optimizer != "adamw" or config.model.path.startswith("hf://"):
+    if config.learner.optimizer == "sgd" or config.model.path.startswith("hf://"):
         return
     usual, reason = presets.choose_learning_rate(config.model.path, lora=bool(config.lora.rank))
     if usual is not None and config.learner.lr >= 10 * usual:

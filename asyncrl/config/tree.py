@@ -385,8 +385,13 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     """AdamW: decay of the running mean of the squared gradient."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay of the optimizer. 0: none."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer: AdamW, or plain SGD without momentum."""
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    """Optimizer: AdamW, plain SGD without momentum, or torch's Muon for the matrices of the layers
+    with AdamW for all else, at AdamW's learning rate. Muon ignores the gradient's scale, so
+    clipping does not shrink its step."""
+    lr_lag: Literal["off", "inverse"] = "off"
+    """inverse: divide each batch's learning rate by 1 + its mean lag, in updates (arXiv
+    2607.01083)."""
     clip_norm: NonNegative = 1.0
     """Largest norm of the gradient; a larger gradient is scaled down. 0: no clipping."""
     gradient_cosine: Literal["off", "log", "project"] = "off"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.optim import AdamW
@@ -78,11 +79,48 @@ class PlainAdamW(AdamW):
     load_state_dict = inspect.unwrap(AdamW.load_state_dict)
 
 
-def build_optimizer(
+class MuonWithAdamW:
+    """Muon for `matrices`, AdamW for the other parameters, at one learning rate.
+
+    Muon's update is scaled to the usual size of AdamW's (arXiv 2502.16982). It does not depend on
+    the gradient's scale, so clipping does not shrink it.
+    """
+
+    def __init__(
+        self,
+        settings: LearnerConfig,
+        matrices: Sequence[torch.nn.Parameter],
+        others: Sequence[torch.nn.Parameter],
+    ) -> None:
+        muon = torch.optim.Muon(
+            matrices,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        self.parts = [muon, build_adamw(settings, others)]
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"muon": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, own in zip(self.parts, state["muon"], strict=True):
+            part.load_state_dict(own)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+def build_adamw(
     settings: LearnerConfig | SftTraining, parameters: Sequence[torch.nn.Parameter]
-) -> torch.optim.Optimizer:
-    if isinstance(settings, LearnerConfig) and settings.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
+) -> PlainAdamW:
     return PlainAdamW(
         parameters,
         lr=settings.lr,
@@ -92,10 +130,25 @@ def build_optimizer(
     )
 
 
+def build_optimizer(
+    settings: LearnerConfig | SftTraining,
+    parameters: Sequence[torch.nn.Parameter],
+    matrices: Sequence[torch.nn.Parameter] = (),
+) -> Any:
+    """matrices: of `parameters`, those that Muon steps; without any it is AdamW."""
+    if isinstance(settings, LearnerConfig) and settings.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
+    if isinstance(settings, LearnerConfig) and settings.optimizer == "muon" and matrices:
+        chosen = set(matrices)
+        return MuonWithAdamW(settings, matrices, [p for p in parameters if p not in chosen])
+    return build_adamw(settings, parameters)
+
+
 class Trainer:
     """Parameters with their optimizer.
 
     owner: clips the gradients, where the parameters are parts of those of several ranks.
+    matrices: see `build_optimizer`.
     """
 
     def __init__(
@@ -103,11 +156,12 @@ class Trainer:
         parameters: Iterable[torch.nn.Parameter],
         settings: LearnerConfig | SftTraining,
         owner: Trainer | None = None,
+        matrices: Sequence[torch.nn.Parameter] = (),
     ) -> None:
         self.parameters = list(parameters)
         self.clip_norm = settings.clip_norm
         self.owner = owner or self
-        self.optimizer = build_optimizer(settings, self.parameters)
+        self.optimizer = build_optimizer(settings, self.parameters, matrices)
 
     def drop_gradient(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
