@@ -25,7 +25,7 @@ def bare(advantage: dict[str, Any], **more: Any) -> Any:
         "staleness": SimpleNamespace(on_exceed="pace"),
         "correction": settings.RecomputedCorrection(),
         "advantage": kinds[advantage["name"]](**keys),
-        "learner": SimpleNamespace(epochs=1, minibatches=1, backend="torch"),
+        "learner": SimpleNamespace(epochs=1, minibatches=1, distributed=False),
         "loss": settings.PpoLoss(),
         "kl": settings.KL(),
         "reshape": settings.Reshape(),
