@@ -305,7 +305,7 @@ def _export_function(function: Callable[..., Any], folder: Path) -> str:
     function needs are written to a file in `folder`."""
     name, module = getattr(function, "__qualname__", ""), sys.modules[function.__module__]
     file, cells = getattr(module, "__file__", None), vars(module).get("In")
-    if module.__name__ != "__main__":
+    if module.__name__ != "__main__" and name.isidentifier():
         return f"{module.__name__ if '.' in module.__name__ else file}:{name}"
     statements: list[ast.stmt] = []
     for cell in cells or ([Path(file).read_text(encoding="utf-8")] if file else []):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,6 +77,10 @@ def test_the_newest_cell_of_a_notebook_counts(
         with pytest.raises(ConfigError, match=r"^reward: .* is not defined at the top level of a"):
             missing.__module__ = "__main__"
             notebook._export_function(missing, tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"^reward: functools.partial.* is not defined at the top"
+    ):
+        notebook._export_function(partial(made["reward"]), tmp_path)
     of_module = notebook._export_function(importing.make_command, tmp_path)
     assert of_module == "asyncrl.contract.importing:make_command"
 
