@@ -263,11 +263,11 @@ def make_summary(store: Store, trained: TrainingLog, wall_s: float) -> JsonObjec
         return results[split, number][f"eval/{split}"]
 
     ledger = store.sum_ledger()
-    lags = trained.count_lags()
+    samples, lags, digest = trained.summarize()
     return {
         "wall_s": wall_s,
         "steps": store.committed,
-        "trajectories": trained.count_samples(),
+        "trajectories": samples,
         "tokens": sum(lags.values()),
         "heldout_start": get_accuracy("heldout", 0),
         "heldout_end": get_accuracy("heldout", evaluated[-1] if evaluated else None),
@@ -280,7 +280,7 @@ def make_summary(store: Store, trained: TrainingLog, wall_s: float) -> JsonObjec
         "ledger_by_task": {
             title: part.compute_totals() for title, part in store.make_task_ledgers().items()
         },
-        "trained_ids": trained.digest_ids(),
+        "trained_ids": digest,
         "failures": store.failures,
         "lag_histogram": {str(lag): tokens for lag, tokens in sorted(lags.items())},
     }

@@ -142,22 +142,16 @@ class TrainingLog:
             self.summed_ids.update(row.ids.encode())
         self.summed = max(self.summed, below)
 
-    def count_samples(self) -> int:
-        """Count the samples of all batches."""
-        return self.summed_samples + sum(row.samples for row in self.rows.values())
+    def summarize(self) -> tuple[int, TokensByLag, str]:
+        """Return what was trained: the samples, the tokens by lag, and a digest of the sample ids.
 
-    def count_lags(self) -> TokensByLag:
-        """Count the trained tokens by lag, over all batches."""
-        lags = self.summed_lags.copy()
-        for row in self.rows.values():
+        The ids are digested in the order in which they were trained."""
+        samples, lags, ids = self.summed_samples, self.summed_lags.copy(), self.summed_ids.copy()
+        for _, row in sorted(self.rows.items()):
+            samples += row.samples
             lags.update(row.lags)
-        return dict(lags)
-
-    def digest_ids(self) -> str:
-        """Digest all sample ids in the order in which they were trained."""
-        ids = self.summed_ids.copy()
-        ids.update("".join(self.rows[number].ids for number in sorted(self.rows)).encode())
-        return ids.hexdigest()
+            ids.update(row.ids.encode())
+        return samples, dict(lags), ids.hexdigest()
 
     def close(self) -> None:
         """Close both files."""

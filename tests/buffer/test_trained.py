@@ -39,11 +39,8 @@ def test_sums_of_old_batches_say_what_their_rows_said(tmp_path: Path) -> None:
                 t.add(b, 1.0)
             summed.fold_below(n - 5)
             assert len(summed.rows) <= 6 and len(summed.leases) <= 1
-            got = (plain.count_samples(), plain.count_lags(), plain.digest_ids())
-            assert got == (summed.count_samples(), summed.count_lags(), summed.digest_ids())
-    again = TrainingLog(tmp_path / "summed.jsonl")
-    got = (again.count_samples(), again.count_lags(), again.digest_ids())
-    assert got == (plain.count_samples(), plain.count_lags(), plain.digest_ids())
+            assert plain.summarize() == summed.summarize()
+    assert TrainingLog(tmp_path / "summed.jsonl").summarize() == plain.summarize()
 
 
 def test_what_was_handed_out_is_settled_at_the_hello_and_never_twice(tmp_path: Path) -> None:
