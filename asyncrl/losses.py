@@ -250,8 +250,8 @@ def check_functions(config: Config) -> dict[str, str]:
     """
     seq, behavior = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([-1.0, -2.0, -0.5, -1.5, -0.7])
     rewards = torch.tensor([1.0, 0.0])
-    columns = {"start": behavior - 0.1, "reference": behavior, "truncated": rewards < 0}
-    columns |= {"token_lag": seq, "mask": seq >= 0, "groups": seq[:2]}
+    columns: dict[str, Any] = {"start": behavior - 0.1, "reference": behavior}
+    columns |= {"truncated": rewards < 0, "token_lag": seq, "mask": seq >= 0, "groups": seq[:2]}
     batch = LossBatch(seq=seq, behavior=behavior, rewards=rewards, **columns)
     adv, values = rewards[seq] - 0.5, {}
     if isinstance(config.advantage, FunctionAdvantage):

@@ -173,7 +173,7 @@ class TorchBackend(Trainer):
 
     def save(self, directory: Path) -> dict[str, Any]:
         """Return the optimizer's state, or write it below `directory` on every rank."""
-        state = self.optimizer.state_dict()
+        state: dict[str, Any] = self.optimizer.state_dict()
         if self.alignment is not None:
             state |= {"previous_gradient": self.alignment.previous}
         return state

@@ -294,8 +294,9 @@ def train(
     }
     for key, value in keys.items():
         layers.put(table, load.RENAMED.get(key, key), value)
-    callbacks = {"on_step": on_step, "on_evaluation": on_evaluation, "on_checkpoint": on_checkpoint}
-    return run(table, show=show, **callbacks)
+    return run(
+        table, show=show, on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint
+    )
 
 
 def _export_function(function: Callable[..., Any], folder: Path) -> str:

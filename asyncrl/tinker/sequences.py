@@ -131,10 +131,10 @@ class SequenceLedger:
                 continue
             self._add(
                 SampledSequence(
-                    *(row[name] for name in COLUMNS),
-                    tuple(row["uncertain"]) if row.get("uncertain") else None,
-                    row.get("trained", 0),
-                    base64.b64decode(row.get("content", "")),
+                    **{name: row[name] for name in COLUMNS},
+                    uncertain=tuple(row["uncertain"]) if row.get("uncertain") else None,
+                    trained=row.get("trained", 0),
+                    content=base64.b64decode(row.get("content", "")),
                 )
             )
         self.file = jsonl.JsonlAppender(path)

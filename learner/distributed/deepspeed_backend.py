@@ -152,7 +152,7 @@ class DeepSpeedBackend(DistributedBackend):
     def release_gathered(self) -> None:
         # after the passes of a step, ZeRO-3 keeps for its backward pass what a forward has gathered
         if self.sharded:
-            self.optimizer.empty_partition_cache()  # type: ignore[attr-defined]
+            self.optimizer.empty_partition_cache()
 
     @contextmanager
     def gather_full_parameters(self) -> Iterator[None]:
