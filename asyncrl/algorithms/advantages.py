@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, where, zeros_like
 
 from asyncrl.algorithms import diagnostics, kl, own_functions, ratios, settings
 from asyncrl.algorithms.batch import LossBatch
@@ -82,14 +82,14 @@ def center_by_group(rewards: Tensor, groups: Tensor) -> Tensor:
     In floating point the mean of equal rewards is often not the reward itself (0.7 three times). A
     standard deviation as small, or Adam, would scale the remainder up to full size.
     """
-    return torch.where(
+    return where(
         find_zero_variance(rewards, groups), 0.0, rewards - average_by_group(rewards, groups)
     )
 
 
 def subtract_baseline(rewards: Tensor, baseline: Tensor | float) -> Tensor:
     """Return r - b, exactly 0 where the two are equal (to EQUAL)."""
-    return torch.where((rewards - baseline).abs() <= EQUAL * rewards.abs(), 0.0, rewards - baseline)
+    return where((rewards - baseline).abs() <= EQUAL * rewards.abs(), 0.0, rewards - baseline)
 
 
 def compute_rloo(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def compute_grpo(
         )
     deviation = center_by_group(rewards, groups)
     var = average_by_group(deviation.square(), groups) * n / (n - c.ddof)
-    return torch.where(deviation == 0, 0.0, deviation / (var.sqrt() + c.eps))
+    return where(deviation == 0, 0.0, deviation / (var.sqrt() + c.eps))
 
 
 def _compute_contributions(rewards: Tensor, k: int) -> Tensor:
@@ -157,24 +157,24 @@ def place_on_last_token(x: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
     """Place x [B] on each sample's last token of the mask, 0 elsewhere: [N]."""
     position = torch.arange(len(seq), device=seq.device)
     last_positions = torch.full((len(x),), -1, device=seq.device).scatter_reduce_(
-        0, seq, torch.where(mask, position, -1), "amax"
+        0, seq, where(mask, position, -1), "amax"
     )
-    return torch.where(last_positions[seq] == position, x[seq], 0.0)
+    return where(last_positions[seq] == position, x[seq], 0.0)
 
 
 def _sum_masked_suffix(x: Tensor, mask: Tensor, seq: Tensor, discount: float) -> Tensor:
     """Return suffix sums [N] over the tokens of the mask; other tokens take no discount."""
     # two scalars of x's precision: `where` makes float32 of two Python floats
-    d = torch.where(mask, x.new_full((), discount), x.new_ones(()))
+    d = where(mask, x.new_full((), discount), x.new_ones(()))
     # S_t = x_t + discount S_{t'} with t' the next token in the mask: a skipped token passes S on
     # undiscounted
-    return torch.where(mask, sum_discounted_suffix(torch.where(mask, x, 0.0), seq, d), 0.0)
+    return where(mask, sum_discounted_suffix(where(mask, x, 0.0), seq, d), 0.0)
 
 
 def _find_next_value(values: Tensor, mask: Tensor, seq: Tensor, bootstrap: Tensor) -> Tensor:
     """Return V at the next token of the mask; after the last one, bootstrap [B]."""
     rows = PaddedRows(seq)
-    values_matrix = rows.pad(torch.where(mask, values, 0.0))
+    values_matrix = rows.pad(where(mask, values, 0.0))
     mask_matrix = rows.pad(mask)
     sample_of_row = (
         seq[torch.cat([seq.new_ones(1, dtype=torch.bool), seq[1:] != seq[:-1]])]
@@ -185,18 +185,18 @@ def _find_next_value(values: Tensor, mask: Tensor, seq: Tensor, bootstrap: Tenso
     following = torch.empty_like(values_matrix)
     for t in range(values_matrix.shape[1] - 1, -1, -1):
         following[:, t] = carry
-        carry = torch.where(mask_matrix[:, t], values_matrix[:, t], carry)
+        carry = where(mask_matrix[:, t], values_matrix[:, t], carry)
     return rows.pack(following)
 
 
 def _sum_next(x: Tensor, mask: Tensor, seq: Tensor, count: int, discount: float) -> Tensor:
     """Return sums [N] over each token of the mask and those after it, `count` in all."""
     rows = PaddedRows(seq[mask])
-    sums = torch.zeros_like(x)
+    sums = zeros_like(x)
     if not len(seq[mask]):
         return sums
     padded = rows.pad(x[mask])
-    total = torch.zeros_like(padded)
+    total = zeros_like(padded)
     for step in range(min(count, padded.shape[1])):
         total[:, : padded.shape[1] - step] += discount**step * padded[:, step:]
     sums[mask] = rows.pack(total)
@@ -209,9 +209,7 @@ def _scatter_within_response(x: Tensor, at: Tensor, seq: Tensor) -> Tensor:
     Values that would leave their own sample, or the batch (-1), are dropped.
     """
     padded = torch.cat([seq, seq.new_full((1,), -1)])
-    return torch.zeros_like(x).index_add_(
-        0, at.clamp(min=0), torch.where(padded[at] == seq, x, 0.0)
-    )
+    return zeros_like(x).index_add_(0, at.clamp(min=0), where(padded[at] == seq, x, 0.0))
 
 
 def credit_trained_tokens(x: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
@@ -220,7 +218,7 @@ def credit_trained_tokens(x: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
     That token led there. Values before a sample's first token of the mask are dropped.
     """
     position = torch.arange(len(seq), device=seq.device)
-    return _scatter_within_response(x, torch.where(mask, position, -1).cummax(0).values, seq)
+    return _scatter_within_response(x, where(mask, position, -1).cummax(0).values, seq)
 
 
 def sum_by_step(x: Tensor, step: Tensor, seq: Tensor) -> Tensor:
@@ -231,10 +229,10 @@ def sum_by_step(x: Tensor, step: Tensor, seq: Tensor) -> Tensor:
     position = torch.arange(len(seq), device=seq.device)
     n = len(seq)
     # the next end, at or after each token
-    ends = torch.where(step, position, n).flip(0).cummin(0).values.flip(0)
-    previous_end = torch.where(step, position, -1).cummax(0).values
+    ends = where(step, position, n).flip(0).cummin(0).values.flip(0)
+    previous_end = where(step, position, -1).cummax(0).values
     has_end = torch.cat([seq, seq.new_full((1,), -1)])[ends] == seq
-    return _scatter_within_response(x, torch.where(has_end, ends, previous_end), seq)
+    return _scatter_within_response(x, where(has_end, ends, previous_end), seq)
 
 
 def whiten(x: Tensor, eps: float = 1e-8, reference: Tensor | None = None) -> Tensor:
@@ -245,8 +243,8 @@ def whiten(x: Tensor, eps: float = 1e-8, reference: Tensor | None = None) -> Ten
     """
     reference = x if reference is None else reference
     if len(reference) < 2:
-        return torch.zeros_like(x)
-    return torch.where(_are_equal(reference), 0.0, (x - reference.mean()) / (reference.std() + eps))
+        return zeros_like(x)
+    return where(_are_equal(reference), 0.0, (x - reference.mean()) / (reference.std() + eps))
 
 
 def _are_equal(x: Tensor) -> Tensor:
@@ -256,7 +254,7 @@ def _are_equal(x: Tensor) -> Tensor:
 
 def whiten_masked(x: Tensor, mask: Tensor) -> Tensor:
     """Whiten over the tokens of the mask; 0 elsewhere."""
-    whitened = torch.zeros_like(x)
+    whitened = zeros_like(x)
     whitened[mask] = whiten(x[mask])
     return whitened
 
@@ -268,7 +266,7 @@ def scale_to_unit(x: Tensor, reference: Tensor | None = None) -> Tensor:
     """
     reference = x if reference is None else reference
     return (
-        torch.where(
+        where(
             _are_equal(reference), 0.0, (x - reference.min()) / (reference.max() - reference.min())
         )
         if len(reference)
@@ -340,15 +338,13 @@ def _subtract_prompt_mean(a: RewardedBatch) -> Tensor:
         raise ConfigError(
             "advantage.baseline = prompt needs the prompts' running means (LossBatch.baselines)"
         )
-    return subtract_baseline(
-        a.rewards, torch.where(a.baselines.isnan(), a.rewards.mean(), a.baselines)
-    )
+    return subtract_baseline(a.rewards, where(a.baselines.isnan(), a.rewards.mean(), a.baselines))
 
 
 # advantage.baseline, of reinforce -> r - b [B] (Williams 1992)
 BASELINES: dict[str, Callable[[RewardedBatch], Tensor]] = {
     "none": lambda a: subtract_baseline(a.rewards, 0.0),
-    "batch": lambda a: center_by_group(a.rewards, torch.zeros_like(a.groups)),
+    "batch": lambda a: center_by_group(a.rewards, zeros_like(a.groups)),
     "ema": lambda a: subtract_baseline(a.rewards, a.ema),
     "prompt": _subtract_prompt_mean,
 }
@@ -382,7 +378,7 @@ def _apply_maxrl(a: RewardedBatch, c: settings.Advantage) -> Tensor:
     group size allows.
     """
     mean = average_by_group(a.rewards, a.groups)
-    return torch.where(mean > 0, center_by_group(a.rewards, a.groups) / mean.clamp(min=1e-30), 0.0)
+    return where(mean > 0, center_by_group(a.rewards, a.groups) / mean.clamp(min=1e-30), 0.0)
 
 
 def _apply_pass_at_k(a: RewardedBatch, c: settings.PassAtKAdvantage) -> Tensor:
@@ -395,7 +391,7 @@ def _apply_pass_at_k(a: RewardedBatch, c: settings.PassAtKAdvantage) -> Tensor:
 
     Raises ConfigError for a group of fewer than k.
     """
-    contributions = torch.zeros_like(a.rewards)
+    contributions = zeros_like(a.rewards)
     for group in sorted(set(a.groups.tolist())):
         in_group = a.groups == group
         contributions[in_group] = _compute_contributions(a.rewards[in_group], c.k)
@@ -410,7 +406,7 @@ def _apply_opo(a: RewardedBatch, c: settings.Advantage) -> Tensor:
     t = a.lengths.to(a.rewards.dtype)
     total, length = (_sum_by_group(x, a.groups) for x in (t * a.rewards, t))
     deviation = a.rewards - total / length.clamp(min=1)
-    return torch.where(find_zero_variance(a.rewards, a.groups), 0.0, deviation)
+    return where(find_zero_variance(a.rewards, a.groups), 0.0, deviation)
 
 
 def _apply_opob(a: RewardedBatch, c: settings.Advantage) -> Tensor:
@@ -429,10 +425,10 @@ def _apply_opob(a: RewardedBatch, c: settings.Advantage) -> Tensor:
     share = a.weights.double().square() * a.squared_norms.double()
     total_share = _sum_by_group(share, groups)
     b = _sum_by_group(share * rewards, groups) / total_share.clamp(min=1e-300)
-    b = torch.where(total_share > 0, b, average_by_group(rewards.double(), groups))
+    b = where(total_share > 0, b, average_by_group(rewards.double(), groups))
     std = average_by_group(center_by_group(rewards, groups).square(), groups).sqrt()
     deviation = (rewards - b.to(rewards.dtype)) / std.clamp(min=1e-8)
-    return torch.where(find_zero_variance(rewards, groups), 0.0, deviation)
+    return where(find_zero_variance(rewards, groups), 0.0, deviation)
 
 
 def _apply_gdpo(a: RewardedBatch, c: settings.GdpoAdvantage) -> Tensor:
@@ -478,7 +474,7 @@ def _apply_oapl(a: RewardedBatch, c: settings.OaplAdvantage) -> Tensor:
         if c.beta:
             mean = average_by_group(((a.rewards - value) / c.beta).exp(), a.groups)
             value = value + c.beta * mean.log()
-    return torch.where(find_zero_variance(a.rewards, a.groups), 0.0, a.rewards - value)
+    return where(find_zero_variance(a.rewards, a.groups), 0.0, a.rewards - value)
 
 
 def _apply_asymre(a: RewardedBatch, c: settings.AsymreAdvantage) -> Tensor:
@@ -523,12 +519,12 @@ def _apply_process_grpo(t: RewardedBatch, c: settings.GrpoAdvantage) -> tuple[Te
     """
     step = t.find_step_ends() & t.mask
     rewards = sum_by_step(t.compute_rewards(t.rewards), step, t.seq)
-    normalized = torch.zeros_like(rewards)
+    normalized = zeros_like(rewards)
     if bool(step.any()):
         group = t.groups[t.seq][step]
         deviation = center_by_group(rewards[step], group)
         variance = _sum_by_group(deviation.square(), group) / (_count_by_group(group) - c.ddof)
-        normalized[step] = torch.where(deviation == 0, 0.0, deviation / (variance.sqrt() + c.eps))
+        normalized[step] = where(deviation == 0, 0.0, deviation / (variance.sqrt() + c.eps))
     return _sum_masked_suffix(normalized, t.mask, t.seq, 1.0), None
 
 
@@ -545,16 +541,16 @@ def _apply_otb(t: RewardedBatch, c: settings.Advantage) -> tuple[Tensor, None]:
     returns = _sum_masked_suffix(t.compute_rewards(t.rewards), mask, seq, 1.0)
     if not bool(mask.any()):
         return returns, None
-    energy = compute_running_sum(torch.where(mask, t.energy, 0.0), seq)
+    energy = compute_running_sum(where(mask, t.energy, 0.0), seq)
     position = compute_running_sum(mask.long(), seq) - 1
     slot = t.groups[seq] * (int(position.max()) + 1) + position
     total, share = (
-        sum_by_sample(torch.where(mask, x, 0.0), slot, int(slot.max()) + 1)[slot]
+        sum_by_sample(where(mask, x, 0.0), slot, int(slot.max()) + 1)[slot]
         for x in (returns * energy, energy)
     )
     deviation = returns - total / share.clamp(min=1e-8)
     is_new = mask & (deviation.abs() > EQUAL * returns.abs())
-    return torch.where(is_new, deviation, 0.0), None
+    return where(is_new, deviation, 0.0), None
 
 
 def _apply_function(
@@ -599,13 +595,13 @@ def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> tuple[Tensor, Tens
     if t.values is None:
         raise ConfigError("advantage.name = gae needs values (LossBatch.values): a value head")
     values, mask, seq = t.values, t.mask, t.seq
-    bootstrap = torch.zeros_like(t.rewards) if t.bootstrap is None else t.bootstrap
+    bootstrap = zeros_like(t.rewards) if t.bootstrap is None else t.bootstrap
     following = t.compute_rewards(t.rewards) + c.gamma * _find_next_value(
         values, mask, seq, bootstrap
     )
-    residuals = torch.where(mask, following - values, 0.0)
+    residuals = where(mask, following - values, 0.0)
     adv = _sum_masked_suffix(residuals, mask, seq, c.gamma * c.lam)
-    returns = torch.where(mask, adv + values, 0.0)
+    returns = where(mask, adv + values, 0.0)
     if c.k_step > 0:
         adv = _sum_next(residuals, mask, seq, c.k_step, c.gamma * c.lam)
     return whiten_masked(adv, mask) if c.whiten else adv, returns
@@ -656,7 +652,7 @@ def _shape_truncated(
             lengths, config.generator.max_new_tokens, a.truncation_ramp
         )
     if a.truncated in ("zero", "fixed"):
-        return torch.where(truncated, -penalty if a.truncated == "fixed" else 0.0, rewards)
+        return where(truncated, -penalty if a.truncated == "fixed" else 0.0, rewards)
     return rewards
 
 
@@ -691,7 +687,7 @@ def shape_rewards(
     shaped.rewards, shaped.mask = scale(rewards, batch_rewards), valid
     shaped.greedy = None if greedy is None else scale(greedy, batch_rewards)
     if batch.bootstrap is not None:
-        shaped.bootstrap = torch.where(batch.truncated, batch.bootstrap, 0.0)
+        shaped.bootstrap = where(batch.truncated, batch.bootstrap, 0.0)
     if a.name == "opob" and batch.start is not None:
         shaped.weights = _compute_sample_ratios(batch)
     if token_rewards is not None:
@@ -699,7 +695,7 @@ def shape_rewards(
         scaled_one, scaled_zero = scale(ends, batch_rewards)
         factor = (scaled_one - scaled_zero).expand(n)
         if a.truncated in ("zero", "fixed"):  # replaces all token rewards of a truncated sample
-            factor = torch.where(batch.truncated, 0.0, factor)
+            factor = where(batch.truncated, 0.0, factor)
         shaped.tokens = credit_trained_tokens(factor[batch.seq] * token_rewards, valid, batch.seq)
         shaped.totals = factor * earned
     return shaped
@@ -727,9 +723,9 @@ def compute_advantage(
     shaped = shape_rewards(batch, valid, config, baseline)
     kl_penalty = None
     if beta > 0:
-        reference_ratio = torch.where(valid, _compute_reference_ratio(batch, config), 0.0)
+        reference_ratio = where(valid, _compute_reference_ratio(batch, config), 0.0)
         estimate = kl.estimate(config.kl.reward.estimator, reference_ratio)
-        kl_penalty = beta * torch.where(valid, estimate, 0.0)
+        kl_penalty = beta * where(valid, estimate, 0.0)
         # the k1 estimate of KL(start || reference) in nats per sample: the mean over samples with
         # a token in the loss of the sum over their tokens
         has_tokens = sum_by_sample(valid.to(estimate.dtype), batch.seq, batch.count) > 0
@@ -757,9 +753,7 @@ def compute_advantage(
     }
     if kl_penalty is not None and config.loss.surrogate != "sft":
         unpenalized = _compute_penalized(shaped, None, config)[0]
-        norm, penalty_norm = (
-            torch.where(valid, x, 0.0).norm() for x in (unpenalized, adv - unpenalized)
-        )
+        norm, penalty_norm = (where(valid, x, 0.0).norm() for x in (unpenalized, adv - unpenalized))
         scalars["kl/reward_gradient_share"] = penalty_norm / norm.clamp(min=1e-15)
     if kl_penalty is not None:
         scalars["kl/answer"] = sample_kl
@@ -770,7 +764,7 @@ def compute_advantage(
             batch.values, returns, valid
         )
         scalars["value/mean"] = ratios.average_masked(batch.values, valid)
-    return torch.where(valid, adv, 0.0), returns, scalars
+    return where(valid, adv, 0.0), returns, scalars
 
 
 def _compute_penalized(
@@ -794,7 +788,7 @@ def _compute_penalized(
 def _compute_sample_ratios(batch: LossBatch) -> Tensor:
     """Return start / mu of each whole sample [B], not truncated."""
     assert batch.start is not None
-    log_w = torch.where(batch.mask, ratios.subtract(batch.start, batch.behavior), 0.0)
+    log_w = where(batch.mask, ratios.subtract(batch.start, batch.behavior), 0.0)
     log_ratios = sum_by_sample(log_w, batch.seq, batch.count)
     return log_ratios.clamp(-ratios.CLAMP, ratios.CLAMP).exp()
 

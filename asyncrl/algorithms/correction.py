@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, where
 
 from asyncrl.algorithms.kl import estimate_k3
 from asyncrl.algorithms.ratios import (
@@ -67,7 +67,7 @@ def compute_weights(log_rho: Tensor, mask: Tensor, seq: Tensor, n: int, level: s
         seq: int64 [N].
         n: number of samples.
     """
-    x = torch.where(mask, log_rho.detach(), 0.0)
+    x = where(mask, log_rho.detach(), 0.0)
     return choose_function("correction.level", LEVELS, level)(x, mask, seq, n)
 
 
@@ -78,7 +78,7 @@ BOUNDS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "truncate": lambda w, lo, hi: w.clamp(max=hi),
     "clip": lambda w, lo, hi: w.clamp(lo, hi),
     # w 1[lo <= w <= hi] (IcePop, at token level)
-    "mask": lambda w, lo, hi: torch.where((w >= lo) & (w <= hi), w, 0.0),
+    "mask": lambda w, lo, hi: where((w >= lo) & (w <= hi), w, 0.0),
 }
 
 
@@ -98,7 +98,7 @@ def compute_mean_weight(w: Tensor, mask: Tensor, seq: Tensor, n: int, level: str
         mean = average_masked(
             average_by_sample(w, mask, seq, n), sum_by_sample(mask.to(w.dtype), seq, n) > 0
         )
-    return torch.where(mean > 0, mean, 1.0)
+    return where(mean > 0, mean, 1.0)
 
 
 # correction.reject -> statistic [N] of log rho [N] and log mu [N] per token; the ratio stays a
@@ -155,8 +155,8 @@ def compute_statistic(
         n: number of samples.
         log_mu: [N], used by tv, kb and kb_mu; None: mu is 1.
     """
-    raw = torch.where(mask, log_rho.detach(), 0.0)
-    mu = torch.zeros_like(raw) if log_mu is None else torch.where(mask, log_mu.detach(), 0.0)
+    raw = where(mask, log_rho.detach(), 0.0)
+    mu = torch.zeros_like(raw) if log_mu is None else where(mask, log_mu.detach(), 0.0)
     by_token = choose_function("correction.reject", STATISTICS, name)(raw, mu)
     s = choose_function("correction.reject_over", OVER, aggregation)(by_token, mask, seq, n)
     return s.clamp(-CLAMP, CLAMP).exp() if name == "ratio" else s
@@ -260,12 +260,12 @@ def find_m2_threshold(log_rho: Tensor, mask: Tensor, limit: float = 0.04) -> Ten
     go together. M2PO (Zheng et al. 2025, arXiv 2510.01161). The paper applies it to tokens
     that moved in the direction of their advantage (`find_m2_exclusions`).
     """
-    magnitude = torch.where(mask, log_rho.detach().abs(), torch.inf).sort().values
-    square = torch.where(magnitude.isfinite(), magnitude, 0.0).square()
+    magnitude = where(mask, log_rho.detach().abs(), torch.inf).sort().values
+    square = where(magnitude.isfinite(), magnitude, 0.0).square()
     rank = torch.arange(1, len(magnitude) + 1, device=magnitude.device)
     beyond = magnitude.isfinite() & (square.cumsum(0) / rank > limit)
     return (
-        torch.where(beyond, magnitude, torch.inf).amin()
+        where(beyond, magnitude, torch.inf).amin()
         if len(magnitude)
         else magnitude.new_tensor(torch.inf)
     )
@@ -277,9 +277,9 @@ def compute_effective_sample_size(w: Tensor, mask: Tensor | None = None) -> Tens
     It covers the mask, or all of w.
     """
     selected = torch.ones_like(w, dtype=torch.bool) if mask is None else mask
-    w = torch.where(selected, w, 0.0)
+    w = where(selected, w, 0.0)
     n = selected.sum()
-    return torch.where(n > 0, w.sum().square() / (n * w.square().sum()).clamp(min=1e-30), 1.0)
+    return where(n > 0, w.sum().square() / (n * w.square().sum()).clamp(min=1e-30), 1.0)
 
 
 @dataclass
@@ -353,7 +353,7 @@ def correct(
     if c.reject_at == "proximal":
         kept = kept & find_unrejected(log_rho, log_prox, mask, seq, n, c=c, adv=adv)
     stats = stats or WeightStatistics()
-    w = torch.where(kept, w, 0.0)
+    w = where(kept, w, 0.0)
     if c.self_normalize:
         stats.mean = (
             compute_mean_weight(w, mask & kept, seq, n, c.level)

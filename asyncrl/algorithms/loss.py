@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, where, zeros_like
 
 from asyncrl.algorithms import (
     correction,
@@ -138,7 +138,7 @@ def choose_proximal(batch: LossBatch, config: Settings, start: Tensor | None) ->
         return batch.behavior
     assert start is not None
     if batch.version is not None:
-        return torch.where(batch.version.isnan(), start, batch.version)
+        return where(batch.version.isnan(), start, batch.version)
     if kind == "ema":
         return start
     share = 1.0 / (batch.token_lag.float() + 1.0)
@@ -226,7 +226,7 @@ def prepare(
         scalars["is/fallback_share"] = ratios.average_masked(batch.version.isnan(), valid)
     metrics = {name: x[0] for name, x in diagnostics.copy_to_host(scalars).items()}
     has_start = batch.start is not None
-    start = batch.start.clone() if batch.start is not None else torch.zeros_like(batch.behavior)
+    start = batch.start.clone() if batch.start is not None else zeros_like(batch.behavior)
     known = torch.full_like(batch.mask, has_start)
     return PreparedBatch(
         batch=batch,
@@ -242,11 +242,11 @@ def prepare(
         start=start,
         known=known,
         latest=start.clone(),
-        passed=torch.zeros_like(known),
-        live=torch.zeros_like(known),
-        used=torch.zeros_like(known),
-        clipped=torch.zeros_like(known, dtype=torch.int8),
-        weight=torch.zeros_like(batch.behavior),
+        passed=zeros_like(known),
+        live=zeros_like(known),
+        used=zeros_like(known),
+        clipped=zeros_like(known, dtype=torch.int8),
+        weight=zeros_like(batch.behavior),
     )
 
 
@@ -361,7 +361,7 @@ def begin_step(prep: PreparedBatch, samples: Tensor, current: Tensor | None = No
         step.prepass = surrogates.PREPASS[c.loss.surrogate](step_batch, c.loss)
     if isinstance(c.loss, FunctionLoss):
         _call_own_loss(prep, step, step_tokens, current)
-    prep.live = torch.zeros_like(prep.live)
+    prep.live = zeros_like(prep.live)
     prep.steps += 1
     return step
 
@@ -372,7 +372,7 @@ def _call_own_loss(
     """Call `loss.function` on the step's tokens, bool [N], and plan its gradient and metrics."""
     batch, c = prep.batch, prep.config.loss
     assert isinstance(c, FunctionLoss) and current is not None
-    gradient = torch.zeros_like(current)
+    gradient = zeros_like(current)
     step.prepass = {"coefficient": gradient, "objective": gradient.sum()}
     samples = ratios.sum_by_sample(inside.long(), batch.seq, batch.count) > 0
     if not bool(samples.any()):
@@ -468,9 +468,9 @@ def _correct_at_target(
             c=c,
             adv=prep.advantage[part],
         )
-        weight = torch.where(kept, weight, 0.0)
+        weight = where(kept, weight, 0.0)
     if step.m2_excluded is not None:
-        weight = torch.where(step.m2_excluded[part], 0.0, weight)
+        weight = where(step.m2_excluded[part], 0.0, weight)
     return correction.ImportanceWeights(weight, kept, fixed.vetoed)
 
 
@@ -501,7 +501,7 @@ def compute_micro_loss(
     latest = target.to(prep.start.dtype)
     if prep.steps == 1:
         # they are the learner's start, which then costs no extra forward
-        prep.start[part] = torch.where(prep.known[part], prep.start[part], latest)
+        prep.start[part] = where(prep.known[part], prep.start[part], latest)
         prep.known[part] = True
     prep.latest[part] = latest
     prep.passed[part] = True
@@ -531,7 +531,7 @@ def compute_micro_loss(
     surrogate = ratios.choose_function("loss.surrogate", surrogates.SURROGATES, c.loss.surrogate)
     trust = surrogate(tokens, c.loss)
     live = valid & weights.kept
-    weight = torch.where(live, weights.weight * prep.staleness_weight[part], 0.0)
+    weight = where(live, weights.weight * prep.staleness_weight[part], 0.0)
     # what this pass did with the tokens, for the ledger and the log of samples
     prep.live[part] = live & (weights.weight != 0)
     prep.weight[part] = weight.to(prep.weight.dtype)
@@ -540,10 +540,10 @@ def compute_micro_loss(
     scale = weight if isinstance(c.loss, FunctionLoss) else weight * factor
     if c.loss.coefficient != 1:
         scale = scale * c.loss.coefficient
-    coefficient = torch.where(live, trust.coefficient * scale, 0.0)
-    live_logprobs = torch.where(live, lp, 0.0)
+    coefficient = where(live, trust.coefficient * scale, 0.0)
+    live_logprobs = where(live, lp, 0.0)
     loss = -(coefficient * live_logprobs).sum()
-    sums = tokens.sums | {"loss/policy": -torch.where(live, trust.objective * scale, 0.0).sum()}
+    sums = tokens.sums | {"loss/policy": -where(live, trust.objective * scale, 0.0).sum()}
     if c.stop.lr_by_ess != "off":
         log_w = ratios.subtract(target, tokens.behavior)
         sums["ess/answers"] = stopping.sum_sample_weights(log_w, valid, b.seq[part], b.count)
@@ -597,7 +597,7 @@ def _compute_extra_terms(
     sums = {}
 
     def zero_others(x: Tensor) -> Tensor:
-        return torch.where(live, x, 0.0)  # x[live] would make the host wait for its size
+        return where(live, x, 0.0)  # x[live] would make the host wait for its size
 
     def apply_weights(x: Tensor) -> Tensor:
         return (zero_others(x) * factor).sum()
@@ -620,7 +620,7 @@ def _compute_extra_terms(
             truncate=k.truncate,
             step_kl=None if step_kl is None else step_kl[chosen],
         )
-        sums["loss/kl"] = (torch.where(live[chosen], term, 0.0) * factor[chosen]).sum()
+        sums["loss/kl"] = (where(live[chosen], term, 0.0) * factor[chosen]).sum()
         total = total + k.coefficient * sums["loss/kl"]
         # the full KL's gradient goes to all logits, past the logprobs of the sampled tokens
         if lp.requires_grad and step_kl is None:

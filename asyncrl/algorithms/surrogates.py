@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, where, zeros_like
 
 from asyncrl.algorithms import settings
 from asyncrl.algorithms.ratios import (
@@ -72,11 +72,11 @@ class SurrogateTerm(NamedTuple):
 
 def build_unclipped(coefficient: Tensor, objective: Tensor) -> SurrogateTerm:
     """Build a term whose gradient no bound has cut."""
-    return SurrogateTerm(coefficient, objective, torch.zeros_like(coefficient, dtype=torch.int8))
+    return SurrogateTerm(coefficient, objective, zeros_like(coefficient, dtype=torch.int8))
 
 
 def mark_sides(low: Tensor, high: Tensor) -> Tensor:
-    return torch.where(low, LOW, torch.where(high, HIGH, OPEN)).to(torch.int8)
+    return where(low, LOW, where(high, HIGH, OPEN)).to(torch.int8)
 
 
 @dataclass
@@ -115,7 +115,7 @@ class SurrogateTokens:
     @property
     def sample_log_ratio(self) -> Tensor:
         """The sum of `raw` over each token's sample [n], not clamped."""
-        return sum_by_sample(torch.where(self.mask, self.raw, 0.0), self.seq, self.n)[self.seq]
+        return sum_by_sample(where(self.mask, self.raw, 0.0), self.seq, self.n)[self.seq]
 
     @property
     def mean_log_ratio(self) -> Tensor:
@@ -154,8 +154,8 @@ class StepBatch:
         """
         assert self.current is not None
         count = self.valid.sum().clamp(min=1)
-        x, a = (torch.where(self.valid, x, 0.0) for x in (self.current, self.adv))
-        return torch.where(self.valid, (x - x.sum() / count) * (a - a.sum() / count), 0.0)
+        x, a = (where(self.valid, x, 0.0) for x in (self.current, self.adv))
+        return where(self.valid, (x - x.sum() / count) * (a - a.sum() / count), 0.0)
 
 
 def _apply_vanilla(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
@@ -190,9 +190,9 @@ def compute_ppo(
     clipped = mark_sides((adv < 0) & (r < 1 - low), (adv > 0) & (r > 1 + high))
     if dual > 0:
         floor = (adv < 0) & (value < dual * adv)
-        value = torch.where(floor, dual * adv, value)
-        clipped = torch.where(floor, DUAL, clipped)
-    return SurrogateTerm(torch.where(clipped == OPEN, r * adv, 0.0), value, clipped)
+        value = where(floor, dual * adv, value)
+        clipped = where(floor, DUAL, clipped)
+    return SurrogateTerm(where(clipped == OPEN, r * adv, 0.0), value, clipped)
 
 
 def compute_cispo(log_r: Tensor, t: SurrogateTokens, *, lo: float, hi: float) -> SurrogateTerm:
@@ -211,7 +211,7 @@ def _apply_sapo(t: SurrogateTokens, c: settings.SapoLoss) -> SurrogateTerm:
     Its derivative in r is 4 sigma (1 - sigma) A.
     """
     r = _compute_loss_ratio(t, c).exp()
-    tau = torch.where(t.adv > 0, torch.full_like(t.adv, c.sapo_tau_pos), c.sapo_tau_neg)
+    tau = where(t.adv > 0, torch.full_like(t.adv, c.sapo_tau_pos), c.sapo_tau_neg)
     s = torch.sigmoid(tau * (r - 1))
     return build_unclipped(4 * s * (1 - s) * r * t.adv, 4 / tau * s * t.adv)
 
@@ -236,7 +236,7 @@ def _apply_dppo(t: SurrogateTokens, c: settings.DppoLoss) -> SurrogateTerm:
         moved = prob - prob / r
     below, above = _find_moved(c, moved)
     clipped = mark_sides((t.adv < 0) & below, (t.adv > 0) & above)
-    open_value = torch.where(clipped == OPEN, r * t.adv, 0.0)
+    open_value = where(clipped == OPEN, r * t.adv, 0.0)
     return SurrogateTerm(open_value, open_value.clone(), clipped)
 
 
@@ -245,7 +245,7 @@ def _apply_topr(t: SurrogateTokens, c: settings.ToprLoss) -> SurrogateTerm:
 
     The ratio is that of the whole sample, detached. Its sum is clamped, not each token.
     """
-    w = torch.where(t.adv < 0, t.sample_log_ratio.clamp(-CLAMP, 0.0).exp(), 1.0)
+    w = where(t.adv < 0, t.sample_log_ratio.clamp(-CLAMP, 0.0).exp(), 1.0)
     return build_unclipped(w * t.adv, w * t.adv * t.lp)
 
 
@@ -264,8 +264,8 @@ def choose_highest(cov: Tensor, mask: Tensor, share: float) -> Tensor:
     At least one token is chosen.
     """
     count = min(max(1, int(share * int(mask.sum()))), len(cov))
-    chosen = torch.zeros_like(mask)
-    chosen[torch.where(mask, cov, -torch.inf).topk(count).indices] = True
+    chosen = zeros_like(mask)
+    chosen[where(mask, cov, -torch.inf).topk(count).indices] = True
     return chosen & mask
 
 
@@ -276,8 +276,8 @@ def sample_by_covariance(
     candidates = mask & (cov > lo) & (cov < hi)
     count = max(1, int(share * int(mask.sum())))
     key = torch.rand(len(cov), generator=torch.Generator().manual_seed(seed)).to(cov.device)
-    chosen = torch.zeros_like(mask)
-    chosen[torch.where(candidates, key, -1.0).topk(min(count, len(cov))).indices] = True
+    chosen = zeros_like(mask)
+    chosen[where(candidates, key, -1.0).topk(min(count, len(cov))).indices] = True
     return chosen & candidates
 
 
@@ -287,7 +287,7 @@ def _apply_kl_cov(t: SurrogateTokens, c: settings.KlCovLoss) -> SurrogateTerm:
     Cui et al. 2025, arXiv 2505.22617.
     """
     value, log_r = t.log_r.exp() * t.adv, t.log_r
-    pull = torch.where(t.prepass["chosen"], c.cov_coefficient, 0.0)
+    pull = where(t.prepass["chosen"], c.cov_coefficient, 0.0)
     return build_unclipped(value - pull * log_r.sign(), value - pull * log_r.abs())
 
 
@@ -298,9 +298,9 @@ def _apply_clip_cov(t: SurrogateTokens, c: settings.ClipCovLoss) -> SurrogateTer
     """
     term, chosen = compute_ppo(t.log_r, t.adv, **c.clip), t.prepass["chosen"]
     return SurrogateTerm(
-        torch.where(chosen, 0.0, term.coefficient),
-        torch.where(chosen, 0.0, term.objective),
-        torch.where(chosen & (term.clipped == OPEN), HIGH, term.clipped).to(torch.int8),
+        where(chosen, 0.0, term.coefficient),
+        where(chosen, 0.0, term.objective),
+        where(chosen & (term.clipped == OPEN), HIGH, term.clipped).to(torch.int8),
     )
 
 
@@ -321,21 +321,21 @@ def compute_reshape(
             of the log-likelihood, so tokens that push away are multiplied by the share itself. The
             power form has the share in gamma, whose gradient goes to 0 with it.
     """
-    cut = torch.zeros_like(adv, dtype=torch.int8)
+    cut = zeros_like(adv, dtype=torch.int8)
     if c.clip > 0:
         exponent = g if c.clip_on == "w_gamma" else torch.ones_like(g)
         r = (exponent * log_w).exp()
         cut = mark_sides((adv < 0) & (r < 1 - c.clip), (adv > 0) & (r > 1 + c.clip))
-        log_w = torch.where(cut == OPEN, log_w, r.clamp(1 - c.clip, 1 + c.clip).log() / exponent)
+        log_w = where(cut == OPEN, log_w, r.clamp(1 - c.clip, 1 + c.clip).log() / exponent)
     w = (g * log_w).exp()
     bounded = w.clamp(max=c.weight_max) if c.weight_max > 0 else w
     slow = torch.ones_like(adv)
     if c.budget == "tokens":
-        slow = torch.where(adv * log_w > 0, torch.full_like(adv, share), 1.0)
+        slow = where(adv * log_w > 0, torch.full_like(adv, share), 1.0)
     coefficient, value = choose_function("reshape.form", FORMS, c.form)(
         log_w, adv, g, bounded, slow
     )
-    return SurrogateTerm(torch.where(cut == OPEN, coefficient, 0.0), value, cut)
+    return SurrogateTerm(where(cut == OPEN, coefficient, 0.0), value, cut)
 
 
 # reshape.form -> (coefficient [N], objective [N]) of log w, A, gamma, the bounded w^gamma, and the
@@ -345,7 +345,7 @@ FORMS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     # (w^gamma - 1) / gamma, whose limit at 0 is log w
     "box_cox": lambda log_w, adv, g, w, slow: (
         slow * w * adv,
-        slow * (adv * torch.where(g > 1e-6, torch.expm1(g * log_w) / g.clamp(min=1e-6), log_w)),
+        slow * (adv * where(g > 1e-6, torch.expm1(g * log_w) / g.clamp(min=1e-6), log_w)),
     ),
 }
 
@@ -358,8 +358,8 @@ def _apply_vespo(t: SurrogateTokens, c: settings.VespoLoss) -> SurrogateTerm:
 
     (k, l) is chosen by the sign of A. phi(1) = 1, and the maximum is at W = k / l.
     """
-    k = torch.where(t.adv < 0, c.vespo_k_neg, c.vespo_k_pos)
-    m = torch.where(t.adv < 0, c.vespo_l_neg, c.vespo_l_pos)
+    k = where(t.adv < 0, c.vespo_k_neg, c.vespo_k_pos)
+    m = where(t.adv < 0, c.vespo_l_neg, c.vespo_l_pos)
     x = t.sample_log_ratio.clamp(-CLAMP, CLAMP)
     coefficient = (k * x + m - m * x.exp()).exp() * t.adv
     return build_unclipped(coefficient, coefficient * t.lp)
@@ -387,11 +387,11 @@ def _apply_gmpo(t: SurrogateTokens, c: settings.GmpoLoss) -> SurrogateTerm:
     low, high = c.clip.values()
     above = (t.adv > 0) & (t.raw > high)
     below = (t.adv < 0) & (t.raw < -low)
-    clamped = torch.where(above, high, torch.where(below, -low, t.raw))
+    clamped = where(above, high, where(below, -low, t.raw))
     mean = average_by_sample(clamped, t.mask, t.seq, t.n).clamp(-CLAMP, CLAMP)
     value = mean.exp()[t.seq] * t.adv
     clipped = mark_sides(below, above)
-    return SurrogateTerm(torch.where(clipped == 0, value, 0.0), value, clipped)
+    return SurrogateTerm(where(clipped == 0, value, 0.0), value, clipped)
 
 
 def _compute_group_probability(w: StepBatch, c: settings.GepoLoss) -> dict[str, Tensor]:
@@ -402,7 +402,7 @@ def _compute_group_probability(w: StepBatch, c: settings.GepoLoss) -> dict[str, 
     """
     n = len(w.groups)
     q = average_by_sample(w.behavior, w.mask, w.seq, n).clamp(-CLAMP, CLAMP).double().exp()
-    q = torch.where(sum_by_sample(w.mask.to(q.dtype), w.seq, n) > 0, q, 0.0)
+    q = where(sum_by_sample(w.mask.to(q.dtype), w.seq, n) > 0, q, 0.0)
     total, total_square = (sum_by_sample(x, w.groups, n)[w.groups] for x in (q, q.square()))
     log_mean = (total_square / total.clamp(min=1e-30)).clamp(min=1e-30).log()
     return {"group_q": log_mean.to(w.behavior.dtype)[w.seq]}
@@ -438,7 +438,7 @@ def _apply_band(t: SurrogateTokens, c: settings.BandLoss) -> SurrogateTerm:
     """
     w = t.log_r.exp()
     below, above = w <= c.band_lo, w >= c.band_hi
-    weighted = torch.where(below | above, 0.0, w * t.adv)
+    weighted = where(below | above, 0.0, w * t.adv)
     return _build_pulled(t, weighted, weighted * t.lp, c.pull, mark_sides(below, above))
 
 
@@ -450,7 +450,7 @@ def _apply_ipo(t: SurrogateTokens, c: settings.IpoLoss) -> SurrogateTerm:
     """
     w = t.log_r.exp()
     below, above = _find_moved(c, t.lp.exp() - t.lp.exp() / w)
-    weighted = torch.where(below | above, 0.0, w * t.adv)
+    weighted = where(below | above, 0.0, w * t.adv)
     return _build_pulled(t, weighted, weighted, c.pull, mark_sides(below, above))
 
 
@@ -461,11 +461,11 @@ def _apply_minpro(t: SurrogateTokens, c: settings.MinproLoss) -> SurrogateTerm:
     reading). Tokens outside the mask are skipped. On samples of one token it is `cispo`.
     """
     low, high = c.clip.values()
-    minimum = compute_running_min(torch.where(t.mask, t.log_r, FAR), t.seq)
+    minimum = compute_running_min(where(t.mask, t.log_r, FAR), t.seq)
     starts = torch.ones_like(t.mask)
     starts[1:] = t.seq[1:] != t.seq[:-1]
-    previous_min = torch.where(starts, FAR, minimum.roll(1))
-    log_u = t.log_r + torch.where(previous_min >= FAR, 0.0, previous_min)
+    previous_min = where(starts, FAR, minimum.roll(1))
+    log_u = t.log_r + where(previous_min >= FAR, 0.0, previous_min)
     return compute_cispo(log_u, t, lo=1 - low, hi=1 + high)
 
 
@@ -478,9 +478,9 @@ def _find_bapo_bounds(b: StepBatch, c: settings.BapoLoss) -> dict[str, Tensor]:
     it: its code has another order and no mu.
     """
     assert b.current is not None
-    w = torch.where(b.mask, compute_log_ratio(b.current, b.behavior), 0.0).double().exp()
-    mass = torch.where(b.mask, b.behavior, -torch.inf).double().exp() * b.adv.double().abs()
-    positive_mass, negative_mass = (torch.where(side, mass, 0.0) for side in (b.adv > 0, b.adv < 0))
+    w = where(b.mask, compute_log_ratio(b.current, b.behavior), 0.0).double().exp()
+    mass = where(b.mask, b.behavior, -torch.inf).double().exp() * b.adv.double().abs()
+    positive_mass, negative_mass = (where(side, mass, 0.0) for side in (b.adv > 0, b.adv < 0))
     lows, highs = (
         [lowest + step * i for i in range(round((highest - lowest) / step) + 1)]
         for lowest, step, highest in (BAPO_LOW, BAPO_HIGH)
@@ -496,7 +496,7 @@ def _find_bapo_bounds(b: StepBatch, c: settings.BapoLoss) -> dict[str, Tensor]:
         )
     )
     insufficient = p < c.bapo_share * (p + q)  # a batch without any mass is satisfied
-    chosen = torch.where(insufficient.all(), len(candidates) - 1, (~insufficient).int().argmax())
+    chosen = where(insufficient.all(), len(candidates) - 1, (~insufficient).int().argmax())
     bounds = b.current.new_tensor(candidates)[chosen]
     return {"lo": bounds[0], "hi": bounds[1]}
 
@@ -506,7 +506,7 @@ def _apply_bapo(t: SurrogateTokens, c: settings.BapoLoss) -> SurrogateTerm:
     w, lo, hi = t.log_r.exp(), t.prepass["lo"], t.prepass["hi"]
     value = torch.minimum(w * t.adv, torch.minimum(torch.maximum(w, lo), hi) * t.adv)
     clipped = mark_sides((t.adv < 0) & (w < lo), (t.adv > 0) & (w > hi))
-    return SurrogateTerm(torch.where(clipped == 0, w * t.adv, 0.0), value, clipped)
+    return SurrogateTerm(where(clipped == 0, w * t.adv, 0.0), value, clipped)
 
 
 # ---- by name -------------------------------------------------------------------------------------
@@ -555,7 +555,7 @@ def _apply_reshape(t: SurrogateTokens, c: settings.ReshapeLoss) -> SurrogateTerm
     ]
     if t.reshape.mode == "v3.1":
         rows.append(compute_p_correct(log_w, t.adv, t.reshape.tau))
-    t.sums["reshape"] = torch.stack([torch.where(t.mask, x.double(), 0.0).sum() for x in rows])
+    t.sums["reshape"] = torch.stack([where(t.mask, x.double(), 0.0).sum() for x in rows])
     return compute_reshape(log_w, t.adv, g, t.reshape, t.stats.share)
 
 
