@@ -8,6 +8,7 @@ reason, a key of REFUSALS, under which it is counted.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from asyncrl.contract import outcomes
@@ -80,40 +81,29 @@ def check_delivery(
     routing: the routers whose experts each sample must have; None: no router.
     images: how the model reads images; None: it reads only text.
     blobs: the images of the delivery, digest -> blob."""
+
+    def check_fully(samples: Sequence[Trajectory]) -> None:
+        for sample in samples:
+            check_images_known(store, sample, blobs)
+            check_sample(store, sample)
+            check_versions(store, sample)
+        check_samples(samples, vocabulary, store.settings, routing, images)
+
     check_images(blobs)
-    try:
-        _check_fully(store, samples, vocabulary, routing, images, blobs)
-    except BadMessage:
-        pass
-    else:
+    with contextlib.suppress(BadMessage):
+        check_fully(samples)
         return samples, {}
     checked, refused = [], {}
     for sample in samples:
         try:
-            _check_fully(store, [sample], vocabulary, routing, images, blobs)
+            check_fully([sample])
         except BadMessage as error:
             sample = outcomes.make_failed_sample(sample, "data", str(error))
-            _check_fully(store, [sample], vocabulary, routing, images, blobs)
+            check_fully([sample])
             sample = outcomes.make_failed_sample(sample, "refused", str(error))
             refused[sample.key] = error
         checked.append(sample)
     return checked, refused
-
-
-def _check_fully(
-    store: StoreState,
-    samples: Sequence[Trajectory],
-    vocabulary: int,
-    routing: RoutingShape | None,
-    images: ImageShape | None,
-    blobs: Blobs,
-) -> None:
-    """Check samples against the store, against the images of the delivery, and by themselves."""
-    for sample in samples:
-        check_images_known(store, sample, blobs)
-        check_sample(store, sample)
-        check_versions(store, sample)
-    check_samples(samples, vocabulary, store.settings, routing, images)
 
 
 def check_images(blobs: Blobs) -> None:
