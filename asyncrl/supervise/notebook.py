@@ -11,6 +11,7 @@ import json
 import re
 import signal
 import subprocess
+import symtable
 import sys
 import tempfile
 import threading
@@ -312,7 +313,12 @@ def _export_function(function: Callable[..., Any], folder: Path) -> str:
     for cell in cells or ([Path(file).read_text(encoding="utf-8")] if file else []):
         with suppress(SyntaxError):  # of a cell that failed
             statements += ast.parse(cell).body
-    by_name = {bound: node for node in statements for bound in _list_bound_names(node)}
+    by_name = {
+        symbol.get_name(): node
+        for node in statements
+        for symbol in symtable.symtable(ast.unparse(node), "", "exec").get_symbols()
+        if symbol.is_assigned() or symbol.is_imported()
+    }
     if name not in by_name:
         raise ConfigError(
             f"reward: {name or function} is not defined at the top level of a script or cell; "
@@ -326,16 +332,6 @@ def _export_function(function: Callable[..., Any], folder: Path) -> str:
             pending += [x.id for x in ast.walk(node) if isinstance(x, ast.Name)]
     source = "\n\n".join(ast.unparse(node) for node in statements if node in needed)
     return f"{row_objects.write_content(source, folder, '.py')}:{name}"
-
-
-def _list_bound_names(node: ast.stmt) -> list[str]:
-    """List the names that a statement defines."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
-    names = (x for x in ast.walk(node) if isinstance(x, ast.Name))
-    return [x.id for x in names if isinstance(x.ctx, ast.Store)]
 
 
 def _format_toml(config: Mapping[str, Any] | Config) -> str:
