@@ -112,7 +112,7 @@ def sweep(
         for name, title, differs in descriptions:
             print(f"{name}: {title} (differs from the config by {differs})")
         for (name, limit), arm in plan.cell.items():
-            print(f"{name}, limit {grid.format_limit(limit)}: {arm}")
+            print(f"{name}, limit {limit:g}: {arm}")
         print(
             f"would start {len(plan.arms) * seeds} runs, and {len(plan.probes)} short ones to "
             "measure the speed of each limit",

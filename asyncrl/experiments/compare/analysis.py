@@ -25,7 +25,6 @@ from asyncrl.experiments.compare.grid import (
     CellResult,
     Sweep,
     SweepPlan,
-    format_limit,
 )
 from asyncrl.experiments.compare.verdict import average
 from buffer import training_log
@@ -373,14 +372,14 @@ def analyze_sweep(sweep: Sweep, margin: float = MARGIN) -> Summary:
     prompts = plan.arms[SYNC].evaluation.final_prompts
     differences = verdict.compare_arms(ends, SYNC, prompts)
     clocks = {
-        format_limit(limit): sweep.cells.read(name)["clock"]
+        f"{limit:g}": sweep.cells.read(name)["clock"]
         for limit in plan.probes
         if sweep.is_finished(name := sweep.name_probe(limit))
     }
     speed = {limit: clocks["0"] / max(clock, 1) for limit, clock in clocks.items() if "0" in clocks}
     result = {
         "corrections": list(plan.corrections),
-        "limits": [format_limit(limit) for limit in plan.limits],
+        "limits": [f"{limit:g}" for limit in plan.limits],
         "injected": plan.injected,
         "seeds": sweep.seeds,
         "missing": missing,
@@ -390,13 +389,13 @@ def analyze_sweep(sweep: Sweep, margin: float = MARGIN) -> Summary:
             summaries[arm]
             | {
                 "correction": correction,
-                "limit": format_limit(limit),
+                "limit": f"{limit:g}",
                 "arm": arm,
                 "difference": (
                     differences.get(arm)
                     or verdict.compare_pairs(sync["each"], sync["each"], prompts)
                 ).as_json(),
-                "speed": speed.get(format_limit(limit), nan),
+                "speed": speed.get(f"{limit:g}", nan),
             }
             for (correction, limit), arm in plan.cell.items()
             if runs[arm]
@@ -532,7 +531,7 @@ def format_set_arguments(plan: SweepPlan, correction: str, limit: float) -> str:
     """Return the differences from the original config as `--set` arguments."""
     arm = flatten(layers.read_keys(plan.arms[plan.cell[correction, limit]]))
     base = flatten(msgspec.to_builtins(plan.arms[SYNC]))
-    settings = [("staleness.max_lag", format_limit(limit))]
+    settings = [("staleness.max_lag", f"{limit:g}")]
     for key, value in arm.items():
         if value != base.get(key) and value is not None and key not in SWEPT_KEYS:
             settings.append((key, str(value).lower() if isinstance(value, bool) else value))

@@ -315,10 +315,6 @@ def parse_limits(text: str, injected: bool) -> list[float]:
     return sorted(limits)
 
 
-def format_limit(limit: float) -> str:
-    return "inf" if math.isinf(limit) else str(int(limit))
-
-
 @dataclass
 class SweepPlan:
     """The runs of a sweep: (correction, limit) -> arm.
@@ -346,8 +342,8 @@ class SweepPlan:
 
 
 def list_limit_sets(limit: float, injected: bool) -> list[str]:
-    return [f"staleness.max_lag={format_limit(limit)}"] + (
-        [f"staleness.inject={format_limit(limit)}"] if injected and limit > 0 else []
+    return [f"staleness.max_lag={limit:g}"] + (
+        [f"staleness.inject={limit:g}"] if injected and limit > 0 else []
     )
 
 
@@ -388,7 +384,7 @@ def make_plan(
         )
         for limit in limits:
             config = load_cell(
-                f"{context}, limit {format_limit(limit)}",
+                f"{context}, limit {limit:g}",
                 source,
                 [*sets, *items, *list_limit_sets(limit, injected)],
             )
@@ -396,10 +392,9 @@ def make_plan(
             arm = next((n for n, other in result.arms.items() if other == config), "")
             if arm and (limit > 0 or arm != SYNC) and not arm.startswith(own):
                 raise ConfigError(
-                    f"{context}: with limit {format_limit(limit)} it is the same as {arm}; leave "
-                    "one out"
+                    f"{context}: with limit {limit:g} it is the same as {arm}; leave one out"
                 )
-            result.cell[name, limit] = arm = arm or own + format_limit(limit)
+            result.cell[name, limit] = arm = arm or f"{own}{limit:g}"
             result.arms[arm] = config
     probe_sets = [
         "evaluation.every=0",
@@ -408,7 +403,7 @@ def make_plan(
         f"learner.steps={min(PROBE_STEPS, base.learner.steps)}",
     ]
     result.probes = {
-        x: load.load(source, [*sets, *probe_sets, f"staleness.max_lag={format_limit(x)}"])
+        x: load.load(source, [*sets, *probe_sets, f"staleness.max_lag={x:g}"])
         for x in sorted({0.0, *limits})
     }
     return result
@@ -605,7 +600,7 @@ class Sweep(Grid):
         self.plan = sweep_plan
         self.names = [*map(self.name_probe, sweep_plan.probes), *self.names]
         axis = "lag" if sweep_plan.injected else "limit"
-        self.head = ["correction", *(f"{axis} {format_limit(x)}" for x in sweep_plan.limits)]
+        self.head = ["correction", *(f"{axis} {x:g}" for x in sweep_plan.limits)]
         arms = {
             name: [sweep_plan.cell[name, limit] for limit in sweep_plan.limits]
             for name in sweep_plan.corrections
@@ -617,7 +612,7 @@ class Sweep(Grid):
 
     @staticmethod
     def name_probe(limit: float) -> str:
-        return f"probe-limit{format_limit(limit)}"
+        return f"probe-limit{limit:g}"
 
     def run(
         self,
