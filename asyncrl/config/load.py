@@ -102,7 +102,24 @@ class _ConfigSource(NamedTuple):
     sets: Sequence[str]
 
     def locate(self, key: str) -> str:
-        return _locate_key(key, self.path, self.text, self.sets)
+        """Return file:line of a key, or the --set item that set it."""
+        for item in self.sets:
+            item_key = item.partition("=")[0].strip()
+            nested = item_key.startswith(f"{key}.") or key.startswith(f"{item_key}.")
+            if key and (item_key == key or nested):
+                return f"--set {item}"
+        section, _, name = key.rpartition(".")
+        current_section = ""
+        heading_place = ""
+        for number, line in enumerate(self.text.splitlines(), 1):
+            if heading := re.match(r"\s*\[([\w.]+)\]", line):
+                current_section = heading.group(1)
+                heading_place = f"{self.path}:{number}" if current_section == key else heading_place
+            elif (
+                current_section == section and re.match(rf"\s*{re.escape(name)}\s*=", line)
+            ) or re.match(rf"\s*{re.escape(key)}\s*=", line):
+                return f"{self.path}:{number}"
+        return heading_place or self.path
 
 
 def convert(raw: RawTable, source: str, text: str = "", sets: Sequence[str] = ()) -> Config:
@@ -336,27 +353,6 @@ def explain_unknown_key(key: str, root: Any, fields: Collection[str]) -> str:
 def list_keys(kind: Any = Config) -> list[str]:
     """Return every dotted key of the tree."""
     return list(layers.list_keys(kind))
-
-
-def _locate_key(key: str, source: str, text: str, sets: Sequence[str]) -> str:
-    """Return file:line of a key, or the --set item that set it."""
-    for item in sets:
-        item_key = item.partition("=")[0].strip()
-        nested = item_key.startswith(f"{key}.") or key.startswith(f"{item_key}.")
-        if key and (item_key == key or nested):
-            return f"--set {item}"
-    section, _, name = key.rpartition(".")
-    current_section = ""
-    heading_place = ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if heading := re.match(r"\s*\[([\w.]+)\]", line):
-            current_section = heading.group(1)
-            heading_place = f"{source}:{number}" if current_section == key else heading_place
-        elif (
-            current_section == section and re.match(rf"\s*{re.escape(name)}\s*=", line)
-        ) or re.match(rf"\s*{re.escape(key)}\s*=", line):
-            return f"{source}:{number}"
-    return heading_place or source
 
 
 def _find_type(key: str, root: Any = Config) -> Any:

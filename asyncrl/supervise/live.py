@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from asyncrl.contract.errors import PeerUnreachable
@@ -116,6 +117,10 @@ TASK_COLUMNS = (
 )
 
 
+def format_metric(metrics: Metrics, name: str, form: str) -> str:
+    return format(metrics[name], form) if name in metrics else "-"
+
+
 def build_task_rows(metrics: Metrics) -> list[tuple[str, ...]]:
     """Return a row for each task of a mixture, from the last step with its samples.
 
@@ -130,14 +135,11 @@ def build_task_rows(metrics: Metrics) -> list[tuple[str, ...]]:
         if name.startswith("task/")
     )
 
-    def describe(name: str, form: str) -> str:
-        return format(metrics[name], form) if name in metrics else "-"
-
     return [
         (
             title,
-            *(describe(f"task/{title}_{column}", form) for column, form in TASK_COLUMNS),
-            describe(f"eval/{title}", ".3f"),
+            *(format_metric(metrics, f"task/{title}_{name}", form) for name, form in TASK_COLUMNS),
+            format_metric(metrics, f"eval/{title}", ".3f"),
         )
         for title in titles
     ]
@@ -266,9 +268,7 @@ def format_status(status: RunStatus, seconds_left: float | None = None) -> str:
     seconds_left: None if unknown."""
     metrics = status.metrics
 
-    def show(name: str, form: str) -> str:
-        return format(metrics[name], form) if name in metrics else "-"
-
+    show = partial(format_metric, metrics)
     remaining = f" ({format_duration(seconds_left)} left)" if seconds_left else ""
     waits = [
         f"{escape_line(name)} waits {age:.0f} s for {escape_line(goal)}"

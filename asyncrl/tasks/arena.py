@@ -17,7 +17,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks.games import SeededRandom
-from asyncrl.tasks.synthetic import FIXED
+from asyncrl.tasks.synthetic import EndlessTask
 
 RAW = "-raw"  # id suffix of the form that does not repeat the history at every turn
 ASKED = "1-20:"  # the question of GuessTheNumber in few characters
@@ -157,16 +157,13 @@ def report_invalid_move(info: dict[int, Any], player: int) -> dict[str, float]:
     return {"invalid": float(bool((info.get(player) or {}).get("invalid_move")))}
 
 
-class SeedPrompts:
+class SeedPrompts(EndlessTask):
     """Prompts for environments that write their own; each prompt is a number."""
 
     name = "seeds"
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         return Prompt(index, str(index), split=split)
-
-    def size(self, split: str) -> int | None:
-        return None if split == "train" else FIXED
 
     def reward(self, prompt: Prompt, text: str) -> float:
         raise ValueError("task.name = seeds has no reward: the environment gives it")

@@ -18,9 +18,8 @@ from random import Random
 import xxhash
 
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks.synthetic import assign_split
+from asyncrl.tasks.synthetic import EndlessTask, assign_split
 
-FIXED = 192  # problems in a held-out or out-of-distribution set
 _SHOWN = (
     "Adam Alice Anna Ben Carl Clara David Diana Emma Eric Fiona Frank George Grace Hannah Henry "
     "Ian Iris Jack Julia Karen Kevin Laura Leo Maria Mark Nina Noah Olga Oscar Paul Paula Quentin "
@@ -33,13 +32,14 @@ _NEVER_SHOWN = (
 SHOWN, NEVER_SHOWN = _SHOWN.split(), _NEVER_SHOWN.split()
 
 
-class NamesTask:
+class NamesTask(EndlessTask):
     """A task on `count` different names.
 
     The same names in another order are the same problem."""
 
     name = ""
     count = 0
+    fixed = 192
 
     def format_question(self, names: list[str]) -> str:
         raise AssertionError  # pragma: no cover - each task has its own
@@ -70,7 +70,7 @@ class NamesTask:
             key = xxhash.xxh3_64_intdigest(f"{self.name}:{seed}:{index}".encode())
             names = self.draw(Random(key), split)
         else:
-            index %= FIXED
+            index %= self.fixed
             names = list(_draw_fixed_problems(self.name, split)[index])
         return Prompt(
             index,
@@ -78,9 +78,6 @@ class NamesTask:
             self.solve(names),
             split=split,
         )
-
-    def size(self, split: str) -> int | None:
-        return None if split == "train" else FIXED
 
     def reward(self, prompt: Prompt, text: str) -> float:
         return float(text.strip() == prompt.answer)
@@ -117,7 +114,7 @@ def _draw_fixed_problems(name: str, split: str) -> list[tuple[str, ...]]:
     task = TASKS[name]()
     rng = Random(f"{name}:{split}")
     problems: dict[tuple[str, ...], list[str]] = {}
-    while len(problems) < FIXED:
+    while len(problems) < task.fixed:
         names = task.draw(rng, split)
         problems.setdefault(tuple(sorted(names)), names)
     return [tuple(names) for names in problems.values()]

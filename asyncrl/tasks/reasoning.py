@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks.synthetic import FIXED, assign_split
+from asyncrl.tasks.synthetic import EndlessTask, assign_split
 
 PREFIX = "reasoning_gym:"
 TRIES = 64  # items tried to find one of a split; a generator with few problems may have none
@@ -21,7 +21,7 @@ WORLD = 1 << 40  # item numbers of each split
 PLACES = {"train": 0, "heldout": 1, "ood": 2}
 
 
-class ReasoningGymTask:
+class ReasoningGymTask(EndlessTask):
     """The task of one generator.
 
     Raises ConfigError for a missing package, an unknown generator or settings that it refuses."""
@@ -49,16 +49,15 @@ class ReasoningGymTask:
         """Return the first of TRIES items that is in this split, or the last one."""
         fixed = split != "train"
         run = 0 if fixed else seed % (WORLD >> 32)
-        first = PLACES[split] * WORLD + (run << 32) + (index % FIXED if fixed else index) * TRIES
+        first = (
+            PLACES[split] * WORLD + (run << 32) + (index % self.fixed if fixed else index) * TRIES
+        )
         for number in range(first, first + TRIES):
             item = self.item(number)
             if assign_split(f"{self.name}:{item['question']}") == split:
                 break
         meta = {"item": str(number)}
         return Prompt(index, item["question"], str(item["answer"]), [], meta, split)
-
-    def size(self, split: str) -> int | None:
-        return None if split == "train" else FIXED
 
     def reward(self, prompt: Prompt, text: str) -> float:
         """Return the score of the generator's own judge, from 0 to 1; 0 for what it cannot read."""

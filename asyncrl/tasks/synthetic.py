@@ -22,6 +22,15 @@ def assign_split(canonical: str) -> str:
     return ("train", "train", "heldout", "ood")[xxhash.xxh3_64_intdigest(canonical.encode()) % 4]
 
 
+class EndlessTask:
+    """The base of tasks with an endless training stream and `fixed` prompts in another split."""
+
+    fixed = FIXED
+
+    def size(self, split: str) -> int | None:
+        return None if split == "train" else self.fixed
+
+
 class SyntheticTask:
     """A task with generated problems.
 
@@ -128,7 +137,7 @@ class SyntheticTask:
         return self._draw_problem("train", rng)
 
 
-class PlayedTask(SyntheticTask):
+class PlayedTask(EndlessTask, SyntheticTask):
     """A task that is played turn by turn in an environment, which gives the reward.
 
     turns: most turns of a session.
@@ -143,9 +152,6 @@ class PlayedTask(SyntheticTask):
     def _demonstrate_session(self, rng: Random) -> Demonstrations:
         """Return the turns of a session as (text before, completion)."""
         raise AssertionError  # pragma: no cover
-
-    def size(self, split: str) -> int | None:
-        return None if split == "train" else FIXED
 
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
         raise ValueError(f"task.name = {self.name} has no reward: the environment gives it")
