@@ -11,8 +11,7 @@ from asyncrl.cli.base import command, json_option, option_table
 from asyncrl.contract.errors import ConfigError
 
 TEMPLATE = Path(__file__).parent / "templates" / "new"
-FILES = ("config.toml", "reward.py", "prompts.jsonl", "heldout.jsonl", "README.md")
-AGENT_FILES = ("config.toml", "agent.py", "prompts.jsonl", "heldout.jsonl", "README.md")
+FILES = ("config.toml", "prompts.jsonl", "heldout.jsonl", "README.md")  # of every project
 # line of the template -> line for a language model
 FOR_LANGUAGE_MODELS = {
     "slots = 256        #": "slots = 16           #",
@@ -22,21 +21,6 @@ FOR_LANGUAGE_MODELS = {
     "lr = 5e-4      # for a tiny model; 1e-6 is usual for a large one": "lr = 1e-6",
     "max_tokens = 16                   #": "max_tokens = 256                  #",
 }
-
-
-def resolve_model(model: str) -> str:
-    """Return `model.path` for --model.  Raises ConfigError for a directory without a model."""
-    from asyncrl.models.fetch import HUB
-
-    if model.startswith(HUB):
-        return model
-    path = Path(model).absolute()
-    if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"--model {model}: is not a model directory (it has no config.json); give a model "
-            "directory, or hf://ORG/NAME for a model of the hub"
-        )
-    return str(path)
 
 
 def build_config(*, agent: bool, model: str) -> str:
@@ -62,13 +46,18 @@ def write(directory: Path, *, agent: bool = False, model: str = "") -> list[Path
     """Write the project's files and return their paths.
 
     Raises ConfigError if the folder is not empty, or `model` is not a model."""
+    from asyncrl.models import fetch
+
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file: choose a new or empty folder")
     if directory.is_dir() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty: choose a new or empty folder")
-    text = build_config(agent=agent, model=resolve_model(model) if model else "")
+    if model and not model.startswith(fetch.HUB):
+        fetch.require_directory(model, "--model")
+        model = str(Path(model).absolute())
+    text = build_config(agent=agent, model=model)
     directory.mkdir(parents=True, exist_ok=True)
-    files = AGENT_FILES if agent else FILES
+    files = ["agent.py" if agent else "reward.py", *FILES]
     for name in files:
         source = "AGENT.md" if agent and name == "README.md" else name
         shutil.copyfile(TEMPLATE / source, directory / name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from asyncrl.cli.base import command, json_option, option_table, set_option
 
@@ -16,15 +17,7 @@ from asyncrl.cli.base import command, json_option, option_table, set_option
 @set_option("change a key: loss, correction, kl, stop, advantage, learner.lr, ...; repeatable")
 @option_table("replay")
 @json_option
-def replay(
-    run_dir: Path,
-    sets: tuple[str, ...],
-    out: Path | None,
-    start: int | None,
-    until: int | None,
-    evaluate: bool,
-    as_json: bool,
-) -> None:
+def replay(run_dir: Path, sets: tuple[str, ...], as_json: bool, **choice: Any) -> None:
     """Train again on the recorded stream of RUN_DIR, offline.
 
     Shows the difference, for example with another loss, correction, KL penalty or early stop.
@@ -36,9 +29,7 @@ def replay(
     from asyncrl.records.page_kit import clean
     from asyncrl.supervise.preflight import say
 
-    result = replaying.replay(
-        run_dir, sets, say, out=out, start=start, until=until, evaluate=evaluate
-    )
+    result = replaying.replay(run_dir, sets, say, **choice)
     print(json.dumps(clean(result)) if as_json else replaying.format_replay(result))
     say(f"report: {Path(result['replay_dir']) / 'report.html'}")
     sys.exit(1 if result["reproduced"] is False else 0)

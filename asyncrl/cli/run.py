@@ -13,6 +13,9 @@ import click
 from asyncrl.cli import result
 from asyncrl.cli.base import PATH, command, emit, json_option, option_table, options, print_progress
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.toml_writer import read_table
+
+SUMMARY: dict[str, str] = read_table(__file__)
 
 
 @command(
@@ -121,29 +124,17 @@ def shorten_summary(summary: dict[str, Any]) -> dict[str, Any]:
     from asyncrl.records.page_kit import format_number
     from asyncrl.supervise.run import format_interval
 
-    def format_pair(split: str) -> str:
-        pair = (summary[f"{split}_start"], summary[f"{split}_end"])
-        return " -> ".join(format_number(value, ".3f") for value in pair)
-
-    lag = summary["lag"]
-    speed = summary["speed"]
-    idle = speed["idle_share"]
     ledger = summary["ledger"]
     total = max(ledger["generated"], 1)
     ends = {end: tokens for end, tokens in ledger.items() if end != "generated" and tokens}
-    return {
-        "held-out": f"{format_pair('heldout')}{format_interval(summary)}   "
-        f"out of distribution {format_pair('ood')}",
-        "trained": f"{summary['steps']} steps, {summary['trajectories']:,} trajectories, "
-        f"{summary['tokens']:,} tokens in {summary['wall_s']:.1f} s",
-        "lag": f"mean {lag['mean']:.2f}, p95 {lag['p95']:g}, max {lag['max']:g} of "
-        f"{lag['limit']} versions",
-        "speed": f"generators {speed['generator_tokens_per_s']:,.0f} tokens/s "
-        f"({idle['generator']:.0%} idle), "
-        f"learner {speed['learner_tokens_per_s']:,.0f} tokens/s ({idle['learner']:.0%} idle)",
-        "ledger": f"{ledger['generated']:,} tokens generated: "
-        + ", ".join(f"{end} {tokens / total:.1%}" for end, tokens in ends.items()),
+    values = summary | {
+        "certainty": format_interval(summary),
+        "ends": ", ".join(f"{end} {tokens / total:.1%}" for end, tokens in ends.items()),
     }
+    for split in ("heldout", "ood"):
+        pair = (summary[f"{split}_start"], summary[f"{split}_end"])
+        values[split] = " -> ".join(format_number(value, ".3f") for value in pair)
+    return {title: form.format_map(values) for title, form in SUMMARY.items()}
 
 
 @command("asyncrl report runs/R")

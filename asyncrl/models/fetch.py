@@ -242,7 +242,10 @@ def stay_offline() -> None:
 def require_directory(path: str | Path, key: str = "model.path") -> None:
     """Raise ConfigError, with `key` in the message, unless `path` is a model directory."""
     if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"{key}: {path} is not a model directory (it has no config.json)")
+        raise ConfigError(
+            f"{key}: {path} is not a model directory (it has no config.json); give a model "
+            f"directory, or {HUB}ORG/NAME for a model of the hub"
+        )
 
 
 def locate_model(model: str, key: str) -> str:

@@ -25,6 +25,7 @@ from asyncrl.contract.importing import import_module
 from asyncrl.contract.messages import Prompt
 from asyncrl.models.policy import load_policy
 from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.records import jsonl
 from asyncrl.tasks import get_task
 from asyncrl.tasks.file import FileTask
 from asyncrl.tasks.warm_start import _sample_continuations, warm_start
@@ -55,8 +56,8 @@ def project(tmp_path: Path) -> Path:
 def test_what_is_written(tmp_path: Path) -> None:
     done = asyncrl(tmp_path, "new", "a/mine", "--json")
     assert done.code == 0, done.err
-    written = sorted(p.name for p in (tmp_path / "a" / "mine").iterdir())
-    assert written == sorted(new.FILES) == sorted(Path(f).name for f in done.json["files"])
+    written = {p.name for p in (tmp_path / "a" / "mine").iterdir()}
+    assert written == {"reward.py", *new.FILES} == {Path(f).name for f in done.json["files"]}
     assert "train: asyncrl run b/config.toml" in asyncrl(tmp_path, "new", "b").out
 
 
@@ -64,8 +65,8 @@ def test_the_project_of_an_agent_trains_from_a_model_that_is_given(tmp_path: Pat
     """As its README says: the agent that is written, OpenAI's client, the real endpoint."""
     done = asyncrl(tmp_path, "new", "first", "--agent", "--json")
     assert done.code == 0, done.err
-    written = sorted(p.name for p in (tmp_path / "first").iterdir())
-    assert written == sorted(new.AGENT_FILES) == sorted(Path(f).name for f in done.json["files"])
+    written = {p.name for p in (tmp_path / "first").iterdir()}
+    assert written == {"agent.py", *new.FILES} == {Path(f).name for f in done.json["files"]}
     config = load.load(tmp_path / "first" / "config.toml")
     assert config.agent.function == f"{tmp_path / 'first'}/agent.py:play"
     assert config.model.warm_start
@@ -81,12 +82,8 @@ def test_the_project_of_an_agent_trains_from_a_model_that_is_given(tmp_path: Pat
     assert done.code == 0, done.err[-3000:]
     steps = load.load(tmp_path / "mine" / "config.toml", sets).learner.steps
     assert done.json["steps"] == steps
-    calls = [
-        json.loads(line)["calls"]
-        for line in (tmp_path / "mine" / "runs" / "first" / "samples.jsonl")
-        .read_text()
-        .splitlines()
-    ]
+    samples = jsonl.read(tmp_path / "mine" / "runs" / "first" / "samples.jsonl")
+    calls = [sample["calls"] for sample in samples]
     assert calls and set(calls) <= {1, 2} and max(calls) == 2, "a wrong number is tried again"
     readme = (tmp_path / "mine" / "README.md").read_text()
     assert "agent.py" in readme and "pip install openai" in readme
@@ -107,7 +104,7 @@ def test_the_model_to_begin_with(tmp_path: Path) -> None:
     assert all(line in new.build_config(agent=True, model="") for line in new.FOR_LANGUAGE_MODELS)
     (tmp_path / "nothing").mkdir()
     done = asyncrl(tmp_path, "new", "mine", "--model", "nothing", "--json")
-    assert done.code == 2 and "--model nothing: is not a model directory" in done.json["error"]
+    assert done.code == 2 and "--model: nothing is not a model directory" in done.json["error"]
     assert not (tmp_path / "mine").exists()
 
 

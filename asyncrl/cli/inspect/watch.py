@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.cli import result
@@ -39,19 +40,7 @@ def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool)
 
 @command("asyncrl samples runs/R --reward 0 --lag 2.. --sort kl --color log_ratio")
 @option_table("samples")
-def samples(
-    run_dir: Path,
-    step: str,
-    reward: str,
-    lag: str,
-    ticket: int | None,
-    rule: str | None,
-    text: str,
-    sort: str,
-    limit: int,
-    color_by: str,
-    as_json: bool,
-) -> None:
+def samples(run_dir: Path, color_by: str, as_json: bool, **choice: Any) -> None:
     """Print trained samples, each token colored by lag or weight.
 
     The learner logs some samples of every record.samples_every-th batch with all their tokens.
@@ -78,17 +67,7 @@ def samples(
             f"{run_dir / FILE}: no samples yet; a run logs some of every record.samples_every-th "
             "batch (record.token_samples)"
         )
-    selection = SampleFilter(
-        step=step,
-        reward=reward,
-        lag=lag,
-        ticket=ticket,
-        rule=rule,
-        text=text,
-        sort=sort,
-        limit=limit,
-    )
-    numbers = store.find(selection)
+    numbers = store.find(SampleFilter(**choice))
     if as_json:
         result.print_result({"samples": [store.read_row(number) for number in numbers]})
         return
