@@ -7,7 +7,7 @@ RUN/logs/lives.jsonl   a row when a process starts and one when it ends; a kille
                        second row unless a supervisor recorded its end
 RUN/.NAME.alive        locked by the running process of that name; the kernel frees it at its end
 RUN/.parts.lock        shared by all running processes; a process that gets it exclusively is the
-                       last one (asyncrl/supervise/run.py: `close_up`)
+                       last one (`conclude_unsupervised` in asyncrl/supervise/run.py)
 ```
 """
 

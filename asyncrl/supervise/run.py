@@ -248,23 +248,18 @@ def run_with_launcher(
     if resume and rundir.is_finished(run_dir, config.learner.steps):
         say("all its steps are done; writing the missing summary")
         return 0, conclude(config, run_dir, 0, started_at)
+
+    def record_end(code: int, why: str = "") -> None:
+        process_log.append_event(run_dir, "supervisor", os.getpid(), "ended", code=code, why=why)
+
     try:
         code = supervise(config, run_dir, watcher, launcher)
     except BaseException as error:
-        reason = (
-            str(error) if isinstance(error, AsyncrlError) else f"{type(error).__name__}: {error}"
-        )
-        process_log.append_event(
-            run_dir,
-            "supervisor",
-            os.getpid(),
-            "ended",
-            code=getattr(error, "exit_code", 1),
-            why=reason,
-        )
+        kind = "" if isinstance(error, AsyncrlError) else f"{type(error).__name__}: "
+        record_end(getattr(error, "exit_code", 1), f"{kind}{error}")
         report_failure(run_dir)
         raise
-    process_log.append_event(run_dir, "supervisor", os.getpid(), "ended", code=code, why="")
+    record_end(code)
     if code and not (run_dir / "buffer_summary.json").exists():
         trace.merge(run_dir)
         say(f"stopped at once, without a summary; continue with: asyncrl run --resume {run_dir}")

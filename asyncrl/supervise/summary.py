@@ -100,12 +100,8 @@ def build_partial_summary(run_dir: Path) -> JsonObject:
         "mean_length": tokens / max(samples, 1),
         "mean_reward": health_checks.average(rows, "reward/mean") or 0.0,
     }
-    mismatch = [
-        float(r[name])
-        for r in rows
-        for name in ("mismatch/k3_at_lag_0", "mismatch/k3_one_version")
-        if name in r
-    ]
+    mismatches = (health_checks.MISMATCH, health_checks.ONE_VERSION)
+    mismatch = [k3 for name in mismatches for k3 in health_checks.list_values(rows, name)]
     return {
         "partial": True,
         "wall_s": max((r.get("t", 0.0) for r in rows if "reward/mean" in r), default=0.0),
