@@ -1,4 +1,4 @@
-"""`asyncrl join`: make this machine a generator of a running run."""
+"""`asyncrl join` and `asyncrl scale`: the generators of a run on several machines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from asyncrl.cli import result
-from asyncrl.cli.base import command, json_option, option_table, print_progress
+from asyncrl.cli.base import command, emit, json_option, option_table, print_progress
 from asyncrl.contract import refusal
 from asyncrl.records import process_log
 
@@ -56,3 +56,17 @@ def join(
     if as_json:
         result.print_result({"address": address, "generator": place.number})
     sys.exit(code)
+
+
+@command("asyncrl scale runs/R 4")
+@option_table("scale")
+@json_option
+def scale(run_dir: Path, generators: int, wait: float, as_json: bool) -> None:
+    """Change the number of generators of the run in RUN_DIR.
+
+    Generators that joined are not counted.  A generator that is removed returns its unfinished
+    work.
+    """
+    from asyncrl.supervise import scaling
+
+    emit({"generators": scaling.request_scale(run_dir, generators, wait)}, as_json)

@@ -1,1 +1,0 @@
-"""Commands for runs on several machines: join and scale."""
