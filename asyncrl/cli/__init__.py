@@ -26,15 +26,13 @@ FAMILIES = {
     "processes": ("buffer", "generator", "gateway", "learner", "keys"),
     "fleet": ("join", "scale"),
     "inspect.doctor": ("doctor", "engines"),
-    "inspect.evaluate": ("eval",),
-    "inspect.serve": ("serve",),
     "inspect.watch": ("watch", "samples"),
     "compare": ("compare", "sweep", "figure"),
     "replay": ("replay", "diff"),
     "simulate": ("simulate",),
     "lab": ("lab",),
     "config": ("config", "task", "methods"),
-    "model": ("model", "sft", "tinker"),
+    "model": ("model", "sft", "tinker", "eval", "serve"),
 }
 
 # the groups in `asyncrl --help`

@@ -1,16 +1,20 @@
-"""`asyncrl model`, `asyncrl sft` and `asyncrl tinker`: commands for one model."""
+"""Commands for one model: `asyncrl model`, `sft`, `tinker`, `eval` and `serve`."""
 
 from __future__ import annotations
 
+import os
+import secrets
 from pathlib import Path
 
 import click
 
+from asyncrl.cli import result
 from asyncrl.cli.base import (
     ExampleGroup,
     command,
     config_argument,
     emit,
+    json_option,
     option_table,
     options,
     print_progress,
@@ -84,3 +88,92 @@ def tinker(source: str, sets: tuple[str, ...]) -> None:
     from asyncrl.tinker import server, settings
 
     server.serve(settings.read(source, sets), source)
+
+
+@command(
+    "asyncrl eval runs/R/model demo",
+    "asyncrl eval models/smollm2 config.toml --only heldout --prompts 200 --json",
+)
+@click.argument("model")
+@config_argument()
+@set_option("override a config key; repeatable")
+@option_table("eval")
+@json_option
+def eval(  # the name of the command
+    model: str,
+    source: str,
+    sets: tuple[str, ...],
+    only: tuple[str, ...],
+    prompts: int | None,
+    as_json: bool,
+) -> None:
+    """Score a model directory on the held-out sets of CONFIG.
+
+    MODEL is an exported or a Hugging Face directory, or hf://ORG/NAME. Task, rewards, sampling and
+    engine are those of CONFIG; its own model is not read.
+    """
+    from asyncrl.config import load
+    from asyncrl.models import fetch
+
+    path = fetch.locate_model(model, "MODEL")
+    load.load(source, sets)  # before the imports of torch below
+    from asyncrl.experiments import model_evaluation
+
+    progress = model_evaluation.EvaluationProgress(print_progress)
+    evaluation = model_evaluation.evaluate(path, source, sets, only, prompts, progress)
+    if as_json:
+        result.print_result(evaluation)
+    else:
+        print(model_evaluation.format_evaluation(evaluation))
+
+
+@command("asyncrl serve runs/R/model", "asyncrl serve models/smollm2 --port 8000 --context 2048")
+@option_table("serve")
+def serve(
+    model: str,
+    name: str | None,
+    port: int,
+    host: str,
+    certificate: str,
+    private_key: str,
+    no_key: bool,
+    context: int | None,
+    slots: int,
+    dtype: str,
+    device: str,
+    threads: int | None,
+) -> None:
+    """Serve a model directory by OpenAI's completions API.
+
+    MODEL is an exported or a Hugging Face directory, or hf://ORG/NAME. The key is OPENAI_API_KEY;
+    without it, a new key is created and printed.
+    """
+    from asyncrl.models import fetch
+    from asyncrl.transport.http_server import ListenAddress
+    from asyncrl.transport.sockets import is_loopback
+
+    if no_key and not is_loopback(host):
+        raise ConfigError(
+            f"--no-key --host {host}: everyone with access to this address could use the model; "
+            "leave out --no-key, or listen on 127.0.0.1"
+        )
+    bind = ListenAddress(host, port, certificate, private_key, port_name="--port")
+    bind.require_encryption()
+    path = fetch.locate_model(model, "MODEL")
+    from actors import completions_app  # imports torch
+
+    config = completions_app.build_config(
+        path, context=context or 0, slots=slots, dtype=dtype, device=device, threads=threads or 0
+    )
+    own_key = os.environ.get("OPENAI_API_KEY", "")
+    key = "" if no_key else own_key or secrets.token_urlsafe(18)
+    print_progress(f"loading {path}")
+    app = completions_app.CompletionsApp(config, name or model, key)
+
+    def announce(url: str) -> None:
+        print_progress(f"serving {app.name} with up to {app.context} tokens; stop with Ctrl-C")
+        if key and not own_key:
+            print_progress(f"export OPENAI_API_KEY={key}")
+        print(f"{url}/v1", flush=True)
+
+    completions_app.serve(app, bind, announce)

@@ -1,1 +1,1 @@
-"""Commands that inspect runs and models: doctor, engines, eval, serve, watch and samples."""
+"""Commands that inspect runs and this machine: doctor, engines, watch and samples."""
