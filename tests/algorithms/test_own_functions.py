@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from learner_step_kit import GROUPS, SIZE, batch, batch_with_parts, model_dir, weights  # noqa: F401
-from process_kit import ROOT
+from process_kit import ROOT, SMALL
 
 from asyncrl import losses
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.serial import SerialRun
 from learner.step import LearnerCore
 
 FILE = ROOT / "tests" / "support" / "own_methods.py"
@@ -127,6 +128,16 @@ def test_a_run_whose_learner_is_killed_ends_as_that_of_the_method(
     assert now["deaths"] == ["learner"] and now["digest"] == was["digest"]
     assert [r["loss/function/version"] for r in now["rows"] if "loss/policy" in r][-1] == 5
     assert f'function = "{FILE}:ppo"' in (Path(now["run_dir"]) / "config.toml").read_text()
+
+
+@pytest.mark.slow
+def test_the_serial_loop_calls_them_too(small_model: Path) -> None:
+    sets = [*SMALL[:-1], f"model.path={str(small_model)!r}", "staleness.max_lag=1"]
+    own = [f"{key}={path}" for key, path in OWN.items()]
+    was, now = (SerialRun(load.load("demo", [*sets, *more])) for more in ([], own))
+    was.run()
+    now.run()
+    assert torch.equal(weights(was.core), weights(now.core))
 
 
 def test_the_example_is_ppo_and_rloo(model_dir: Path) -> None:

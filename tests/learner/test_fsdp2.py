@@ -27,6 +27,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "gae, the policy's trunk": {"advantage": {"name": "gae"}, "value": {"trunk": "shared"}},
     "prefix_full, its base as reference": {"kl": {"loss": FULL_KL}, "lora": {"rank": 4}},
     "distillation": {"kl": {"preset": "distill"}},
+    "functions": {
+        "loss": {"surrogate": "function", "function": "own_methods:ppo"},
+        "advantage": {"name": "function", "function": "own_methods:to_go"},
+    },
     "opob": {"advantage": {"name": "opob"}},
     "otb": {"advantage": {"name": "otb"}},
     "projected gradients": {"learner": {"gradient_cosine": "project", "cosine_max": 0.1}},
