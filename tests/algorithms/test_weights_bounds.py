@@ -174,6 +174,14 @@ def test_the_normalized_mis_by_hand() -> None:
     assert got.vetoed.tolist() == [False] * 6 + [True] * 2
 
 
+def test_the_geometric_mask_by_hand() -> None:
+    """Geometric means of 1, 1.009, 1.011 and 0.989: the first two stay, without a weight."""
+    rho, seq = vec(2, 0.5, 1.009, 1.009, 1.011, 1.011, 0.989, 0.989), torch.arange(8) // 2
+    c = convert("correction.preset=geo_mask").correction
+    got = weights.correct(rho.log(), rho.log() - 1, yes(*[1] * 8), seq, 4, c)
+    assert got.weight.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+
+
 def test_effective_sample_size_is_over_the_mask() -> None:
     w = vec(1, 1, 2, 50)
     got = float(weights.compute_effective_sample_size(w, yes(1, 1, 1, 0)))
