@@ -26,6 +26,7 @@ def surrogate(name: str) -> tuple[LossBatch, Any]:
     if own:
         b.proximal = b.behavior.clone()
     picked = {"kl_cov": {"cov_share": 0.2}, "clip_cov": {"cov_share": 0.2, "cov_lo": -1.0}}
+    picked["function"] = {"function": "own_methods:half"}
     return b, config(loss={"surrogate": name, **picked.get(name, {})}, correction=own)
 
 
@@ -124,7 +125,7 @@ def test_a_function_of_ones_own_takes_the_place_of_the_weights() -> None:
     # it is told of the mask, of whose answer each token is, and of how many there are
     told = gradient(b, config(correction={"function": "test_algorithms_catalogue:by_mask"}), lp)[1]
     assert torch.allclose(told, mine)
-    with pytest.raises(ConfigError, match="no function 'third'"):
+    with pytest.raises(ConfigError, match="has no attribute 'third'"):
         gradient(b, config(correction={"function": "test_algorithms_catalogue:third"}), lp)
 
 
