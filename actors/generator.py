@@ -10,7 +10,6 @@ over tcp or by NCCL, leases and waits.
 from __future__ import annotations
 
 import math
-import os
 import socket
 import time
 from dataclasses import asdict, dataclass
@@ -37,7 +36,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import ProcessWait
 from asyncrl.models.devices import bind
 from asyncrl.models.policy import build_views, count_flat_bytes, read_flat
-from asyncrl.records import buffer_leadership
+from asyncrl.records import buffer_leadership, process_log
 from asyncrl.records.rundir import get_current_buffer_address, note_longest_prompt
 from asyncrl.records.trace import Tracer
 from asyncrl.transport import chunks, weight_transport
@@ -229,7 +228,7 @@ class Generator(TicketHolder):
         self.missing: m.WeightsSource | None = None  # unavailable since `missing_since`
         self.missing_since = 0.0  # CLOCK_MONOTONIC seconds
         limits = config.wires.connect_s, config.watchdog.startup_s
-        self.patience_s = math.inf if os.environ.get("ASYNCRL_SUPERVISED") else max(limits)
+        self.patience_s = math.inf if process_log.is_supervised() else max(limits)
         self.usage = GeneratorUsage()
         self.idle_since = time.monotonic()
 

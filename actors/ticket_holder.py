@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from abc import abstractmethod
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.messages import AttemptTokens
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import ProcessWait
+from asyncrl.records.process_log import stop_at_signals
 from asyncrl.transport.sockets import BufferPeer
 
 GREET_S = 5.0  # seconds between two hellos: a restarted buffer does not know its generators
@@ -188,9 +188,7 @@ class TicketHolder(BufferPeer):
         def stop(_number: int, _frame: object) -> None:
             self.ending = True
 
-        is_supervised = os.environ.get("ASYNCRL_SUPERVISED")
-        signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN if is_supervised else stop)
+        stop_at_signals(stop)
         try:
             loop()
         finally:

@@ -100,9 +100,8 @@ def drop_stale(store: StoreRules, groups: list[Group], number: int) -> None:
             store.remove_group(group, "abandoned")
             continue
         store.stored_bytes -= group.count_sample_bytes()
-        for index, stored in enumerate(group.list_stored_samples()):
-            group.other.append(("dropped_stale", stored.length, stored.trajectory.reward))
-            group.finals[index, stored.trajectory.attempt] = "dropped_stale"
+        for stored in group.list_stored_samples():
+            group.record_loss(stored, "dropped_stale")
         group.empty()
         store.lacking = True
 
@@ -179,8 +178,7 @@ def judge(store: StoreRules, groups: list[Group], number: int) -> list[list[LagR
                     f"batch {number}, past the limit {limit:g}: this is a bug in asyncrl; keep the "
                     "run directory and report it"
                 )
-            group.other.append(("orphaned", stored.length, stored.trajectory.reward))
-            group.finals[index, stored.trajectory.attempt] = "orphaned"
+            group.record_loss(stored, "orphaned")
             group.set_sample(index, None)
             store.lacking = True
             store.stored_bytes -= stored.size

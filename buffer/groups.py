@@ -236,6 +236,12 @@ class Group:
         self.samples[index] = stored
         self.complete_sums = None
 
+    def record_loss(self, stored: StoredSample, line: LedgerLine) -> None:
+        """Record the ledger line of a sample that will not train."""
+        sample = stored.trajectory
+        self.other.append((line, stored.length, sample.reward))
+        self.finals[sample.sample, sample.attempt] = line
+
     def empty(self) -> None:
         """Remove all samples."""
         self.samples = [None] * len(self.samples)

@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import os
-import signal
 import socket
 import statistics
 import sys
@@ -45,7 +44,14 @@ from asyncrl.contract.waits import (
     find_blocking_session,
 )
 from asyncrl.models import memory
-from asyncrl.records import append_log, atomic_write, buffer_leadership, jsonl, metrics
+from asyncrl.records import (
+    append_log,
+    atomic_write,
+    buffer_leadership,
+    jsonl,
+    metrics,
+    process_log,
+)
 from asyncrl.records.metrics import MetricsWriter, RunClock
 from asyncrl.records.rundir import RunLock, clear_end, get_buffer_address, read_run_id
 from asyncrl.records.trackers import TrackerFeeds
@@ -206,7 +212,7 @@ class BufferService:
                 run_dir,
                 self.socket.address,
                 moved=moved,
-                supervised=bool(os.environ.get("ASYNCRL_SUPERVISED")),
+                supervised=process_log.is_supervised(),
             )
             self.store = open_store(config, run_dir, task, self.term)
         except BaseException:
@@ -1180,8 +1186,7 @@ def main(
     def stop(_number: int, _frame: object) -> None:
         service.stop = True
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
+    process_log.stop_at_signals(stop)
     close_error = ""
     try:
         service.loop()

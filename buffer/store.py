@@ -579,8 +579,7 @@ class Store(StoreRules):
         self.alive.pop(group.ticket, None)
         self._end_lease(group)
         for stored in group.list_stored_samples():
-            group.other.append((line, stored.length, stored.trajectory.reward))
-            group.finals[stored.trajectory.sample, stored.trajectory.attempt] = line
+            group.record_loss(stored, line)
         self._retire(group, trained=False)
 
     def _replace_group(self, group: Group) -> None:

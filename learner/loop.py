@@ -445,8 +445,7 @@ def main(config: Config, run_dir: Path) -> bool:
         if learner is not None:
             learner.stopping = True
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
+    process_log.stop_at_signals(stop)
     for tries_left in reversed(range(TRIES)):
         learner = None
         try:

@@ -31,7 +31,7 @@ def resolve_run(
 
     config = load.load(source, sets)
     directory = run_dir or rundir.choose_directory(config, source)
-    if os.environ.get("ASYNCRL_SUPERVISED"):
+    if process_log.is_supervised():
         return config, directory
     if run_dir is None and not config.name:
         raise ConfigError(
@@ -126,7 +126,7 @@ def run_process(name: str, config: Any, run_dir: Path, index: int, *, moved: boo
         with pause_collection():
             from buffer.service import main as start_buffer
         show = None
-        if not os.environ.get("ASYNCRL_SUPERVISED"):
+        if not process_log.is_supervised():
             from asyncrl.supervise.live import StatusLines
 
             print(f"buffer: serves {run_dir} to its other processes", file=sys.stderr)
@@ -154,7 +154,7 @@ def run_process(name: str, config: Any, run_dir: Path, index: int, *, moved: boo
 
 def run_recorded(name: str, config: Any, run_dir: Path, index: int, *, moved: bool = False) -> int:
     """Run one process, record its start and end in the run directory, and return its exit code."""
-    supervised = bool(os.environ.get("ASYNCRL_SUPERVISED"))
+    supervised = process_log.is_supervised()
     if moved:
         # the buffer hangs or its host is lost: the next one locks new files
         for lock in buffer_leadership.LOCKS:

@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -38,6 +39,17 @@ AGAIN_S = 5.0  # a restarted process waits this long for the locks of its predec
 
 
 PreviousEnd = Literal["", "ended", "outside", "killed", "crashed"]
+
+
+def is_supervised() -> bool:
+    """Whether a supervisor started this process."""
+    return bool(os.environ.get("ASYNCRL_SUPERVISED"))
+
+
+def stop_at_signals(stop: Callable[[int, object], None]) -> None:
+    """Call `stop` at SIGTERM, and at SIGINT unless the supervisor handles that."""
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if is_supervised() else stop)
 
 
 def get_path(run_dir: Path) -> Path:

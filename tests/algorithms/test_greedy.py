@@ -5,6 +5,7 @@ answered."""
 from __future__ import annotations
 
 import gc
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,7 +205,7 @@ def test_a_hundred_thousand_stored_objects_are_not_searched_for_cycles(
         looked.append((phase, info["generation"]))
 
     monkeypatch.setattr(BufferService, "loop", loop)
-    monkeypatch.setattr(module.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     before = gc.get_threshold()
     try:
         assert module.main(config, tmp_path / "run") is False
