@@ -294,7 +294,8 @@ def train(
         "staleness": {"max_lag": max_lag},
     }
     for key, value in keys.items():
-        layers.put(table, load.RENAMED.get(key, key), value)
+        if not layers.put(table, load.RENAMED.get(key, key), value):
+            raise ConfigError(f"{key}: is also given by another argument; remove one of them")
     return run(
         table, show=show, on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint
     )

@@ -85,6 +85,16 @@ def test_the_newest_cell_of_a_notebook_counts(
     assert of_module == "asyncrl.contract.importing:make_command"
 
 
+def test_keys_are_not_given_twice_and_have_known_names(small_model: Path, tmp_path: Path) -> None:
+    for keys, problem in (
+        ({"staleness.max_lag": 4}, "^staleness.max_lag: is also given by another argument"),
+        ({"max_steps": 3, "learner.steps": 3}, "^learner.steps: is also given by another"),
+        ({"beta": 0.1}, "beta: was replaced; write kl.loss.coefficient"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            asyncrl.train(small_model, [{"prompt": "1"}], "math:sqrt", runs=str(tmp_path), **keys)
+
+
 @pytest.mark.slow
 def test_the_page_s_script_trains(tmp_path: Path) -> None:
     """From TRL in ten minutes, with a tiny model, three steps and patience."""
