@@ -41,9 +41,13 @@ def compute_batch_metrics(batch: Batch, counts: dict[int, int]) -> Numbers:
     counts: trained tokens by lag."""
     sample_count = max(len(batch.lags), 1)
     parts: dict[str, list[float]] = {}
+    tokens = old_kv = 0
     for sample in batch.samples:
         for name, value in sample.reward_parts.items():
             parts.setdefault(f"reward_part/{name}", []).append(value)
+        for span in sample.list_spans():
+            tokens += span.end - span.start
+            old_kv += (span.end - span.start) * (span.kv < span.label)
     return (
         {
             "lag/mean": mean(counts),
@@ -51,6 +55,7 @@ def compute_batch_metrics(batch: Batch, counts: dict[int, int]) -> Numbers:
             "lag/p95": quantile(counts, 0.95),
             "lag/in_flight": sum(batch.in_flight) / sample_count,
             "lag/in_queue": (sum(batch.lags) - sum(batch.in_flight)) / sample_count,
+            "lag/old_kv_share": old_kv / max(tokens, 1),
             "answer/length": sum(sample.length for sample in batch.samples) / sample_count,
         }
         | {name: sum(values) / len(values) for name, values in parts.items()}
