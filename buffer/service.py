@@ -44,15 +44,9 @@ from asyncrl.contract.waits import (
     find_blocking_session,
 )
 from asyncrl.models import memory
-from asyncrl.records import (
-    append_log,
-    atomic_write,
-    buffer_leadership,
-    jsonl,
-    metrics,
-    process_log,
-)
+from asyncrl.records import append_log, atomic_write, buffer_leadership, jsonl, metrics
 from asyncrl.records.metrics import MetricsWriter, RunClock
+from asyncrl.records.process_log import is_supervised, stop_at_signals
 from asyncrl.records.rundir import RunLock, clear_end, get_buffer_address, read_run_id
 from asyncrl.records.trackers import TrackerFeeds
 from asyncrl.tasks import Task
@@ -212,7 +206,7 @@ class BufferService:
                 run_dir,
                 self.socket.address,
                 moved=moved,
-                supervised=process_log.is_supervised(),
+                supervised=is_supervised(),
             )
             self.store = open_store(config, run_dir, task, self.term)
         except BaseException:
@@ -1186,7 +1180,7 @@ def main(
     def stop(_number: int, _frame: object) -> None:
         service.stop = True
 
-    process_log.stop_at_signals(stop)
+    stop_at_signals(stop)
     close_error = ""
     try:
         service.loop()
