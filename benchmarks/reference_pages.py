@@ -29,7 +29,8 @@ Find the name of your setting here, without dots: its prefix may be that of the 
 `key=value` is as after `--set`: in TOML, put quotes around a text. Commas join keys that belong
 together. "or" separates alternatives, in the order of the values there. Settings whose last name is
 the same here, such as `temperature`, are left out. `asyncrl config explain KEY` describes a key.
-`asyncrl run` also recognizes a config of these systems and names our keys.
+`asyncrl run` also recognizes a config of these systems and names our keys. [`asyncrl
+diagnose`](diagnose.md) reads the log of a run that you made there.
 
 | elsewhere | here |
 |---|---|

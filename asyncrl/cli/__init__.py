@@ -29,7 +29,7 @@ FAMILIES = {
     "inspect.watch": ("watch", "samples"),
     "compare": ("compare", "sweep", "figure"),
     "replay": ("replay", "diff"),
-    "simulate": ("simulate",),
+    "simulate": ("simulate", "diagnose"),
     "lab": ("lab",),
     "config": ("config", "task", "methods"),
     "model": ("model", "sft", "tinker", "eval", "serve"),
@@ -38,7 +38,7 @@ FAMILIES = {
 # the groups in `asyncrl --help`
 SECTIONS = {
     "Train": ("new", "run", "sft", "tinker", "model"),
-    "Look at runs": ("doctor", "ls", "report", "samples", "watch"),
+    "Look at runs": ("diagnose", "doctor", "ls", "report", "samples", "watch"),
     "Use the trained model": ("eval", "export", "serve"),
     "Configs, tasks and this machine": ("config", "engines", "methods", "task"),
     "Start and scale processes": (

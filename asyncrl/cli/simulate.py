@@ -1,4 +1,4 @@
-"""`asyncrl simulate`: the command's options; asyncrl/experiments/simulate implements it."""
+"""`asyncrl simulate` and `diagnose`; folders of asyncrl/experiments implement them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.base import command, option_table, options
+from asyncrl.cli.base import command, json_option, option_table, options, print_progress
 
 
 @command(
@@ -49,3 +49,22 @@ def simulate(
         **questions,
     )
     print(json.dumps(outcome) if as_json else what_if.format_result(outcome))
+
+
+@command("asyncrl diagnose outputs/run", "asyncrl diagnose verl.jsonl --as verl --html page.html")
+@option_table("diagnose")
+@json_option
+def diagnose(path: Path, framework: str, html: Path | None, as_json: bool) -> None:
+    """Say what the log of another framework shows, and which of its keys to change.
+
+    PATH is a log file of verl, TRL, prime-rl, NeMo-RL, the Tinker cookbook, SkyRL, slime, AReaL or
+    ART, or the directory of a run. It reads numbers and predicts nothing.
+    """
+    from asyncrl.experiments.diagnose import diagnosis, run_log
+
+    log = run_log.read(path, framework)
+    found = diagnosis.diagnose(log)
+    if html is not None:
+        diagnosis.write_page(html, log, found)
+        print_progress(f"page: {html}")
+    print(json.dumps(found) if as_json else diagnosis.format_result(found))

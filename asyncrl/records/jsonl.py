@@ -30,19 +30,10 @@ def read(path: Path) -> list[JsonObject]:
 
     Damaged lines are left out and reported once.  An incomplete last line is left out."""
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    rows: list[JsonObject] = []
     damaged: list[int] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        elif number < len(lines):
-            damaged.append(number)
+    rows = [*decode_lines(lines, damaged)]
+    if damaged and damaged[-1] == len(lines):
+        damaged.pop()
     if damaged and (str(path), damaged[-1]) not in _reported:
         _reported.add((str(path), damaged[-1]))
         others = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
@@ -52,6 +43,20 @@ def read(path: Path) -> list[JsonObject]:
             file=sys.stderr,
         )
     return rows
+
+
+def decode_lines(lines: Iterable[bytes], damaged: list[int]) -> Iterator[JsonObject]:
+    """Yield the objects of lines; add the numbers of damaged lines to `damaged`."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        row = None
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+        if isinstance(row, dict):
+            yield row
+        else:
+            damaged.append(number)
 
 
 class GrowingFile:

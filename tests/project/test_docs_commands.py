@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 PAGE_NAMES = """
 README.md docs/getting-started.md docs/running.md docs/watch.md docs/evaluation.md
 docs/troubleshooting.md docs/prompts.md docs/rewards.md docs/tinker.md docs/models.md docs/agents.md
-docs/http.md docs/staleness.md docs/findings.md docs/simulate.md
+docs/http.md docs/staleness.md docs/findings.md docs/simulate.md docs/diagnose.md
 docs/compare-and-sweep.md docs/machines.md docs/gpus.md docs/engines.md
 docs/algorithms.md docs/methods.md docs/performance.md docs/python-api.md docs/recipes.md
 CONTRIBUTING.md docs/extending.md benchmarks/results/README.md

@@ -1,0 +1,277 @@
+"""Read the log of a run of another framework: metrics by role."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import gzip
+import io
+import json
+import math
+import re
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.toml_writer import read_table
+from asyncrl.records import jsonl, metrics
+
+MOST = 10_000  # steps of a metric that are kept, at least half of them if there are more
+LONGEST = 1 << 27  # bytes of one TensorBoard event
+LOG_FILE = re.compile(r"(trainer_state\.json|\.jsonl|\.csv)(\.gz)?$|events\.out\.tfevents")
+SKIPPED = re.compile(
+    r"(traces|completions|samples|summaries)\.jsonl|rollouts/|token_exports/|train_data_"
+)
+PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
+Column = dict[int, float]  # step -> value, in order
+Rows = Iterator[jsonl.JsonObject]  # with their step
+
+
+class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of diagnose.toml, which explains its fields."""
+
+    title: str
+    seen: str
+    names: dict[str, list[str]]
+    keys: dict[str, str]
+    prefix: str = ""
+    refused: dict[str, str] = {}
+    traps: dict[str, list[str]] = {}
+
+    def matches(self, pattern: str, name: str) -> bool:
+        return re.fullmatch(self.prefix + pattern, name) is not None
+
+
+TABLES: dict[str, Any] = read_table(str(Path(__file__).with_name("diagnose")))
+FRAMEWORKS = msgspec.convert(TABLES["frameworks"], dict[str, Framework])
+
+
+@functools.lru_cache(100_000)
+def match_name(name: str) -> frozenset[str]:
+    """Return the frameworks that log a metric of this name."""
+    return frozenset(
+        key
+        for key, framework in FRAMEWORKS.items()
+        for patterns in (framework.refused, *framework.names.values())
+        if any(framework.matches(pattern, name) for pattern in patterns)
+    )
+
+
+@dataclass
+class RunLog:
+    """Metrics of a run, by name and step; notes say what was left out, and why."""
+
+    path: Path
+    columns: dict[str, Column] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    framework: str = ""
+
+    @property
+    def description(self) -> Framework:
+        return FRAMEWORKS[self.framework]
+
+    def find(self, role: str) -> tuple[str, Column]:
+        """Return a role's metric and its values by step; without one, "" and none."""
+        for pattern in self.description.names.get(role, ()):
+            for name, column in self.columns.items():
+                if self.description.matches(pattern, name):
+                    return name, column
+        return "", {}
+
+    def add_file(self, path: Path) -> None:
+        """Add the metrics of a file, unless another file has them."""
+        repeated = []
+        for name, column in read_columns(path, self.notes).items():
+            first, known = next(iter(column)), self.columns.setdefault(name, {})
+            if known and first <= next(iter(known)):
+                repeated.append(name)
+                continue
+            drop_from(first, known)
+            known.update(column)
+        if repeated:
+            text = f"{len(repeated)} metrics, such as {repeated[0]}, are in a file read before"
+            self.notes.append(f"{path.name}: {text}; give this file alone to read it")
+
+
+def read(path: Path, name: str = "") -> RunLog:
+    """Read a run. name: of its framework, by default recognized.
+
+    Raises ConfigError for a path without metrics."""
+    if name not in ("", *FRAMEWORKS):
+        raise ConfigError(f"--as {name}: choose one of {', '.join(FRAMEWORKS)}")
+    if not path.exists():
+        raise ConfigError(f"{path}: does not exist; give a log file, or the directory of a run")
+    log = RunLog(path)
+    files = [path]
+    if path.is_dir():
+        files = [file for file in sorted(path.rglob("*")) if LOG_FILE.search(file.name)]
+        files = [file for file in files if not SKIPPED.search(file.as_posix())]
+    # each checkpoint has the whole history so far
+    states = [file for file in files if file.name.startswith("trainer_state")]
+    newest = max(states, key=lambda file: file.stat().st_size, default=None)
+    for file in files:
+        if file not in states or file == newest:
+            log.add_file(file)
+    found = Counter(key for metric in log.columns for key in match_name(metric))
+    if not found:
+        raise ConfigError(
+            f"{path}: no metric of {', '.join(x.title for x in FRAMEWORKS.values())}; give the "
+            f"file or directory with the metrics of a run{'; '.join(['', *log.notes])}"
+        )
+    log.framework = name or found.most_common(1)[0][0]
+    refused = {x: "of another framework" for x in log.columns if log.framework not in match_name(x)}
+    for pattern, reason in log.description.refused.items():
+        refused |= {x: reason for x in log.columns if log.description.matches(pattern, x)}
+    for metric, reason in refused.items():
+        del log.columns[metric]
+        log.notes.append(f"{metric} is refused: {reason}")
+    if not log.columns:
+        raise ConfigError(f"{path}: nothing can be judged: {'; '.join(log.notes)}")
+    return log
+
+
+def read_columns(path: Path, notes: list[str]) -> dict[str, Column]:
+    """Return the known metrics of a file. A row whose step goes back replaces what it repeats."""
+    columns: dict[str, Column] = {}
+    unknown: Counter[str] = Counter()
+    stride, going_back = 1, ""
+    for row in read_rows(path, notes):
+        number = read_number(next((row[name] for name in TABLES["steps"] if name in row), None))
+        if number is None or not number.is_integer() or is_thinned(int(number), stride):
+            continue
+        step = int(number)
+        values = {name: read_number(value) for name, value in row.items() if match_name(name)}
+        known = [column for name in values if (column := columns.get(name))]
+        last = max((next(reversed(column)) for column in known), default=step)
+        if step < last and step <= min(next(iter(column)) for column in known):
+            going_back = f"steps begin again at {step}: of several runs the last counts"
+            columns.clear()
+        elif step < last:
+            going_back = f"steps go back from {last} to {step}: of repeated steps the later count"
+        for name, value in values.items():
+            if value is None or not math.isfinite(value):
+                unknown[name] += value is not None
+                continue
+            column = columns.setdefault(name, {})
+            drop_from(step, column)
+            column[step] = value
+            if len(column) > MOST:
+                stride *= 2
+                for key, old in columns.items():
+                    columns[key] = {x: y for x, y in old.items() if not is_thinned(x, stride)}
+    notes += [f"{path.name}: {going_back}"] if going_back else []
+    notes += [f"{path.name}: one step of {stride} is read"] if stride > 1 else []
+    notes += [f"{name}: {count} values are not finite" for name, count in unknown.items() if count]
+    return {name: column for name, column in columns.items() if column}
+
+
+def is_thinned(step: int, stride: int) -> bool:
+    """Return whether a step is left out: all but one of `stride`, the same in every column."""
+    return zlib.crc32(b"%d" % step) % stride > 0
+
+
+def drop_from(step: int, column: Column) -> None:
+    """Drop the values from a step on."""
+    while column and next(reversed(column)) >= step:
+        column.popitem()
+
+
+def read_number(value: Any) -> float | None:
+    """Return a number, or the number in a text; otherwise None."""
+    with suppress(TypeError, ValueError, OverflowError):
+        return float(value)
+    return None
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """Open a file, also one of gzip. Raises ConfigError for a pickle, unread."""
+    file: Any = path.open("rb")
+    if file.peek(2)[:2] == b"\x1f\x8b":
+        file = gzip.GzipFile(fileobj=file)
+    with suppress(EOFError, OSError, zlib.error):
+        if file.peek(2)[:2] in PICKLES:
+            raise ConfigError(
+                f"{path}: a pickle or an archive, which is not read because loading it can run "
+                "code; give the metrics file of the run"
+            )
+    return file  # type: ignore[no-any-return]
+
+
+def read_rows(path: Path, notes: list[str]) -> Rows:
+    """Yield the rows of a file, by its name; a torn end is noted."""
+    name = path.name.removesuffix(".gz")
+    with open_log(path) as file:
+        try:
+            if "tfevents" in name:
+                yield from read_events(file)
+            elif name.endswith(".csv"):
+                yield from read_table_rows(file, path.name, notes)
+            elif name.endswith(".json"):
+                yield from read_history(file)
+            else:
+                yield from read_lines(file, path.name, notes)
+        except (EOFError, OSError, ValueError, zlib.error, struct.error, csv.Error):
+            notes.append(f"{path.name}: damaged or torn at its end; what is before it counts")
+
+
+def read_lines(file: IO[bytes], name: str, notes: list[str]) -> Rows:
+    """Yield rows of JSON lines; verl's have their values in `data`."""
+    damaged: list[int] = []
+    for row in jsonl.decode_lines(file, damaged):
+        data = row.get("data")
+        yield row | data if isinstance(data, dict) else row
+    if damaged:
+        notes.append(f"{name}: {len(damaged)} damaged or torn lines, the first is {damaged[0]}")
+
+
+def read_history(file: IO[bytes]) -> Rows:
+    """Yield the objects without others in trainer_state.json; those with a step are its log."""
+    text, end = b"", 0
+    for chunk in iter(functools.partial(file.read, 1 << 20), b""):
+        text, end = text[end:] + chunk, 0
+        for match in re.finditer(rb"\{[^{}]*\}", text):
+            end = match.end()
+            yield json.loads(match[0])
+    if not text.rstrip().endswith(b"}"):
+        raise EOFError
+
+
+def read_events(file: IO[bytes]) -> Rows:
+    """Yield the events of TensorBoard: a length with its checksum, then data with its own."""
+    from google.protobuf.message import DecodeError
+
+    events = metrics.import_protocol()[1]
+    while head := file.read(12):
+        (length,) = struct.unpack("<Q4x", head)
+        data = file.read(length + 4) if length < LONGEST else b""
+        if len(data) < length + 4:
+            raise EOFError
+        try:
+            event = events.Event.FromString(data[:-4])
+        except DecodeError as error:
+            raise EOFError from error
+        scalars = [x for x in event.summary.value if x.HasField("simple_value")]
+        yield {"step": event.step} | {x.tag: x.simple_value for x in scalars}
+
+
+def read_table_rows(file: IO[bytes], name: str, notes: list[str]) -> Rows:
+    """Yield the rows of a CSV; trackers name the columns of a chart `RUN - METRIC`."""
+    reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline=""))
+    heads = [head.rpartition(" - ")[0] for head in reader.fieldnames or () if " - " in head]
+    runs = list(dict.fromkeys(heads))
+    if len(runs) > 1:
+        notes.append(f"{name}: has {len(runs)} runs ({', '.join(runs[:5])}); the first is read")
+    prefix = f"{runs[0]} - " if runs else ""
+    for row in reader:
+        yield {key.removeprefix(prefix): x for key, x in row.items() if key}

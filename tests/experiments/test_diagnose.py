@@ -1,0 +1,384 @@
+"""`asyncrl diagnose`: healthy logs and planted faults of each framework, token files, odd inputs.
+
+The writers are those of transformers, torch, and tinker-cookbook; the other files are by schema.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import pickle
+import random
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from clients_kit import python_of
+from torch.utils.tensorboard import SummaryWriter
+from transformers import TrainerState
+
+from asyncrl.cli import main
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.diagnose import diagnosis, run_log
+
+Values = dict[str, float]
+STEPS = 60
+# role -> value of a healthy run, relative noise
+HEALTHY = {
+    "lag": (1.0, 0.3),
+    "k3": (2e-4, 0.3),
+    "abs": (8e-3, 0.3),
+    "chi2": (6e-4, 3.0),
+    "ratio": (1.0, 1e-4),
+    "ratio_max": (1.3, 0.1),
+    "update_kl": (3e-3, 0.5),
+    "clip": (4e-3, 0.5),
+    "reference_kl": (0.02, 0.3),
+    "reward": (0.5, 0.2),
+    "equal": (0.1, 0.3),
+    "mixed": (0.9, 0.03),
+    "mult": (1.01, 2e-3),
+    "truncated": (0.02, 0.5),
+    "step_s": (30.0, 0.1),
+    "wait_s": (2.0, 0.3),
+}
+# framework, then the metric of each role
+TABLE = """
+verl lag=training/off_policy/trajectory_staleness_worst/mean k3=rollout_corr/k3_kl
+    chi2=rollout_corr/chi2_token update_kl=actor/ppo_kl clip=actor/pg_clipfrac
+    reward=critic/score/mean truncated=response_length/clip_ratio step_s=timing_s/step
+    wait_s=timing_s/wait_for_enough_samples;
+trl abs=sampling/sampling_logp_difference/mean ratio=sampling/importance_sampling_ratio/mean
+    ratio_max=sampling/importance_sampling_ratio/max clip=clip_ratio/region_mean
+    reference_kl=kl reward=reward equal=frac_reward_zero_std
+    truncated=completions/clipped_ratio;
+prime-rl lag=off_policy/mean k3=mismatch_kl/all/mean clip=is_masked/all/mean
+    reward=train/effective/solver/reward/mean mixed=train/all/solver/solved_some
+    truncated=train/all/solver/is_truncated/mean step_s=time/step wait_s=time/wait_for_batch;
+nemo-rl lag=train/avg_trajectory_age mult=train/token_mult_prob_error k3=train/gen_kl_error
+    reference_kl=train/kl_penalty reward=train/reward truncated=train/truncation_rate;
+cookbook lag=async/staleness_mean k3=optim/kl_sample_train_v2 reference_kl=kl_policy_base
+    reward=env/all/reward/total mixed=env/all/by_group/frac_mixed;
+skyrl lag=async/staleness_mean abs=policy/rollout_train_logprobs_abs_diff_mean
+    clip=policy/ppo_clip_ratio reward=reward/avg_raw_reward;
+slime abs=train/train_rollout_logprob_abs_diff update_kl=train/ppo_kl clip=train/pg_clipfrac
+    reward=rollout/raw_reward truncated=rollout/truncated_ratio;
+areal ratio=ppo_actor/update/behave_imp_weight/avg
+    ratio_max=ppo_actor/update/behave_imp_weight/max clip=ppo_actor/update/clip_ratio/avg
+    reward=ppo_actor/task_reward/avg truncated=ppo_actor/no_eos_ratios/avg;
+art ratio=loss/importance_ratio_mean ratio_max=loss/importance_ratio_p99
+    reference_kl=loss/kl_div reward=train/reward
+"""
+NAMES: dict[str, dict[str, str]] = {
+    framework: dict(word.split("=") for word in words)
+    for framework, *words in map(str.split, TABLE.split(";"))
+}
+
+
+def plant_stale(values: Values, step: int) -> None:
+    """Weights that are never sent: the difference grows with each update."""
+    for role in ("k3", "abs"):
+        values[role] *= 1 + step / 5
+
+
+# a fault, the findings that name it, the roles of which a log needs one, and what it changes
+FAULTS: dict[str, tuple[set[str], set[str], Callable[[Values, int], Any]]] = {
+    "top_p 0.8": (
+        {"truncated_sampler", "mismatch"},  # a log without chi2 and ratio shows the difference
+        {"chi2", "ratio", "k3"},
+        lambda v, s: v.update(chi2=v["chi2"] - 0.05, ratio=v["ratio"] - 0.03, k3=1.1e-3),
+    ),
+    "stale weights": ({"stale_weights", "mismatch"}, {"k3", "abs"}, plant_stale),
+    "wrong end token": ({"cut_completions"}, {"truncated"}, lambda v, s: v.update(truncated=0.99)),
+    "rate too high": (
+        {"large_updates", "reference_drift", "reward_fell"},
+        {"update_kl", "clip", "reference_kl", "reward"},
+        lambda v, s: v.update(
+            update_kl=0.2, clip=0.3, reference_kl=0.6, reward=v["reward"] * (1 - s / 61)
+        ),
+    ),
+    "slow generation": ({"trainer_waits"}, {"wait_s"}, lambda v, s: v.update(wait_s=9.0)),
+    "constant reward in a third": (
+        {"equal_rewards"},
+        {"equal", "mixed"},
+        lambda v, s: v.update(equal=0.34, mixed=0.66),
+    ),
+}
+
+
+def make_rows(
+    framework: str, seed: int = 0, fault: Callable[[Values, int], Any] | None = None
+) -> list[dict[str, float]]:
+    """Make the rows of a run, with `step`."""
+    rng = random.Random(seed)
+    rows = []
+    for step in range(1, STEPS + 1):
+        values = {role: x * (1 + noise * rng.gauss(0, 0.5)) for role, (x, noise) in HEALTHY.items()}
+        values["lag"] = 0.0 if fault else values["lag"]
+        if fault:
+            fault(values, step)
+        names = NAMES[framework]
+        rows.append({"step": step} | {name: values[role] for role, name in names.items()})
+    return rows
+
+
+def write_jsonl(path: Path, rows: list[dict[str, float]], framework: str = "") -> Path:
+    if framework == "verl":
+        rows = [{"step": row["step"], "data": row} for row in rows]  # type: ignore[dict-item]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def diagnose(path: Path, name: str = "") -> dict[str, Any]:
+    return diagnosis.diagnose(run_log.read(path, name))
+
+
+def names_of(result: Mapping[str, Any]) -> set[str]:
+    return {finding["name"] for finding in result["findings"]}
+
+
+@pytest.mark.parametrize("framework", NAMES)
+def test_ten_healthy_runs_have_no_finding(framework: str, tmp_path: Path) -> None:
+    for seed in range(10):
+        rows = make_rows(framework, seed)
+        result = diagnose(write_jsonl(tmp_path / f"{seed}.jsonl", rows, framework))
+        assert result["framework"] == framework and not result["findings"], seed
+        assert {x["name"] for x in result["numbers"]} == {*rows[0]} - {"step"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("framework", NAMES)
+def test_each_fault_that_a_log_can_show_is_named(
+    framework: str, fault: str, tmp_path: Path
+) -> None:
+    expected, roles, plant = FAULTS[fault]
+    result = diagnose(write_jsonl(tmp_path / "m.jsonl", make_rows(framework, 1, plant), framework))
+    found = names_of(result)
+    assert found <= expected
+    if roles & {*NAMES[framework]}:
+        assert found
+    if fault == "stale weights":
+        assert ("stale_weights" in found) == bool(roles & {*NAMES[framework]})
+    if fault == "rate too high":
+        assert "reward_fell" in found
+    if fault == "top_p 0.8" and {"chi2", "ratio"} & {*NAMES[framework]}:
+        assert found == {"truncated_sampler"}
+    for finding in result["findings"]:  # numbers with their metric and rows, and a key
+        assert "60 rows" in finding["said"] or "mean" in finding["said"]
+        assert finding["try_this"] and "{" not in finding["said"] + finding["try_this"]
+
+
+def test_a_difference_at_lag_is_growth_or_nothing_but_no_mismatch(tmp_path: Path) -> None:
+    rows = [row | {"off_policy/mean": 3.0} for row in make_rows("prime-rl", 1)]
+    for row in rows:
+        row["mismatch_kl/all/mean"] = 5e-3
+    result = diagnose(write_jsonl(tmp_path / "m.jsonl", rows))
+    assert not result["findings"]
+    assert any("lag and mismatch come mixed" in note for note in result["notes"])
+
+
+# ---- files of the packages' own writers ----------------------------------------------------------
+
+
+def test_transformers_writes_the_state_that_is_read(tmp_path: Path) -> None:
+    rows = make_rows("trl", 1, FAULTS["constant reward in a third"][2])
+    for count in (20, 60):  # each checkpoint has the whole history so far
+        (tmp_path / f"checkpoint-{count}").mkdir()
+        path = tmp_path / f"checkpoint-{count}" / "trainer_state.json"
+        TrainerState(log_history=rows[:count]).save_to_json(str(path))
+    result = diagnose(tmp_path)
+    assert result["framework"] == "trl" and names_of(result) == {"equal_rewards"}
+    assert {x["rows"] for x in result["numbers"]} == {60} and not result["notes"]
+
+
+def test_torch_writes_the_events_that_are_read(tmp_path: Path) -> None:
+    rows = make_rows("slime", 1)
+    for part in (rows[:40], rows[30:]):  # the second after a resume
+        with SummaryWriter(str(tmp_path), filename_suffix=f".{len(part)}") as writer:
+            for row in part:
+                for name in {*row} - {"step"}:
+                    writer.add_scalar(name, row[name], int(row["step"]))
+    log = run_log.read(tmp_path)
+    assert log.framework == "slime"
+    assert [*log.find("update_kl")[1]] == [*range(1, 61)]
+
+
+def test_the_cookbook_writes_the_metrics_that_are_read(tmp_path: Path) -> None:
+    rows = make_rows("cookbook", 1)
+    program = (
+        "import json, sys\nfrom tinker_cookbook.utils.ml_log import JsonLogger\n"
+        "log = JsonLogger(sys.argv[1])\n"
+        "for row in json.load(sys.stdin): log.log_metrics(row, row.pop('step'))\n"
+        "log.log_summary({'env/all/reward/total': 0.5})\n"
+    )
+    command = [python_of("cookbook-0.6"), "-c", program, str(tmp_path)]
+    subprocess.run(command, input=json.dumps(rows), text=True, check=True, timeout=300)
+    log = run_log.read(tmp_path)
+    assert log.framework == "cookbook" and len(log.find("reward")[1]) == STEPS
+
+
+def test_a_tracker_exports_a_csv_with_the_names_of_runs(tmp_path: Path) -> None:
+    path = tmp_path / "export.csv"
+    lines = ["Step,a - async/staleness_mean,b - async/staleness_mean,a - async/staleness_mean__MIN"]
+    lines += [f"{step},{step / 100},7,0" for step in range(30)]
+    path.write_text("\n".join(lines))
+    log = run_log.read(path, "skyrl")
+    assert log.find("lag")[1][20] == 0.2
+    assert any("has 2 runs (a, b)" in note for note in log.notes)
+
+
+# ---- odd inputs ----------------------------------------------------------------------------------
+
+
+def write_verl(path: Path, steps: Any, value: Callable[[int], Any] = float) -> Path:
+    return write_jsonl(path, [{"step": x, "rollout_corr/k3_kl": value(x)} for x in steps], "verl")
+
+
+def test_a_torn_line_is_left_out_and_said(tmp_path: Path) -> None:
+    path = write_verl(tmp_path / "m.jsonl", range(9))
+    path.write_text(path.read_text()[:-12])
+    log = run_log.read(path)
+    assert [*log.find("k3")[1]] == [*range(8)]
+    assert log.notes == ["m.jsonl: 1 damaged or torn lines, the first is 9"]
+
+
+def test_a_resumed_run_keeps_its_later_rows(tmp_path: Path) -> None:
+    path = write_verl(tmp_path / "m.jsonl", [*range(9), *range(5, 7)])
+    path.write_text(path.read_text().replace(": 5.0", ": 50.0"))
+    log = run_log.read(path)
+    assert [*log.find("k3")[1]] == [*range(7)] and "go back from 8 to 5" in log.notes[0]
+
+
+def test_of_two_runs_in_a_file_the_last_counts(tmp_path: Path) -> None:
+    path = write_verl(tmp_path / "m.jsonl", [*range(1, 9), *range(1, 4)])
+    log = run_log.read(path)
+    assert [*log.find("k3")[1]] == [1, 2, 3] and "steps begin again at 1" in log.notes[0]
+
+
+def test_rows_of_two_frameworks_are_told_apart(tmp_path: Path) -> None:
+    rows = make_rows("verl", 1)
+    path = write_jsonl(tmp_path / "m.jsonl", [row | {"reward": 1.0} for row in rows])
+    log = run_log.read(path)
+    assert log.framework == "verl" and "reward" not in log.columns
+    assert "reward is refused: of another framework" in log.notes[0]
+
+
+def test_a_second_file_with_the_same_metrics_is_left_out(tmp_path: Path) -> None:
+    for name in "ab":
+        write_verl(tmp_path / f"{name}.jsonl", range(9), lambda x, name=name: float(name == "a"))
+    log = run_log.read(tmp_path)
+    assert {*log.find("k3")[1].values()} == {1.0} and "b.jsonl" in log.notes[0]
+
+
+def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:
+    log = run_log.read(
+        write_verl(tmp_path / "m.jsonl", range(9), lambda x: math.nan if x % 3 else x)
+    )
+    assert [*log.find("k3")[1]] == [0, 3, 6]
+    assert log.notes == ["rollout_corr/k3_kl: 6 values are not finite"]
+
+
+def test_a_long_log_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_log, "MOST", 100)
+    log = run_log.read(write_verl(tmp_path / "m.jsonl", range(5000)))
+    column = log.find("k3")[1]
+    assert 30 < len(column) <= 100 and all(step == value for step, value in column.items())
+    assert any(note.startswith("m.jsonl: one step of") for note in log.notes)
+
+
+def test_gzip_is_read_also_if_it_is_torn(tmp_path: Path) -> None:
+    text = write_verl(tmp_path / "m.jsonl", range(500)).read_bytes()
+    packed = gzip.compress(text)
+    for name, data in (("a.jsonl.gz", packed), ("b.jsonl.gz", packed[:-600])):
+        (tmp_path / name).write_bytes(data)
+    assert len(run_log.read(tmp_path / "a.jsonl.gz").find("k3")[1]) == 500
+    torn = run_log.read(tmp_path / "b.jsonl.gz")
+    assert 0 < len(torn.find("k3")[1]) < 500 and "torn at its end" in torn.notes[0]
+
+
+def test_a_torn_state_and_torn_events_keep_what_is_before(tmp_path: Path) -> None:
+    path = tmp_path / "trainer_state.json"
+    TrainerState(log_history=make_rows("trl")).save_to_json(str(path))
+    path.write_text(path.read_text()[:-3000])
+    log = run_log.read(path)
+    assert 20 < len(log.find("reward")[1]) < STEPS and "torn at its end" in log.notes[0]
+    with SummaryWriter(str(tmp_path / "events")) as writer:
+        for step in range(20):
+            writer.add_scalar("train/ppo_kl", 0.1, step)
+    (events,) = (tmp_path / "events").iterdir()
+    events.write_bytes(events.read_bytes()[:-9] + b"\xff" * 200)
+    log = run_log.read(events)
+    assert len(log.find("update_kl")[1]) >= 18 and "torn at its end" in log.notes[0]
+
+
+class NotLoaded:
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("it was loaded",)
+
+
+@pytest.mark.parametrize("name", ["dump.pkl", "metrics.jsonl", "dump.pt", "m.jsonl.gz"])
+def test_a_pickle_is_refused_unread(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    data = pickle.dumps(NotLoaded())
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    if name == "dump.pt":
+        torch.save({"a": 1}, path)
+    with pytest.raises(ConfigError, match="a pickle or an archive, which is not read"):
+        run_log.read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        ("", "", "no metric of verl, TRL, prime-rl"),
+        ('{"step": 1, "loss": 2}\n[1]\n', "", "1 damaged or torn lines"),
+        ('{"step": 1, "reward": 2}\n', "rllib", "--as rllib: choose one of verl"),
+        ('{"step": 1, "reward": 2}\n', "verl", "nothing can be judged"),
+    ],
+)
+def test_a_file_that_says_nothing_is_one_error(
+    text: str, name: str, expected: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(text)
+    done = CliRunner().invoke(main, ["diagnose", str(path), "--as", name])
+    assert done.exit_code == 2 and expected in done.stderr and done.stderr.count("\n") == 1
+
+
+# ---- logs that are known to be wrong -------------------------------------------------------------
+
+
+def test_wrong_logs_are_refused_or_explained_by_name(tmp_path: Path) -> None:
+    rows = [row | {"a/sample_staleness_theta_avg": 2.0} for row in make_rows("areal")]
+    result = diagnose(write_jsonl(tmp_path / "areal.jsonl", rows))
+    assert any("pull request 1736" in note for note in result["notes"])
+    assert all("staleness" not in x["name"] for x in result["numbers"])
+    rows = [row | {"policy/is_ratio_min": 0.0} for row in make_rows("skyrl")]
+    result = diagnose(write_jsonl(tmp_path / "skyrl.jsonl", rows))
+    assert any("policy/is_ratio_min is refused" in note for note in result["notes"])
+    rows = make_rows("verl")
+    for row in rows:
+        del row["rollout_corr/k3_kl"], row["rollout_corr/chi2_token"]
+    result = diagnose(write_jsonl(tmp_path / "verl.jsonl", rows, "verl"))
+    assert any("bypass mode" in note for note in result["notes"])
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_prints_text_json_and_a_page(tmp_path: Path) -> None:
+    fault = FAULTS["rate too high"][2]
+    path = write_jsonl(tmp_path / "m.jsonl", make_rows("trl", 1, fault))
+    text = CliRunner().invoke(main, ["diagnose", str(path), "--html", str(tmp_path / "page.html")])
+    assert text.exit_code == 0 and "Change: lower learning_rate" in text.stdout
+    page = (tmp_path / "page.html").read_text()
+    assert "lower learning_rate" in page and "clip_ratio/region_mean" in page
+    done = CliRunner().invoke(main, ["diagnose", str(path), "--json"])
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["framework"] == "trl" and result["numbers"][0]["steps"] == [1, 60]
+    assert "predict" not in done.stdout
