@@ -140,9 +140,7 @@ class LearnerCore:
         self.backend = make_backend(config, self.model)
         # one process computes the loss on the model's device and never waits for it; several ranks
         # exchange it on the host
-        self.loss_device = (
-            self.model.device if not config.learner.distributed else torch.device("cpu")
-        )
+        self.loss_device = torch.device("cpu") if config.learner.distributed else self.model.device
         self.critic = (
             Critic(config, self.model, self.backend) if config.advantage.name == "gae" else None
         )
