@@ -194,7 +194,7 @@ class ServeEngine(ProbedEngine):
             Path(self.folder.name).chmod(0o755)
         self.startup_s = config.watchdog.startup_s
         self.file: Path | None = None  # the loaded weights
-        self.expected = np.zeros(0, np.float32)  # log-probabilities of their probe
+        self.expected: np.ndarray  # log-probabilities of their probe
         self.revivals: set[asyncio.Task[None]] = set()
         self.readied = asyncio.Event()  # a server has become ready
         self.requests: dict[Key, LiveRequest] = {}

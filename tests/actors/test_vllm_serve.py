@@ -33,8 +33,6 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable, 
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 
-pytestmark = pytest.mark.slow
-
 
 class Played:
     """A server that answers each prompt with its tokens, and does what a test plants."""
@@ -288,6 +286,17 @@ def test_a_server_that_cannot_be_used_is_refused(
         give(engine(path, server), policy_model, 0)
 
 
+def test_a_server_that_keeps_ending_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_serve, "RESTARTS", 1)
+    server = engine_serve.Server("http://a", ["sh", "-c", "echo out of memory; exit 3"])
+    for _ in range(2):
+        server.start()
+        assert server.process is not None and server.process.wait(60)
+    with pytest.raises(PeerUnreachable, match=r"http://a ended: out of memory \| exit code 3"):
+        server.start()
+
+
+@pytest.mark.slow
 def test_a_real_server_samples_from_each_version_and_ends_whole(
     model: tuple[Path, policy.PolicyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
