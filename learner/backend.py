@@ -54,11 +54,11 @@ class TorchBackend(Trainer):
         self.model = model
         self.layout = build_manifest(model)
         # walking through the modules would take half the time of a small model's publication
-        self.weights: list[tuple[str, Tensor]] = (
-            list(model.hf.named_parameters(remove_duplicate=True))
-            if model.adapter is None
-            else list_named_weights(model)
-        )
+        self.weights: list[tuple[str, Tensor]]
+        if model.adapter is None:
+            self.weights = list(model.hf.named_parameters(remove_duplicate=True))
+        else:
+            self.weights = list_named_weights(model)
         self.alignment = self.build_gradient_alignment()
 
     def build_gradient_alignment(self) -> GradientAlignment | None:
@@ -165,11 +165,9 @@ class TorchBackend(Trainer):
         """
         if self.model.adapter is not None:
             return self.model.adapter.base.encode()
-        return (
-            compute_probe_logprobs(self.model).tobytes()
-            if self.config.generator.abilities.probed
-            else b""
-        )
+        if not self.config.generator.abilities.probed:
+            return b""
+        return compute_probe_logprobs(self.model).tobytes()
 
     def save(self, directory: Path) -> dict[str, Any]:
         """Return the optimizer's state, or write it below `directory` on every rank."""

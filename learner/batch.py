@@ -262,10 +262,7 @@ def split_micro_batches(
 
     def sort_key(sample: int) -> tuple[int, ...]:
         group = packed.group_of[sample]
-        return (
-            (longest[group], group, widest[sample], sample)
-            if by_group
-            else (widest[sample], sample)
-        )
+        first = (longest[group], group) if by_group else ()
+        return (*first, widest[sample], sample)
 
     return trainer.split_micro_batches(sorted(samples, key=sort_key), widest, tokens, rows, count)

@@ -67,11 +67,9 @@ class Learner(BufferPeer):
                 print(f"learner: learner.{change}", file=sys.stderr)
         record = config.record
         # before the hello: for most model directories it imports transformers
-        self.tokenizer = (
-            load_tokenizer(config.model.path)
-            if record.token_samples and record.samples_every
-            else None
-        )
+        self.tokenizer = None
+        if record.token_samples and record.samples_every:
+            self.tokenizer = load_tokenizer(config.model.path)
         self.publisher = Publisher(config, run_dir, self.epoch, self.core)
         first = self.number - self.publisher.depth  # the settings may ask for fewer than before
         earlier_versions = {n: data for n, data in earlier_versions.items() if n >= first}

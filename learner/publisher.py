@@ -161,11 +161,9 @@ class Publisher:
             for candidate, other_digest in self.ring.list_labels().items()
             if digest and other_digest == digest
         ]
-        return (
-            self.ring.read_part(max(equal_labels), digest, 0, self.ring.size)[1]
-            if equal_labels
-            else b""
-        )
+        if not equal_labels:
+            return b""
+        return self.ring.read_part(max(equal_labels), digest, 0, self.ring.size)[1]
 
     def list_held_versions(self, numbers: Container[int]) -> list[tuple[Label, str]]:
         """Return (label, digest) of the `numbers` that the ring holds."""

@@ -147,11 +147,9 @@ class LearnerCore:
         self.measure = SplitMeter(config, self.model, self.layout, self._forward)
         self.state = LearnerState(beta=config.kl.reward.coefficient)
         correction = config.correction
-        self.average = (
-            WeightAverage(self.backend, correction.ema_half_life)
-            if isinstance(correction, settings.AveragedCorrection)
-            else None
-        )
+        self.average = None
+        if isinstance(correction, settings.AveragedCorrection):
+            self.average = WeightAverage(self.backend, correction.ema_half_life)
         self.reported: set[str] = set()
         self.trained_samples: set[int] = set()  # of the batch, by any optimizer step
         self.sample_log: SampleLog | None = None  # set by the owner of a run directory
@@ -416,11 +414,9 @@ class LearnerCore:
                     break
             for samples in self._choose_minibatches(packed, epoch):
                 decides_before = self.backend.stops_first and by_step and bool(updates)
-                current = (
-                    self._forward(self.model, packed)
-                    if decides_before or step_loss.needs_current(prep)
-                    else None
-                )
+                current = None
+                if decides_before or step_loss.needs_current(prep):
+                    current = self._forward(self.model, packed)
                 step = step_loss.begin_step(
                     prep, torch.tensor(samples, device=self.loss_device), current
                 )
@@ -602,11 +598,10 @@ class LearnerCore:
         for name in sorted(shape_by_name):
             shape, dtype = shape_by_name[name]
             own_sum = sums.get(name, torch.zeros(shape, dtype=getattr(torch, dtype)))
-            totals[name] = (
-                self.backend.sum_over_ranks(own_sum.clone())
-                if not name.startswith("max/")
-                else self.backend.find_max_over_ranks(own_sum.clone())
-            )
+            if name.startswith("max/"):
+                totals[name] = self.backend.find_max_over_ranks(own_sum.clone())
+            else:
+                totals[name] = self.backend.sum_over_ranks(own_sum.clone())
         return totals
 
     def _apply(
@@ -718,11 +713,10 @@ class LearnerCore:
         """
         samples = range(packed.count) if samples is None else samples
         logprobs = torch.zeros(int(packed.offsets[-1]), device=self.loss_device)
-        passes = (
-            self._select_own_micro_batches(packed, samples)
-            if model is self.model
-            else [(micro, True) for micro in self._split_micro_batches(model, packed, samples)]
-        )
+        if model is self.model:
+            passes = self._select_own_micro_batches(packed, samples)
+        else:
+            passes = [(micro, True) for micro in self._split_micro_batches(model, packed, samples)]
         for micro, is_real in passes:
             output = self._run(model, packed, micro, entropy=False)
             if is_real:

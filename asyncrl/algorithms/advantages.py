@@ -176,11 +176,9 @@ def _find_next_value(values: Tensor, mask: Tensor, seq: Tensor, bootstrap: Tenso
     rows = PaddedRows(seq)
     values_matrix = rows.pad(where(mask, values, 0.0))
     mask_matrix = rows.pad(mask)
-    sample_of_row = (
-        seq[torch.cat([seq.new_ones(1, dtype=torch.bool), seq[1:] != seq[:-1]])]
-        if len(seq)
-        else seq
-    )
+    sample_of_row = seq
+    if len(seq):
+        sample_of_row = seq[torch.cat([seq.new_ones(1, dtype=torch.bool), seq[1:] != seq[:-1]])]
     carry = bootstrap.to(values_matrix.dtype)[sample_of_row]
     following = torch.empty_like(values_matrix)
     for t in range(values_matrix.shape[1] - 1, -1, -1):
@@ -265,13 +263,10 @@ def scale_to_unit(x: Tensor, reference: Tensor | None = None) -> Tensor:
     `reference` holds the values that map to 0 and 1, when they are not x itself.
     """
     reference = x if reference is None else reference
-    return (
-        where(
-            _are_equal(reference), 0.0, (x - reference.min()) / (reference.max() - reference.min())
-        )
-        if len(reference)
-        else x
-    )
+    if not len(reference):
+        return x
+    low, high = reference.aminmax()
+    return where(_are_equal(reference), 0.0, (x - low) / (high - low))
 
 
 def compute_overlong_penalty(lengths: Tensor, limit: int, ramp: int) -> Tensor:
@@ -734,11 +729,9 @@ def compute_advantage(
         adv, returns = (batch.rewards > 0).to(batch.rewards.dtype)[batch.seq], None
     else:
         adv, returns = _compute_penalized(shaped, kl_penalty, config)
-    net_rewards = (
-        shaped.rewards
-        if kl_penalty is None
-        else shaped.rewards - sum_by_sample(kl_penalty, batch.seq, batch.count)
-    )
+    net_rewards = shaped.rewards
+    if kl_penalty is not None:
+        net_rewards = shaped.rewards - sum_by_sample(kl_penalty, batch.seq, batch.count)
     scalars = {
         "reward/mean": batch.rewards.mean(),
         "reward/std": _compute_std(batch.rewards),

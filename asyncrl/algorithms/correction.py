@@ -264,11 +264,9 @@ def find_m2_threshold(log_rho: Tensor, mask: Tensor, limit: float = 0.04) -> Ten
     square = where(magnitude.isfinite(), magnitude, 0.0).square()
     rank = torch.arange(1, len(magnitude) + 1, device=magnitude.device)
     beyond = magnitude.isfinite() & (square.cumsum(0) / rank > limit)
-    return (
-        where(beyond, magnitude, torch.inf).amin()
-        if len(magnitude)
-        else magnitude.new_tensor(torch.inf)
-    )
+    if not len(magnitude):
+        return magnitude.new_tensor(torch.inf)
+    return where(beyond, magnitude, torch.inf).amin()
 
 
 def compute_effective_sample_size(w: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -355,10 +353,7 @@ def correct(
     stats = stats or WeightStatistics()
     w = where(kept, w, 0.0)
     if c.self_normalize:
-        stats.mean = (
-            compute_mean_weight(w, mask & kept, seq, n, c.level)
-            if stats.mean is None
-            else stats.mean
-        )
+        if stats.mean is None:
+            stats.mean = compute_mean_weight(w, mask & kept, seq, n, c.level)
         w = w / stats.mean
     return ImportanceWeights(w, kept, veto)

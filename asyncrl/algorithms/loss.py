@@ -204,11 +204,10 @@ def prepare(
             (batch.token_lag - config.staleness.limit).clamp(min=0).to(staleness_weight.dtype)
             / config.staleness.half_life,
         )
-    adv, returns, scalars = (
-        compute_advantage(batch, valid, config, baseline, beta)
-        if advantages is None
-        else (advantages, None, {})
-    )
+    if advantages is None:
+        adv, returns, scalars = compute_advantage(batch, valid, config, baseline, beta)
+    else:
+        adv, returns, scalars = advantages, None, {}
     corrected = None
     if batch.proximal is not None and config.loss.surrogate != "reinforce":
         corrected = _correct(batch, slice(None), batch.proximal, valid, config, adv=adv)
@@ -331,11 +330,9 @@ def begin_step(prep: PreparedBatch, samples: Tensor, current: Tensor | None = No
     counted_tokens = step_tokens = prep.valid & in_step[batch.seq]
     if prep.corrected is not None and c.correction.denominator == "after":
         counted_tokens = counted_tokens & prep.corrected.kept
-    length = (
-        float(c.loss.norm_length or c.generator.max_new_tokens)
-        if c.loss.reduction == "seq-mean-token-sum-norm"
-        else 1.0
-    )
+    length = 1.0
+    if c.loss.reduction == "seq-mean-token-sum-norm":
+        length = float(c.loss.norm_length or c.generator.max_new_tokens)
     factor = reductions.compute_factors(
         counted_tokens, batch.seq, batch.count, c.loss.reduction, length
     )

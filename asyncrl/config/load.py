@@ -411,11 +411,9 @@ def format_value(value: Any) -> str:
     """Format a value as in a config, or a section as a table."""
     if value is None:
         return "not set"
-    return (
-        toml_writer.dumps({"x": value}).partition("=")[2].strip()
-        if not isinstance(value, dict)
-        else str(value)
-    )
+    if isinstance(value, dict):
+        return str(value)
+    return toml_writer.dumps({"x": value}).partition("=")[2].strip()
 
 
 def dump(config: msgspec.Struct) -> str:
@@ -432,13 +430,10 @@ def build_schema() -> RawTable:
     fills keys of several sections."""
     schema = layers.build_schema(Config)
     for field in layers.map_fields(Config).values():
-        tag, _ = (
-            layers.get_tag(default := layers.choose_struct(field, {}))
-            if layers.list_structs(field.type)
-            else ("", "")
-        )
-        if tag:
-            schema["$defs"][default.__name__]["required"].remove(tag)
+        if layers.list_structs(field.type):
+            default = layers.choose_struct(field, {})
+            if tag := layers.get_tag(default)[0]:
+                schema["$defs"][default.__name__]["required"].remove(tag)
     schema["$defs"]["Config"]["properties"] = {
         "method": {"enum": list(methods.METHODS), "description": methods.DESCRIPTION}
     } | schema["$defs"]["Config"]["properties"]

@@ -55,11 +55,9 @@ def multiply(x: Tensor, w: Tensor) -> Tensor:
     another order of summation, for other n.
     """
     width = w.shape[1]
-    return (
-        x @ w
-        if width >= COLUMNS
-        else (x @ cat([w, w.new_zeros(len(w), COLUMNS - width)], 1))[:, :width]
-    )
+    if width >= COLUMNS:
+        return x @ w
+    return (x @ cat([w, w.new_zeros(len(w), COLUMNS - width)], 1))[:, :width]
 
 
 @cache

@@ -92,11 +92,9 @@ class ImageEncoder:
     def build_inputs(names: Iterable[str], features: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the arguments of a forward pass whose image tokens are `names`, in row order."""
         encoded = [features[name] for name in names]
-        return (
-            {"mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=encoded)}}
-            if encoded
-            else {}
-        )
+        if not encoded:
+            return {}
+        return {"mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=encoded)}}
 
     def exclude_image_token(self, logits: Tensor) -> Tensor:
         """Exclude the image token from sampling: only a prompt may hold one.

@@ -55,11 +55,9 @@ def list_shapes(raw: JsonObject) -> dict[str, tuple[int, ...]]:
         "v": raw["num_key_value_heads"] * dim,
     }
     family = raw["model_type"]
-    biased = (
-        {"llama": "qkvo", "qwen3": "qkvo"}.get(family, "")
-        if raw.get("attention_bias")
-        else ("qkv" if family == "qwen2" else "")
-    )
+    biased = "qkv" if family == "qwen2" else ""
+    if raw.get("attention_bias"):
+        biased = {"llama": "qkvo", "qwen3": "qkvo"}.get(family, "")
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (raw["vocab_size"], width)}
     for layer in range(raw["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
@@ -132,8 +130,6 @@ def find_rope_base(raw: JsonObject) -> float | None:
     rope = raw.get("rope_parameters")
     if rope is None:
         return raw.get("rope_theta")
-    return (
-        rope.get("rope_theta")
-        if set(rope) == {"rope_type", "rope_theta"} and rope["rope_type"] == "default"
-        else None
-    )
+    if set(rope) == {"rope_type", "rope_theta"} and rope["rope_type"] == "default":
+        return rope.get("rope_theta")
+    return None

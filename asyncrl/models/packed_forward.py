@@ -364,13 +364,12 @@ class _PickedLogprobs(Function):
         gw = torch.zeros_like(weight)
         for at in range(0, hidden.shape[0], ctx.step):
             s = slice(at, at + ctx.step)
-            logs = (
-                saved_logs[0]
-                if saved_logs
-                else log_softmax(
+            if saved_logs:
+                logs = saved_logs[0]
+            else:
+                logs = log_softmax(
                     exact_operators.multiply(hidden[s], weight.T).float() * scale[s, None], -1
                 )
-            )
             p = logs.exp()
             supported = p if ctx.support is None else ctx.support.renormalize(logs, at).exp()
             d = supported * -grads[0][s, None]
@@ -739,10 +738,9 @@ def _list_replayed(lay: ModelLayout, pl: PackingPlan, rows: ForwardInput) -> lis
     layers = lay.hf.model.layers
     shape = lay.routing
     lengths = [(len(p), len(r)) for p, r in zip(rows.prompts, rows.responses, strict=True)]
-    table = (
-        None
-        if shape is None
-        else expert_layers.build_replay_table(
+    table = None
+    if shape is not None:
+        table = expert_layers.build_replay_table(
             rows.routed,
             lengths,
             prompt_samples=pl.first,
@@ -751,7 +749,6 @@ def _list_replayed(lay: ModelLayout, pl: PackingPlan, rows: ForwardInput) -> lis
             shape=shape,
             device=pl.ids.device,
         )
-    )
     if table is None:
         return [None] * len(layers)
     by_layer = iter(table)

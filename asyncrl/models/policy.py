@@ -261,11 +261,9 @@ def load_policy(
     if hf is None:
         import transformers
 
-        maker = (
-            transformers.AutoModelForCausalLM
-            if read_shape(path) is None
-            else transformers.AutoModelForImageTextToText
-        )
+        maker = transformers.AutoModelForCausalLM
+        if read_shape(path) is not None:
+            maker = transformers.AutoModelForImageTextToText
         try:
             config = transformers.AutoConfig.from_pretrained(str(path))
             # None: sdpa where the architecture supports it, whatever config.json names

@@ -400,11 +400,10 @@ def encode_chat_response(
     )
     # a template may strip the text, or write earlier turns differently once there is an answer
     text = answer if answer in full_text else answer.strip()
-    turn = (
-        full_text[len(prompt_text) :]
-        if full_text.startswith(prompt_text)
-        else text + _find_text_after(full_text, text)
-    )
+    if full_text.startswith(prompt_text):
+        turn = full_text[len(prompt_text) :]
+    else:
+        turn = text + _find_text_after(full_text, text)
     if text not in turn:
         turn = text
     ids = list(full_tokenizer.encode(turn, add_special_tokens=False))

@@ -191,11 +191,9 @@ def open_weight_files(path: Path) -> Iterator[Any]:
     import safetensors
 
     index = path / INDEX
-    files = (
-        sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        if index.is_file()
-        else [WEIGHTS]
-    )
+    files = [WEIGHTS]
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     for name in files:
         with safetensors.safe_open(str(path / name), framework="pt") as opened:
             yield opened

@@ -44,13 +44,11 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
     except OSError as error:
         raise make_unwritable_error(run_dir, error) from error
     (run_dir / "command").write_text(" ".join(sys.argv) + "\n", encoding="utf-8")
-    git = (
-        subprocess.run(
+    git = ""
+    if shutil.which("git"):
+        git = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         ).stdout
-        if shutil.which("git")
-        else ""
-    )
     (run_dir / "commit").write_text(git or "unknown\n", encoding="utf-8")
     # written last: a directory without it is created again
     atomic_write.write(run_dir / "config.toml", toml, sync=True)

@@ -131,11 +131,9 @@ class Recording:
         """Explain why the stream ends before batch `steps`; empty if it does not."""
         if self.end >= steps:
             return ""
-        reason = (
-            "the run ended there"
-            if not self.torn
-            else f"the run ended while it wrote the next record ({self.torn})"
-        )
+        reason = "the run ended there"
+        if self.torn:
+            reason = f"the run ended while it wrote the next record ({self.torn})"
         if self.full:
             reason = "it had reached record.stream_mib"
         if self.hole:

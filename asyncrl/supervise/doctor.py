@@ -95,11 +95,10 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> Json
     peers = [] if status is None else list(status.peers)
     process_states = describe_processes(config, run_dir, peers)
     # a buffer knows the number of steps from its learner's hello on
-    committed = (
-        status.committed
-        if status is not None and "learner" in status.peers
-        else max((int(r["step"]) for r in rows), default=-1) + 1
-    )
+    if status is not None and "learner" in status.peers:
+        committed = status.committed
+    else:
+        committed = max((int(r["step"]) for r in rows), default=-1) + 1
     settings = config.watchdog
     watchdog = ProgressWatchdog(settings.multiple, settings.floor_s, settings.startup_s)
     for count, row in enumerate(rows, 1):

@@ -275,11 +275,9 @@ def format_status(status: RunStatus, seconds_left: float | None = None) -> str:
         for name, goal, _, age in status.waits
         if age > 1
     ]
-    blocking = (
-        [escape_line(status.held_up.describe(), LONGEST_LINE)]
-        if status.held_up is not None and waits
-        else []
-    )
+    blocking = []
+    if status.held_up is not None and waits:
+        blocking = [escape_line(status.held_up.describe(), LONGEST_LINE)]
     slow = (
         describe_reward_wait(metrics),
         describe("link", metrics),

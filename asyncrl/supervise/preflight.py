@@ -498,11 +498,9 @@ def check_characters(subject: Subject) -> str:
     missing = ", ".join(
         f"{character!r} ({prompt_name})" for character, prompt_name in affected.items()
     )
-    remedy = (
-        f"delete {subject.path} to have a tiny model built for these prompts"
-        if subject.config.model.warm_start
-        else "change the prompts, or choose a model whose vocabulary has them"
-    )
+    remedy = "change the prompts, or choose a model whose vocabulary has them"
+    if subject.config.model.warm_start:
+        remedy = f"delete {subject.path} to have a tiny model built for these prompts"
     raise DoubtfulCheck(
         f"task: the vocabulary in {subject.path} lacks {escape_line(missing, NAMED_CHARACTERS)}; "
         f"the model reads the unknown token in their place: {remedy}"

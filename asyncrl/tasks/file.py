@@ -198,11 +198,9 @@ def canonicalize(prompt: Prompt) -> str:
 
     It contains the digests of the images."""
     columns = [prompt.meta.get(name) for name in TEMPLATE_COLUMNS]
-    text = (
-        json.dumps([*map(_identify_turn, prompt.messages), *filter(None, columns)])
-        if prompt.messages
-        else prompt.text.strip()
-    )
+    text = prompt.text.strip()
+    if prompt.messages:
+        text = json.dumps([*map(_identify_turn, prompt.messages), *filter(None, columns)])
     return "\0".join([text, *map(digest, prompt.images)])
 
 

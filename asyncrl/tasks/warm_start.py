@@ -54,11 +54,9 @@ def warm_start(
     assert isinstance(task, synthetic.SyntheticTask | file.FileTask | MixtureTask)
     count = task.steps if steps is None else steps
     demonstrations = task.make_demonstrations(count * BATCH, config.seed)
-    images = (
-        task.make_demonstration_images(count * BATCH, config.seed)
-        if isinstance(task, CountTask)
-        else None
-    )
+    images = None
+    if isinstance(task, CountTask):
+        images = task.make_demonstration_images(count * BATCH, config.seed)
     temporary = Path(f"{path}.part{os.getpid()}")
     temporary.parent.mkdir(parents=True, exist_ok=True)
     previous_threads = torch.get_num_threads()

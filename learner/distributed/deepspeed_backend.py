@@ -175,11 +175,10 @@ class DeepSpeedBackend(DistributedBackend):
         self.release_gathered()
         views = read_flat(buffer, self.layout) if buffer is not None else {}
         # partitioned parameters are gathered by identity, not by content
-        published = (
-            list(self.model.hf.named_parameters(remove_duplicate=True))
-            if self.model.adapter is None
-            else list_named_weights(self.model)
-        )
+        if self.model.adapter is not None:
+            published = list_named_weights(self.model)
+        else:
+            published = list(self.model.hf.named_parameters(remove_duplicate=True))
         for name, parameter in published:
             with self.guard(), self.gathered([parameter], modifier_rank=None, enabled=self.sharded):
                 if views:

@@ -114,11 +114,9 @@ class FsdpBackend(DistributedBackend):
     def _shard(
         self, root: nn.Module, layers: Sequence[nn.Module], policy: MixedPrecisionPolicy
     ) -> None:
-        offload = (
-            CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-            if self.config.learner.offload
-            else OffloadPolicy()
-        )
+        offload = OffloadPolicy()
+        if self.config.learner.offload:
+            offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         for module in [*layers, root]:
             sharded: Any = fully_shard(
                 module, mesh=self.mesh, mp_policy=policy, offload_policy=offload

@@ -220,11 +220,9 @@ class DistributedBackend(TorchBackend):
 
     def split_samples(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         order = sorted(samples, key=lambda i: (lengths[i], i))
-        return (
-            [order[r :: self.ranks] for r in range(self.ranks)]
-            if self.ranks > 1
-            else [list(samples)]
-        )
+        if self.ranks == 1:
+            return [list(samples)]
+        return [order[r :: self.ranks] for r in range(self.ranks)]
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         if self.ranks > 1:

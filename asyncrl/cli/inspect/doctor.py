@@ -41,13 +41,11 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
     rundir.require_run(run_dir)
     config = load.load(run_dir / "config.toml")
     can_answer = bool(config.wires.address) or process_log.is_alive(run_dir, "buffer")
-    status = (
-        live.request_status(
+    status = None
+    if can_answer:
+        status = live.request_status(
             rundir.get_current_buffer_address(config, run_dir), config.wires.curve_dir, 3.0
         )
-        if can_answer
-        else None
-    )
     examination = doctors.examine_run(config, run_dir, status)
     if as_json:
         print(json.dumps(examination))

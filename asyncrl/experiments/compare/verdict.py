@@ -225,11 +225,9 @@ def state_verdict(name: str, base: str, difference: PairedDifference, measure: s
             f"p = {difference.adjusted:.3f} with Holm's correction"
         )
     needed = count_needed_seeds(difference.mean, difference.sd)
-    advice = (
-        f"about {needed} seeds would show a difference of this size"
-        if needed
-        else "no practical number of seeds would show so small a difference"
-    )
+    advice = "no practical number of seeds would show so small a difference"
+    if needed:
+        advice = f"about {needed} seeds would show a difference of this size"
     return (
         f"{name} against {base}: no difference visible at {difference.seeds} seeds ({measured}); "
         f"{advice}"

@@ -267,11 +267,10 @@ def average(trees: Sequence[JsonObject]) -> JsonObject:
     """
     means: JsonObject = {}
     for key, value in trees[0].items():
-        means[key] = (
-            average([e[key] for e in trees])
-            if isinstance(value, dict)
-            else sum(e[key] for e in trees) / len(trees)
-        )
+        if isinstance(value, dict):
+            means[key] = average([e[key] for e in trees])
+        else:
+            means[key] = sum(e[key] for e in trees) / len(trees)
         if key == "relative_bias":
             means["relative_bias_max"] = max(e[key] for e in trees)
     return means

@@ -112,11 +112,10 @@ class ResponseSpace:
                 )
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (
-                (middle, high)
-                if float(self.compute_kl(theta + middle * noise, theta)) / self.length < kl
-                else (low, middle)
-            )
+            if float(self.compute_kl(theta + middle * noise, theta)) / self.length < kl:
+                low = middle
+            else:
+                high = middle
         return theta + high * noise
 
     def sample(self, mu: Tensor, count: int, seed: int) -> Tensor:

@@ -156,11 +156,9 @@ class Replay:
         self.changed = format_changes(
             find_differences(msgspec.to_builtins(self.recorded), msgspec.to_builtins(last_config))
         )
-        self.cut = (
-            ""
-            if until is not None and until <= recording.end
-            else recording.explain_missing_part(self.recorded.learner.steps)
-        )
+        self.cut = ""
+        if until is None or until > recording.end:
+            self.cut = recording.explain_missing_part(self.recorded.learner.steps)
         if self.recorded.learner.backend != "torch" and self.start:
             raise ConfigError(
                 f"--from {self.start}: the optimizer state comes from learner.backend = "
@@ -443,10 +441,10 @@ def state_verdict(comparison: JsonObject) -> str:
             "unstable by rule on the same data, where the recorded run was not: "
             f"{'; '.join(replayed)}"
         )
+    if not replayed:
+        return "both stable by rule"
     return (
         f"both unstable by rule: recorded: {'; '.join(recorded)}; replayed: {'; '.join(replayed)}"
-        if replayed
-        else "both stable by rule"
     )
 
 
