@@ -361,11 +361,6 @@ def _apply_grpo(a: RewardedBatch, c: settings.GrpoAdvantage) -> Tensor:
     return center_by_group(a.rewards, a.groups) / (a.rewards.std(correction=c.ddof) + c.eps)
 
 
-def _apply_dr_grpo(a: RewardedBatch, c: settings.Advantage) -> Tensor:
-    """r_i - mean, without division (Liu et al. 2025, arXiv 2503.20783)."""
-    return center_by_group(a.rewards, a.groups)
-
-
 def _apply_maxrl(a: RewardedBatch, c: settings.Advantage) -> Tensor:
     """(r_i - mean) / mean, 0 where the group's mean is not above 0 (MaxRL, arXiv 2602.02710).
 
@@ -470,15 +465,6 @@ def _apply_oapl(a: RewardedBatch, c: settings.OaplAdvantage) -> Tensor:
             mean = average_by_group(((a.rewards - value) / c.beta).exp(), a.groups)
             value = value + c.beta * mean.log()
     return where(find_zero_variance(a.rewards, a.groups), 0.0, a.rewards - value)
-
-
-def _apply_asymre(a: RewardedBatch, c: settings.AsymreAdvantage) -> Tensor:
-    """r - (group mean + shift) (AsymRE, arXiv 2506.20520).
-
-    With shift below 0, rewarded samples count for more than unrewarded ones, and a zero-variance
-    group gets a positive advantage.
-    """
-    return center_by_group(a.rewards, a.groups) - c.shift
 
 
 def _apply_remax(a: RewardedBatch, c: settings.Advantage) -> Tensor:
@@ -608,12 +594,15 @@ BY_ANSWER: dict[str, Callable[[RewardedBatch, Any], Tensor]] = {
     "reinforce": lambda a, c: choose_function("advantage.baseline", BASELINES, c.baseline)(a),
     "rloo": lambda a, c: compute_rloo(a.rewards, a.groups),
     "grpo": _apply_grpo,
-    "dr_grpo": _apply_dr_grpo,
+    # r_i - mean, without division (Liu et al. 2025, arXiv 2503.20783)
+    "dr_grpo": lambda a, c: center_by_group(a.rewards, a.groups),
     "opo": _apply_opo,
     "gpg": _apply_gpg,
     "remax": _apply_remax,
     "oapl": _apply_oapl,
-    "asymre": _apply_asymre,
+    # r - (group mean + shift) (AsymRE, arXiv 2506.20520): with shift below 0 rewarded samples count
+    # for more than unrewarded ones, and a zero-variance group gets a positive advantage
+    "asymre": lambda a, c: center_by_group(a.rewards, a.groups) - c.shift,
     "opob": _apply_opob,
     "maxrl": _apply_maxrl,
     "pass_at_k": _apply_pass_at_k,

@@ -155,7 +155,9 @@ def _apply_layers(
             item_numbers[chooser] = number
     if tree.root is not Config:
         return _convert(tree, raw, source)
-    methods.choose_functions(raw)
+    for key, chooser in methods.FUNCTIONS.items():
+        if key in flatten(raw):
+            layers.put(raw, chooser, "function")
     presets.forget(raw, source.sets)
     if (
         "correction.proximal" in item_numbers

@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.algorithms import settings
 from asyncrl.config import layers
-from asyncrl.contract.toml_writer import RawTable, flatten, read_table
+from asyncrl.contract.toml_writer import RawTable, read_table
 
 DESCRIPTION = (
     "A published method: it sets all its keys that you do not give. `asyncrl methods` lists them."
@@ -103,13 +103,6 @@ def replace(raw: RawTable) -> None:
 
 # key of a function of the user -> key of what it replaces
 FUNCTIONS = {"loss.function": "loss.surrogate", "advantage.function": "advantage.name"}
-
-
-def choose_functions(raw: RawTable) -> None:
-    """Choose the user's functions that `raw` names, unless it names a surrogate or advantage."""
-    for key, chooser in FUNCTIONS.items():
-        if key in flatten(raw):
-            layers.put(raw, chooser, "function")
 
 
 def fill(raw: RawTable) -> None:

@@ -100,7 +100,6 @@ def check(config: Config) -> list[str]:
     rules = (
         *((_check_sessions,) if config.uses_sessions else ()),
         _check_staleness,
-        _check_weight_slots,
         _check_advantage,
         _check_devices,
         _check_prompt_sources,
@@ -121,7 +120,7 @@ def check_name_and_device(config: Any) -> list[str]:
 
 
 def _check_staleness(config: Config) -> Problems:
-    """Check the injected lag."""
+    """Check the injected lag, and the slots that the proximal policy needs."""
     inject = config.staleness.inject
     largest = len(inject) - 1 if isinstance(inject, list) else inject or 0
     if inject is not None and largest > config.staleness.limit:
@@ -134,9 +133,6 @@ def _check_staleness(config: Config) -> Problems:
             "staleness.inject: give the probabilities of lag 0, 1, 2, ...; none negative, not all "
             "zero"
         )
-
-
-def _check_weight_slots(config: Config) -> Problems:
     versions = config.staleness.limit + 2
     if config.correction.proximal == "version" and config.weights.slots < versions < math.inf:
         yield (
@@ -375,15 +371,11 @@ def _check_devices(config: Config) -> Problems:
 
 def find_warnings(config: Config) -> list[str]:
     """Return the warnings that a run prints once at its start."""
-    return [*_find_rate_warnings(config), *apply_table("warnings", config)]
-
-
-def _find_rate_warnings(config: Config) -> Problems:
-    """Warn about a learning rate that is far above that of the model's size."""
-    if config.learner.optimizer == "sgd" or config.model.path.startswith("hf://"):
-        return
-    usual, reason = presets.choose_learning_rate(config.model.path, lora=bool(config.lora.rank))
-    if usual is not None and config.learner.lr >= 10 * usual:
-        yield (
-            f"learner.lr: {config.learner.lr:g} is that of a tiny model; {usual:g} is the {reason}"
-        )
+    warnings = [*apply_table("warnings", config)]
+    lr, path = config.learner.lr, config.model.path
+    if config.learner.optimizer != "sgd" and not path.startswith("hf://"):
+        usual, reason = presets.choose_learning_rate(path, lora=bool(config.lora.rank))
+        if usual is not None and lr >= 10 * usual:
+            text = f"learner.lr: {lr:g} is that of a tiny model; {usual:g} is the {reason}"
+            warnings.insert(0, text)
+    return warnings

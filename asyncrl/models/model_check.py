@@ -76,7 +76,14 @@ def check(
         read_settings(path, "model.path", fetch.GENERATION_CONFIG)
     check_weights(path)
     tokenizer = load_tokenizer(path)
-    check_vocabulary(raw, path, tokenizer)
+    size = get_language_config(raw).get("vocab_size")
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if isinstance(size, int) and largest >= size:
+        raise ConfigError(
+            f"model.path: the tokenizer in {path} has tokens up to number {largest}, the model's "
+            f"vocabulary ends at {size - 1} (vocab_size): they do not belong together, or the "
+            "embeddings were not resized"
+        )
     max_positions = find_max_positions(raw)
     if max_positions is not None and config.generator.context > max_positions:
         raise ConfigError(
@@ -171,18 +178,6 @@ def check_kind(raw: JsonObject, path: Path, key: str) -> None:
     if raw.get("is_encoder_decoder"):
         raise ConfigError(
             f"{key}: {path} is an encoder-decoder model (config.json), not a causal LM"
-        )
-
-
-def check_vocabulary(raw: JsonObject, path: Path, tokenizer: Any) -> None:
-    """Raise ConfigError for a tokenizer with tokens that the model has no embedding for."""
-    size = get_language_config(raw).get("vocab_size")
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if isinstance(size, int) and largest >= size:
-        raise ConfigError(
-            f"model.path: the tokenizer in {path} has tokens up to number {largest}, the model's "
-            f"vocabulary ends at {size - 1} (vocab_size): they do not belong together, or the "
-            "embeddings were not resized"
         )
 
 

@@ -136,7 +136,14 @@ def take_leadership(
         while True:
             terms = list_term_files(run_dir)
             if terms and not (moved or supervised):
-                _refuse_elsewhere(run_dir, terms[-1], start.host)
+                newest, end = read(terms[-1])
+                if newest is not None and not end and newest.host != start.host:
+                    raise ConfigError(
+                        f"{run_dir} has a buffer on {newest.host} (process {newest.pid}, "
+                        f"{newest.address}), which has not recorded its end: if it is lost or "
+                        "hangs, take over the run with --take-over ADDRESS, an address of this "
+                        "machine"
+                    )
             path = folder / f"{int(terms[-1].name) + 1 if terms else 1:08d}"
             try:
                 os.link(part, path)
@@ -150,14 +157,3 @@ def take_leadership(
         if earlier < path:
             _end(earlier, f"term {path.name} is process {start.pid} on {start.host} at {address}")
     return BufferTerm(path, start, len(data))
-
-
-def _refuse_elsewhere(run_dir: Path, newest: Path, host: str) -> None:
-    """Raise ConfigError if a buffer may still run on another host."""
-    start, end = read(newest)
-    if start is not None and not end and start.host != host:
-        raise ConfigError(
-            f"{run_dir} has a buffer on {start.host} (process {start.pid}, {start.address}), which "
-            "has not recorded its end: if it is lost or hangs, take over the run with "
-            "--take-over ADDRESS, an address of this machine"
-        )

@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, TYPE_CHECKING, Any
@@ -164,24 +165,20 @@ def load_run(path: str | Path) -> LoadedRun:
     )
 
 
+@dataclass
 class RunFollower:
     """Read the new output of a run and call the callbacks.
 
     stopped: a callback has ended the run; no callback is called after that.
     """
 
-    def __init__(
-        self,
-        on_step: Callback | None,
-        on_evaluation: Callback | None,
-        on_checkpoint: Callback | None,
-    ) -> None:
-        self.on_step, self.on_evaluation = on_step, on_evaluation
-        self.on_checkpoint = on_checkpoint
-        self.run_dir: Path | None = None
-        self.stopped = False
-        self._offset = 0
-        self._version = 0
+    on_step: Callback | None
+    on_evaluation: Callback | None
+    on_checkpoint: Callback | None
+    run_dir: Path | None = None
+    stopped: bool = False
+    _offset: int = 0
+    _version: int = 0
 
     def read_new(self) -> None:
         """Call the callbacks for every new row of metrics.jsonl and for a new checkpoint."""

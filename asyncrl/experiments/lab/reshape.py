@@ -186,21 +186,6 @@ class TabularTrainer:
         return row
 
 
-def _find_extremes(rows: list[list[dict[str, float]]], a_batch: int) -> dict[str, list[float]]:
-    """Return the extremes of each seed.
-
-    They are the largest KL of any batch and of the first, the last reward, and the number of steps.
-    a_batch: steps of a batch.
-    """
-    return {
-        "kl": [max(x["kl"] for x in r) for r in rows],
-        "kl_batch": [max(x["kl_batch"] for x in r) for r in rows],
-        "kl_first": [max(x["kl"] for x in r[:a_batch]) for r in rows],
-        "reward": [r[-1]["reward"] for r in rows],
-        "steps": [sum("grad_norm" in x for x in r) for r in rows],
-    }
-
-
 def measure(
     vocabulary: int,
     length: int,
@@ -215,7 +200,8 @@ def measure(
     """Run the experiment.
 
     - runs[optimizer][arm][quantity]: mean over seeds at every step
-    - highest[optimizer][arm]: each seed's largest KL of any batch
+    - highest[optimizer][arm]: each seed's largest KL of any batch and of the first, its last reward
+      and its number of steps
     """
     space = ResponseSpace(vocabulary, length)
     cases = [
@@ -238,7 +224,13 @@ def measure(
                 n: [_average([row.get(n, nan) for row in step]) for step in zip(*rows, strict=True)]
                 for n in rows[0][0]
             }
-            highest[optimizer][arm] = _find_extremes(rows, epochs * minibatches)
+            highest[optimizer][arm] = {
+                "kl": [max(x["kl"] for x in r) for r in rows],
+                "kl_batch": [max(x["kl_batch"] for x in r) for r in rows],
+                "kl_first": [max(x["kl"] for x in r[: epochs * minibatches]) for r in rows],
+                "reward": [r[-1]["reward"] for r in rows],
+                "steps": [sum("grad_norm" in x for x in r) for r in rows],
+            }
     return {
         "vocabulary": vocabulary,
         "length": length,

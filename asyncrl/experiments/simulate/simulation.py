@@ -112,13 +112,10 @@ class Simulation:
         self.events: list[tuple[float, int, Handler, Any]] = []
         self.count = itertools.count()
         self.rng = random.Random(seed)
-
-        def get_stage() -> float:
-            """Return the completed share of the run."""
-            return self.number / config.learner.steps
-
         self.samplers = {
-            name: make_sampler(getattr(times, name), self.rng, name, get_stage)
+            name: make_sampler(
+                getattr(times, name), self.rng, name, lambda: self.number / config.learner.steps
+            )
             for name in DISTRIBUTIONS
         }
         self.sample_length = _make_length_sampler(times, config, self.rng)
