@@ -9,23 +9,17 @@ from torch import Tensor
 
 from asyncrl.algorithms.ratios import choose_function, sum_by_sample
 
-# loss.reduction -> the factor [B] of each sample's tokens. Its arguments are T_i [B], the tokens of
+# loss.reduction -> the divisor of each sample's tokens. Its arguments are T_i [B], the tokens of
 # the mask in each sample (T is their sum), S, the number of samples with any, and a fixed length
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    # 1/T (DAPO, arXiv 2503.14476)
-    "token-mean": lambda tokens, samples, length: (
-        torch.ones_like(tokens) / tokens.sum().clamp(min=1)
-    ),
-    # 1/S
-    "seq-mean-token-sum": lambda tokens, samples, length: torch.ones_like(tokens) / samples,
-    # 1/(S T_i) (GRPO)
-    "seq-mean-token-mean": lambda tokens, samples, length: (
-        torch.ones_like(tokens) / (samples * tokens.clamp(min=1))
-    ),
-    # 1/(S length) (Dr. GRPO, arXiv 2503.20783)
-    "seq-mean-token-sum-norm": lambda tokens, samples, length: (
-        torch.ones_like(tokens) / (samples * length)
-    ),
+    # T (DAPO, arXiv 2503.14476)
+    "token-mean": lambda tokens, samples, length: tokens.sum().clamp(min=1),
+    # S
+    "seq-mean-token-sum": lambda tokens, samples, length: samples,
+    # S T_i (GRPO)
+    "seq-mean-token-mean": lambda tokens, samples, length: samples * tokens.clamp(min=1),
+    # S length (Dr. GRPO, arXiv 2503.20783)
+    "seq-mean-token-sum-norm": lambda tokens, samples, length: samples * length,
 }
 
 
@@ -39,5 +33,5 @@ def compute_factors(
     """
     tokens = sum_by_sample(mask.to(torch.float64), seq, n)
     samples = (tokens > 0).sum().clamp(min=1)
-    by_sample = choose_function("loss.reduction", REDUCTIONS, reduction)(tokens, samples, length)
-    return torch.where(mask, by_sample[seq], 0.0)
+    divisor = choose_function("loss.reduction", REDUCTIONS, reduction)(tokens, samples, length)
+    return torch.where(mask, (torch.ones_like(tokens) / divisor)[seq], 0.0)

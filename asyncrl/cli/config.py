@@ -240,16 +240,13 @@ def try_task(
             None if failure else reward
             for _, reward, _, _, failure in rewards[2 * index : 2 * index + 2]
         )
-        print(
-            json.dumps(
-                {
-                    "prompt": prompt.text,
-                    "answer": prompt.answer,
-                    "reward_of_answer": answer_reward,
-                    "reward_of_nothing": empty_reward,
-                }
-            )
-        )
+        row = {
+            "prompt": prompt.text,
+            "answer": prompt.answer,
+            "reward_of_answer": answer_reward,
+            "reward_of_nothing": empty_reward,
+        }
+        print(json.dumps(row))
     if failed := next((failure for *_, failure in rewards if failure), ""):
         raise ConfigError(f"{describe_reward_source(loaded.reward)}: {failed}")
 

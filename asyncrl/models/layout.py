@@ -130,6 +130,5 @@ def find_rope_base(raw: JsonObject) -> float | None:
     rope = raw.get("rope_parameters")
     if rope is None:
         return raw.get("rope_theta")
-    if set(rope) == {"rope_type", "rope_theta"} and rope["rope_type"] == "default":
-        return rope.get("rope_theta")
-    return None
+    is_plain = set(rope) == {"rope_type", "rope_theta"} and rope["rope_type"] == "default"
+    return rope["rope_theta"] if is_plain else None

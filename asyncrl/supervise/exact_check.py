@@ -195,21 +195,12 @@ def check_operators(
             torch.set_num_threads(threads[0])
             alone = operator(inputs[:16].clone())
             torch.set_num_threads(threads[1])
-            rows.append(
-                _compare(
-                    name,
-                    [
-                        (
-                            alone,
-                            operator(
-                                torch.cat([inputs[16 : 16 + i], inputs[:16], inputs[16 + i : n]])
-                            )[i : i + 16],
-                        )
-                        for n in SHAPES[1:]
-                        for i in (0, 5, n - 16)
-                    ],
-                )
-            )
+            pairs = []
+            for n in SHAPES[1:]:
+                for i in (0, 5, n - 16):
+                    moved = torch.cat([inputs[16 : 16 + i], inputs[:16], inputs[16 + i : n]])
+                    pairs.append((alone, operator(moved)[i : i + 16]))
+            rows.append(_compare(name, pairs))
         rows.append(_check_attention(lay, threads, source, context))
     finally:
         torch.set_num_threads(previous_threads)

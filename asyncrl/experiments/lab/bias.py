@@ -93,22 +93,13 @@ class EstimatorCase:
         weight: [N], detached.
         settings: other keys of [kl.loss].
         """
-        return differentiate(
-            lambda lp, step: (
-                weight
-                * kl.compute_term(
-                    lp,
-                    self.lr,
-                    self.lm,
-                    self.space.seq,
-                    estimator=estimator,
-                    step_kl=step,
-                    **settings,
-                )
-            ),
-            self.lp,
-            self.step_kl,
-        )
+
+        def compute(lp: Tensor, step: Tensor) -> Tensor:
+            return weight * kl.compute_term(
+                lp, self.lr, self.lm, self.space.seq, estimator=estimator, step_kl=step, **settings
+            )
+
+        return differentiate(compute, self.lp, self.step_kl)
 
     def compute_gradient_rows(self, parts: Parts) -> Tensor:
         return self.space.compute_gradient_rows(self.theta, *parts, ref=self.ref)
