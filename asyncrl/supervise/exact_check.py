@@ -196,10 +196,10 @@ def check_operators(
             alone = operator(inputs[:16].clone())
             torch.set_num_threads(threads[1])
             pairs = []
-            for n in SHAPES[1:]:
-                for i in (0, 5, n - 16):
-                    moved = torch.cat([inputs[16 : 16 + i], inputs[:16], inputs[16 + i : n]])
-                    pairs.append((alone, operator(moved)[i : i + 16]))
+            for count in SHAPES[1:]:
+                for at in (0, 5, count - 16):
+                    moved = [inputs[16 : 16 + at], inputs[:16], inputs[16 + at : count]]
+                    pairs.append((alone, operator(torch.cat(moved))[at : at + 16]))
             rows.append(_compare(name, pairs))
         rows.append(_check_attention(lay, threads, source, context))
     finally:

@@ -117,13 +117,12 @@ def test_the_exact_forward_is_the_model_in_value_and_gradient(
             model.exact = way
             model.hf.zero_grad()
             args = [whose[i] for i in owner], responses, temperature
-            out = (
-                model.logprobs(*args, groups=owner, want_entropy=True, want_hidden=True)
-                if way
-                else policy.compute_plain_logprobs(
+            if way:
+                out = model.logprobs(*args, groups=owner, want_entropy=True, want_hidden=True)
+            else:
+                out = policy.compute_plain_logprobs(
                     model.hf, policy.ForwardInput(*args, None, True, True)
                 )
-            )
             assert out.entropy is not None and out.hidden is not None
             (
                 (out.logprobs * torch.linspace(-1, 1, 23)).sum()

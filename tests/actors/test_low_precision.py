@@ -91,12 +91,11 @@ def in_float64(path: Path, answers: list[Completion], number_format: str | None)
     with torch.no_grad():
         logs = hf(input_ids=ids).logits.log_softmax(-1)
     picked = logs[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
-    return torch.cat(
-        [
-            row[len(a.prompt) - 1 : len(a.prompt) + len(a.tokens) - 1]
-            for row, a in zip(picked, answers, strict=True)
-        ]
-    )
+    parts = [
+        row[len(a.prompt) - 1 : len(a.prompt) + len(a.tokens) - 1]
+        for row, a in zip(picked, answers, strict=True)
+    ]
+    return torch.cat(parts)
 
 
 def k3(learner: torch.Tensor, engine: torch.Tensor) -> float:

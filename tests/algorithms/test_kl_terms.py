@@ -268,11 +268,10 @@ def test_what_the_start_costs_under_a_bypass(
     real = c._forward
     monkeypatch.setattr(c, "_forward", lambda model, *a: (seen.append(model), real(model, *a))[1])
     packed = pack(batch())
-    by = (
-        packed.behavior.double()
-        if at == "behavior"
-        else real(c.model, packed, range(GROUPS * SIZE)).double()
-    )
+    if at == "behavior":
+        by = packed.behavior.double()
+    else:
+        by = real(c.model, packed, range(GROUPS * SIZE)).double()
     own = learner(models)  # the reference is the initial model
     x = by - own._forward(own.model, packed, range(GROUPS * SIZE)).double()
     m = c.train(batch())

@@ -44,14 +44,9 @@ def test_the_report_shows_each_length_with_its_shares() -> None:
     for length in (4, 4, 9):
         kept.add(length, 1, length, 1.0, faded=length / 2 if length == 9 else 0.0)
     lost.add(7, 1, 16, 0.0)
+    lines = {"trained": kept, "masked_stale": lost, "filtered": LedgerSums()}
     rows = run_view.build_length_ledger(
-        {
-            "ledger_lines": {
-                "trained": kept.as_dict(),
-                "masked_stale": lost.as_dict(),
-                "filtered": LedgerSums().as_dict(),
-            }
-        }
+        {"ledger_lines": {name: sums.as_dict() for name, sums in lines.items()}}
     )
     assert rows == [
         ("completion length", "tokens", "trained", "masked_stale", "faded"),

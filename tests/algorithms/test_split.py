@@ -443,14 +443,8 @@ def test_excluded_tokens_need_no_version(model_dir: Path) -> None:
 def test_the_loss_with_versions_by_hand() -> None:
     """float64: weights pi_v / mu, at most 2, and the clip of pi_theta / pi_v; the last token's
     version is unknown."""
-    config = load.build(
-        {
-            "model": {"path": "m"},
-            "task": {"name": "sort"},
-            "advantage": {"name": "reinforce"},
-            "method": "tis-version",
-        }
-    )
+    tables = {"model": {"path": "m"}, "task": {"name": "sort"}, "advantage": {"name": "reinforce"}}
+    config = load.build({**tables, "method": "tis-version"})
     mu, version, start, theta = (
         torch.tensor(x, dtype=torch.float64)
         for x in (

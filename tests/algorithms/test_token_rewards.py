@@ -61,11 +61,10 @@ def to_go(b: Batch) -> np.ndarray:
     """Sum of each answer's rewards from every token on; its one reward where it has no others."""
     out = []
     for s in b.samples:
-        given = (
-            np.frombuffer(s.token_rewards, "<f4")
-            if s.token_rewards
-            else np.eye(s.length, dtype="<f4")[-1] * s.reward
-        )
+        if s.token_rewards:
+            given = np.frombuffer(s.token_rewards, "<f4")
+        else:
+            given = np.eye(s.length, dtype="<f4")[-1] * s.reward
         out.append(given[::-1].cumsum()[::-1])
     return np.concatenate(out)
 

@@ -76,15 +76,11 @@ def test_every_token_was_drawn_by_the_version_it_names_and_the_lag_is_its_age(
                 got = policy.compute_weights_digest(policy.load_policy(path, "float32", "cpu"))
                 assert got == digest
             for named, kept in ((n, True), (number(r["versions"][0][0]), False)):
-                with torch.no_grad():
-                    logits = (
-                        policies[named](input_ids=ids).logits[0, len(r["prompt_tokens"]) - 1 : -1]
-                        / 0.9
-                        if named in policies
-                        else None
-                    )
-                if logits is None:
+                if named not in policies:
                     continue
+                with torch.no_grad():
+                    logits = policies[named](input_ids=ids).logits[0]
+                logits = logits[len(r["prompt_tokens"]) - 1 : -1] / 0.9
                 again = torch.log_softmax(logits.float(), -1).gather(
                     1, ids[0, len(r["prompt_tokens"]) :, None]
                 )[:, 0][start:end]

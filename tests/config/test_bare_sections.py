@@ -96,15 +96,8 @@ def test_a_whole_step_with_bare_sections_is_that_of_the_defaults() -> None:
         assert not sl.needs_start_first(c)
         step = sl.begin_step(prep, torch.arange(12))
         loss, sums = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp)
-        found.append(
-            (
-                torch.autograd.grad(loss, lp)[0],
-                sl.finish(sums),
-                step.metrics,
-                step.lr_scale,
-                step.prepass,
-            )
-        )
+        gradient = torch.autograd.grad(loss, lp)[0]
+        found.append((gradient, sl.finish(sums), step.metrics, step.lr_scale, step.prepass))
     assert torch.equal(found[0][0], found[1][0]) and found[0][1:] == found[1][1:]
     assert found[0][2:] == ({}, 1.0, {})
 

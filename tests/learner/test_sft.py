@@ -386,16 +386,9 @@ def test_it_learns_and_a_run_takes_what_it_leaves(
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["number_10", "number_9"]
     left = load_policy(found["model"], device="cpu")
     assert compute_weights_digest(left) == found["weights_digest"]
-    preflight(
-        load.load(
-            ROOT / "configs" / "file_example.toml",
-            (
-                f"model.path='{found['model']}'",
-                "model.warm_start=false",
-                f"task.prompts='{tmp_path / 'train.jsonl'}'",
-            ),
-        )
-    )
+    model, prompts = f"model.path='{found['model']}'", f"task.prompts='{tmp_path / 'train.jsonl'}'"
+    sets = (model, "model.warm_start=false", prompts)
+    preflight(load.load(ROOT / "configs" / "file_example.toml", sets))
     with pytest.raises(ConfigError, match=r"is not empty: continue it with"):
         sft.prepare(config, "my.toml")
     with pytest.raises(NothingToDo, match="all its 10 steps"):

@@ -196,13 +196,8 @@ def test_what_no_step_used_is_said_while_it_is_much() -> None:
 
     much, little = status(30), status(30)
     for s, skipped in ((much, 300.0), (little, 3.0)):
-        s.ledger.update(
-            {
-                "trained": {"tokens": 700.0},
-                "skipped": {"tokens": skipped},
-                "left_over": {"tokens": 9e9},
-            }
-        )
+        sums = {"trained": 700.0, "skipped": skipped, "left_over": 9e9}
+        s.ledger.update({name: {"tokens": tokens} for name, tokens in sums.items()})
     said = "of the tokens of its batches 30% skipped by early stopping"
     assert live.format_status(much).endswith(said) and said in out(much)
     for s in (little, status(30)):

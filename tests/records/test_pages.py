@@ -216,15 +216,9 @@ def warm(config: Config, arm: str, seed: int) -> CellResult:
 
 
 def test_a_warm_run_has_answer_lengths(small_model: Path) -> None:
-    c = load(
-        ROOT / "configs" / "demo.toml",
-        [
-            f"model.path={str(small_model)!r}",
-            *SMALL[:-1],
-            "evaluation.every=0",
-            "staleness.inject=1",
-        ],
-    )
+    model = f"model.path={str(small_model)!r}"
+    sets = [model, *SMALL[:-1], "evaluation.every=0", "staleness.inject=1"]
+    c = load(ROOT / "configs" / "demo.toml", sets)
     cell = warm(c, "late", 0)
     figure = compare_page.plot_curves("answer/length", ["late"], [cell])
     (line,) = figure.lines

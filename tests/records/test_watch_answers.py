@@ -106,11 +106,10 @@ def test_a_run_runs_while_its_supervisor_or_its_buffer_does(
     client: TestClient, run_dir: Path, name: str
 ) -> None:
     states = lambda: [row["state"] for row in answer(client, "runs")]  # noqa: E731
-    held = (
-        rundir.RunLock(run_dir)
-        if name == "supervisor"
-        else ProcessIncarnation(run_dir, name, alone=True)
-    )
+    if name == "supervisor":
+        held = rundir.RunLock(run_dir)
+    else:
+        held = ProcessIncarnation(run_dir, name, alone=True)
     assert states() == ["running"]
     held.close() if isinstance(held, rundir.RunLock) else held.end(0)
     assert states() == ["stopped"]
@@ -236,14 +235,8 @@ def test_the_overview_has_the_figures_of_the_summary(client: TestClient, run_dir
     seen = answer(client, "overview")["first"]
     for text in ("0.250", "0.500", "1.25", "2 / 4", "1,000 tok/s", "900 tok/s", "10% / 20%"):
         assert f">{text}</b>" in seen
-    places = [
-        seen.index(text)
-        for text in (
-            "rewards hold the generators up",
-            "the link holds deliveries up",
-            "health check odd fired: it was odd",
-        )
-    ]
+    rewards, link = "rewards hold the generators up", "the link holds deliveries up"
+    places = [seen.index(x) for x in (rewards, link, "health check odd fired: it was odd")]
     assert places == sorted(places)
     (run_dir / "summary.json").write_text("{}")
     (run_dir / "metrics.jsonl").unlink()

@@ -94,14 +94,10 @@ def test_doctor_says_who_waits_for_whom_and_until_when(tmp_path: Path, sort_mode
 
         def held_up() -> dict[str, Any] | None:
             seen: dict[str, Any] = json.loads(doctor("--json").splitlines()[-1])
-            return (
-                seen
-                if any(
-                    w["who"] == "learner" and w["on"] == "generator-0" and w["seconds"] > 1
-                    for w in seen["waits"]
-                )
-                else None
-            )
+            for w in seen["waits"]:
+                if w["who"] == "learner" and w["on"] == "generator-0" and w["seconds"] > 1:
+                    return seen
+            return None
 
         seen = wait_until(held_up, process)
         assert seen["deadline_s"] >= 3600.0

@@ -186,11 +186,9 @@ def test_the_script_runs_in_slurm_and_ends_with_a_checkpoint(
     def both_write() -> bool:
         assert shown("JobState") in ("PENDING", "RUNNING"), said()
         joined = re.search(r"at (tcp:\S+) as generator-1", out.read_text() if out.exists() else "")
-        found = (
-            live.request_status(joined[1], str(tmp_path / "runs" / "r.keys"), 60.0)
-            if joined
-            else None
-        )
+        found = None
+        if joined:
+            found = live.request_status(joined[1], str(tmp_path / "runs" / "r.keys"), 60.0)
         return found is not None and "generator-1" in found.peers and found.committed >= 3
 
     try:

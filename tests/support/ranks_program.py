@@ -46,11 +46,10 @@ from learner.step import LearnerCore
 
 
 def held(core: LearnerCore) -> int:
-    states = (
-        core.backend.optimizer.state
-        if hasattr(core.backend.optimizer, "state")
-        else core.backend.optimizer.optimizer.state
-    )
+    if hasattr(core.backend.optimizer, "state"):
+        states = core.backend.optimizer.state
+    else:
+        states = core.backend.optimizer.optimizer.state
     return sum(part(v["exp_avg"]).numel() for v in states.values() if "exp_avg" in v)
 
 

@@ -142,16 +142,14 @@ def honest(service: BufferService, r: random.Random) -> m.FromPeer | None:
         return m.TicketRequest("generator-0", 7, 1, 8, None)
     if what < 0.85 and s.committed < s.settings.steps:
         return m.BatchRequest(s.epoch, s.committed)
-    return (
-        m.Commit(
-            s.epoch,
-            s.committed,
-            Label(s.epoch, s.committed + 1),
-            f"d{s.epoch}.{s.committed}",
-            {"reward/mean": 0.5},
-        )
-        if service.leased
-        else None
+    if not service.leased:
+        return None
+    return m.Commit(
+        s.epoch,
+        s.committed,
+        Label(s.epoch, s.committed + 1),
+        f"d{s.epoch}.{s.committed}",
+        {"reward/mean": 0.5},
     )
 
 

@@ -163,11 +163,9 @@ class Play:
             text += self.kind.head(turn.role)
             if turn.ids is None:
                 text += turn.text.strip() if self.kind.trims else turn.text
-                foreign = (
-                    self.kind.end
-                    if turn.role == "assistant" or self.kind.head("user") != "#"
-                    else ""
-                )
+                foreign = ""
+                if turn.role == "assistant" or self.kind.head("user") != "#":
+                    foreign = self.kind.end
                 text += foreign + self.kind.close
                 continue
             ids += self.encode(text) + turn.ids
