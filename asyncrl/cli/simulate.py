@@ -55,7 +55,7 @@ def simulate(
 @option_table("diagnose")
 @json_option
 def diagnose(path: Path, framework: str, html: Path | None, as_json: bool) -> None:
-    """Say what the log of another framework shows, and which of its keys to change.
+    """Say what another framework's log shows, and what to change.
 
     PATH is a log file of verl, TRL, prime-rl, NeMo-RL, the Tinker cookbook, SkyRL, slime, AReaL or
     ART, or the directory of a run. It reads numbers and predicts nothing.
