@@ -192,25 +192,21 @@ class EvaluationsState(NamedTuple):
     results: list[tuple[tuple[str, int], Numbers]]
 
 
+@dataclass(eq=False)
 class Evaluations:
     """The open rounds, the queued and leased jobs, and the results by (split, version number).
 
     prompt: makes the prompt of (split, index); None: the run evaluates nothing."""
 
-    def __init__(
-        self,
-        plan: EvaluationPlan = EvaluationPlan(),
-        prompt: Callable[[str, int], Prompt] | None = None,
-    ) -> None:
-        self.plan = plan
-        self.prompt = prompt
-        self.queue: deque[EvaluationJob] = deque()
-        self.leased_jobs: dict[int, LeasedJob] = {}  # by attempt
-        self.leases = LeaseTable()  # of `out`
-        self.rounds: list[EvaluationRound] = []
-        self.results: dict[tuple[str, int], Numbers] = {}
-        # results not yet written to the metrics
-        self.fresh: list[tuple[int, Numbers]] = []
+    plan: EvaluationPlan = field(default_factory=EvaluationPlan)
+    prompt: Callable[[str, int], Prompt] | None = None
+    queue: deque[EvaluationJob] = field(default_factory=deque)
+    leased_jobs: dict[int, LeasedJob] = field(default_factory=dict)  # by attempt
+    leases: LeaseTable = field(default_factory=LeaseTable)  # of `out`
+    rounds: list[EvaluationRound] = field(default_factory=list)
+    results: dict[tuple[str, int], Numbers] = field(default_factory=dict)
+    # results not yet written to the metrics
+    fresh: list[tuple[int, Numbers]] = field(default_factory=list)
 
     def snapshot(self) -> EvaluationsState:
         """Return the state for a snapshot of the store."""

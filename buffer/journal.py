@@ -347,14 +347,10 @@ class Journal:
 
         Raises AsyncrlError when the disk is full; the older segment is unchanged and stays
         valid."""
-        if self.failure is not None:
-            raise make_disk_full_error(self.directory, self.failure) from self.failure
         if self.next is not None:
             self.next.abandon()
             self.next = None
-        if not wait:
-            self.write()  # the snapshot contains these records: keep them out of the tail
-        self.waiting = []
+        self.write()  # the snapshot contains these records: keep them out of the tail
         path = make_segment_path(self.directory, self.term, self.number + 1)
         self.next = NextSegment(path, snapshot, sync=self.sync)
         if wait:

@@ -46,6 +46,7 @@ class MixtureState:
     past: dict[str, Ledger] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class TaskMixer:
     """Draws the task and the prompt of each new group; false if the run has one task.
 
@@ -59,17 +60,11 @@ class TaskMixer:
     [('a', 0), ('a', 1), ('b', 0), ('a', 2)]
     """
 
-    def __init__(
-        self,
-        parts: Mapping[str, MixedTaskConfig] = {},
-        prompt: Callable[[str, int], Prompt] = lambda title, index: Prompt(index, ""),
-        lengths: Mapping[str, int | None] = {},
-    ) -> None:
-        self.parts = parts
-        self.prompt = prompt
-        self.lengths = lengths
-        self.state = MixtureState()
-        self.events: list[str] = []  # lines for the log, not written yet
+    parts: Mapping[str, MixedTaskConfig] = field(default_factory=dict)
+    prompt: Callable[[str, int], Prompt] = lambda title, index: Prompt(index, "")
+    lengths: Mapping[str, int | None] = field(default_factory=dict)
+    state: MixtureState = field(default_factory=MixtureState)
+    events: list[str] = field(default_factory=list)  # lines for the log, not written yet
 
     def __bool__(self) -> bool:
         return bool(self.parts)

@@ -168,9 +168,7 @@ class CallPeer:
         """Handle the gateway's messages.  Raises AsyncrlError for a refusal."""
         while (message := self.socket.recv(0)) is not None:
             if isinstance(message, m.Refusal):
-                error = AsyncrlError(message.reason)
-                error.exit_code = message.exit_code
-                raise error
+                raise AsyncrlError(message.reason, message.exit_code)
             if message.session == self.session:
                 self.received_sequence = max(self.received_sequence, message.sequence)
                 self.turn.schedule.announce(message.announcement)

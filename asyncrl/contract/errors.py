@@ -23,6 +23,10 @@ class AsyncrlError(Exception):
 
     exit_code = 1
 
+    def __init__(self, text: str = "", exit_code: int = 0) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code or self.exit_code
+
 
 class ConfigError(AsyncrlError):
     """A config, a command line or a dataset that cannot work."""

@@ -46,6 +46,4 @@ def read_refusal(pipe: int) -> AsyncrlError | None:
         code, message = json.loads(os.read(pipe, MOST_BYTES))
     except (OSError, ValueError):
         return None
-    error = AsyncrlError(message)
-    error.exit_code = code
-    return error
+    return AsyncrlError(message, code)

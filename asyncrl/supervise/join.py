@@ -91,9 +91,7 @@ def request_join(
             socket.send(m.JoinRequest(name))
             reply = socket.recv(ASK_S)
             if isinstance(reply, m.Refusal):
-                refusal = AsyncrlError(reply.reason)
-                refusal.exit_code = reply.exit_code
-                raise refusal
+                raise AsyncrlError(reply.reason, reply.exit_code)
             if isinstance(reply, m.JoinReply) and reply.weights:
                 return reply
             if isinstance(reply, m.JoinReply):

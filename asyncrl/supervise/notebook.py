@@ -249,9 +249,8 @@ def run(
             f"the run was stopped; read it with asyncrl.load_run({run_dir!r})" if run_dir else ""
         )
     if code:
-        error = KINDS.get(code, AsyncrlError)(result.get("error") or message or f"exit code {code}")
-        error.exit_code = code
-        raise error
+        text = result.get("error") or message or f"exit code {code}"
+        raise KINDS.get(code, AsyncrlError)(text, code)
     return load_run(result["run_dir"])
 
 

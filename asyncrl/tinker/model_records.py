@@ -125,6 +125,10 @@ class TrainingOutcome(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
 
 
+_decode_call = msgspec.msgpack.Decoder(TrainingCall).decode
+_decode_outcome = msgspec.msgpack.Decoder(TrainingOutcome).decode
+
+
 class CallLog:
     """The training calls of a model, so that a promised result survives a killed server.
 
@@ -152,15 +156,11 @@ class CallLog:
 
     def read_call(self, number: int) -> TrainingCall | None:
         path = self._locate_file(number, "call")
-        if not path.exists():
-            return None
-        return msgspec.msgpack.decode(path.read_bytes(), type=TrainingCall)
+        return _decode_call(path.read_bytes()) if path.exists() else None
 
     def read_outcome(self, number: int) -> TrainingOutcome | None:
         path = self._locate_file(number, "outcome")
-        if not path.exists():
-            return None
-        return msgspec.msgpack.decode(path.read_bytes(), type=TrainingOutcome)
+        return _decode_outcome(path.read_bytes()) if path.exists() else None
 
     def list_numbers(self, kind: str) -> list[int]:
         """Return the numbers of the calls or of the outcomes on disk, sorted."""

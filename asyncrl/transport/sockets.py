@@ -510,9 +510,7 @@ class BufferPeer(ABC):
             self.has_reply = True
             self.on_reply()
             if isinstance(reply, Refusal):
-                error = AsyncrlError(reply.reason)
-                error.exit_code = reply.exit_code
-                raise error
+                raise AsyncrlError(reply.reason, reply.exit_code)
             yield reply
 
     def on_reply(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ POLICY = (
 )
 Query = Mapping[str, str]
 QueryHandler = Callable[[Query], Any]
+BlockLister = Callable[[RunView, dict[str, Any]], list[Block]]
 
 
 class WatchApp:
@@ -106,14 +108,11 @@ class WatchApp:
         self.refresh()
         return [run.describe_state() for run in self.runs.values()]
 
-    def render_overview(self, query: Query) -> Any:
-        return self._render(query, lambda run: run.list_overview(run.read_summary()))
-
-    def render_ledger(self, query: Query) -> Any:
-        return self._render(query, lambda run: run.list_ledger(run.read_summary()))
-
-    def _render(self, query: Query, list_blocks: Callable[[RunView], list[Block]]) -> Any:
-        return {run.id: page_kit.render_blocks(list_blocks(run)) for run in self.select_runs(query)}
+    def render(self, list_blocks: BlockLister, query: Query) -> Any:
+        return {
+            run.id: page_kit.render_blocks(list_blocks(run, run.read_summary()))
+            for run in self.select_runs(query)
+        }
 
     def draw_plots(self, query: Query) -> Any:
         page, axis = query.get("page", "overview"), query.get("axis", "step")
@@ -195,10 +194,10 @@ class WatchApp:
         """Build the application."""
         handlers: dict[str, QueryHandler] = {
             "runs": self.list_runs,
-            "overview": self.render_overview,
+            "overview": partial(self.render, RunView.list_overview),
             "plots": self.draw_plots,
             "processes": self.list_processes,
-            "ledger": self.render_ledger,
+            "ledger": partial(self.render, RunView.list_ledger),
             "samples": self.find_samples,
             "sample": self.read_sample,
             "config": self.compare_settings,
@@ -206,7 +205,7 @@ class WatchApp:
         }
         return Starlette(
             routes=[
-                Route("/", self.serve_page),
+                Route("/", self.serve_file),
                 Route("/static/{name}", self.serve_file),
                 *(Route(f"/api/{name}", self.make_endpoint(f)) for name, f in handlers.items()),
             ],
@@ -229,13 +228,9 @@ class WatchApp:
 
         return respond
 
-    async def serve_page(self, request: Request) -> Response:
-        """Send the page."""
-        return FileResponse(STATIC / "index.html")
-
     async def serve_file(self, request: Request) -> Response:
-        """Send a file of the page. Style sheet and plots are those of every page of asyncrl."""
-        name = request.path_params["name"]
+        """Send the page or one of its files. Style sheet and plots are those of every page."""
+        name = request.path_params.get("name", "index.html")
         for folder in (STATIC, page_kit.FILES):
             if name in {path.name for path in folder.iterdir()}:
                 return FileResponse(folder / name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from contextlib import AsyncExitStack
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient, omit
 from verifiers.v1.dialects.chat import message_to_wire
@@ -76,7 +76,7 @@ class ChatHarness(NullHarness):  # type: ignore[misc]  # verifiers is not instal
             return await converse(client, ctx.model, messages, tools)
 
 
-class ToolServers:
+class ToolServers(NamedTuple):
     """The tools of a session.
 
     schemas: for the model
@@ -84,15 +84,9 @@ class ToolServers:
     connections: by the server's name
     """
 
-    def __init__(
-        self,
-        schemas: list[dict[str, Any]],
-        servers: dict[str, tuple[str, str]],
-        connections: dict[str, Any],
-    ) -> None:
-        self.schemas = schemas
-        self.servers = servers
-        self.connections = connections
+    schemas: list[dict[str, Any]]
+    servers: dict[str, tuple[str, str]]
+    connections: dict[str, Any]
 
     async def call(self, name: str, arguments: str) -> Any:
         """Call a tool; return its result, or the model's error in the words of `null`."""
