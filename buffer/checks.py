@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Sequence
 
 from asyncrl.contract import outcomes
-from asyncrl.contract.blobs.images import MOST_IMAGES, Blobs, ImageShape, check_blobs
+from asyncrl.contract.blobs.images import MOST_IMAGES, Blobs, check_blobs
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import (
     DISPOSITIONS,
@@ -28,7 +28,7 @@ from asyncrl.contract.messages import (
     LearnerHello,
     LearnerProgress,
     LeaseRenewal,
-    RoutingShape,
+    ModelShape,
     TicketRequest,
     Trajectory,
 )
@@ -65,9 +65,7 @@ def has_state(message: FromPeer) -> bool:
 def check_delivery(
     store: StoreState,
     samples: Sequence[Trajectory],
-    vocabulary: int,
-    routing: RoutingShape | None = None,
-    images: ImageShape | None = None,
+    model: ModelShape,
     blobs: Blobs = NO_BLOBS,
 ) -> tuple[Sequence[Trajectory], dict[Key, BadMessage]]:
     """Check the samples of a delivery; return the samples to accept and the errors of refused ones.
@@ -77,9 +75,7 @@ def check_delivery(
     An invalid ticket, version or array means that the sender itself is broken: that raises
     BadMessage, before anything is changed.
 
-    vocabulary: number of tokens of the model; 0 before the first learner's hello.
-    routing: the routers whose experts each sample must have; None: no router.
-    images: how the model reads images; None: it reads only text.
+    model: unknown before the first learner's hello.
     blobs: the images of the delivery, digest -> blob."""
 
     def check_fully(samples: Sequence[Trajectory]) -> None:
@@ -87,7 +83,7 @@ def check_delivery(
             check_images_known(store, sample, blobs)
             check_sample(store, sample)
             check_versions(store, sample)
-        check_samples(samples, vocabulary, store.settings, routing, images)
+        check_samples(samples, model, store.settings)
 
     check_images(blobs)
     with contextlib.suppress(BadMessage):
@@ -232,20 +228,14 @@ def check_versions(store: StoreState, sample: Trajectory) -> None:
 
 
 def check_samples(
-    samples: Sequence[Trajectory],
-    vocabulary: int,
-    settings: StoreSettings,
-    routing: RoutingShape | None = None,
-    images: ImageShape | None = None,
+    samples: Sequence[Trajectory], model: ModelShape, settings: StoreSettings
 ) -> None:
-    """Check samples by themselves: lengths of arrays, finite numbers, token ids, config limits.
-
-    vocabulary, routing, images: see `check_delivery`."""
+    """Check samples by themselves: lengths of arrays, finite numbers, token ids, config limits."""
     for sample in samples:
         _check_shape(sample, settings)
         arrays.check_scalars(sample)
         _check_texts(sample, settings)
-    arrays.check_numbers(samples, vocabulary, routing, images)
+    arrays.check_numbers(samples, model)
 
 
 def _check_shape(sample: Trajectory, settings: StoreSettings) -> None:

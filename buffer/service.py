@@ -24,7 +24,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract import messages as m
-from asyncrl.contract.blobs.images import MOST_SESSION_BYTES, ImageShape
+from asyncrl.contract.blobs.images import MOST_SESSION_BYTES
 from asyncrl.contract.errors import (
     AsyncrlError,
     BadMessage,
@@ -237,11 +237,7 @@ class BufferService:
         self.sessions = PeerSessions(config.wires.lease_s)
         self.next_joined = FIRST_JOINED  # number of the next generator that joins without a key
         self.toml = load.dump(config)  # for generators that join
-        self.vocabulary = 0  # tokens of the model, from the learner's hello; 0: unknown
-        # the routers whose experts the learner replays; None: no router, or unknown
-        self.routing: m.RoutingShape | None = None
-        # how the model reads images; None: it reads only text, or unknown
-        self.images: ImageShape | None = None
+        self.model = m.UNKNOWN_MODEL  # until the learner's hello
         self.refused = Counter[str]()  # refused messages by reason
         self.learner: PeerState | None = None
         self.learner_waits: tuple[batches.BatchWait, float] | None = None  # (reason, since when)
@@ -486,7 +482,7 @@ class BufferService:
     def on_Delivery(self, peer: bytes, message: m.Delivery) -> None:
         """Accept finished samples, also from a session that has lost its name."""
         samples, refused = checks.check_delivery(
-            self.store, message.samples, self.vocabulary, self.routing, self.images, message.images
+            self.store, message.samples, self.model, message.images
         )
         entry = self.admit_generator(message.producer, peer, message.session)
         if refused or (entry is not None and entry.refused):
@@ -640,9 +636,7 @@ class BufferService:
         if self.ended_at and not self.store.finished:
             self.ended_at, self.ended_before = 0.0, False
         self.local_threads = None
-        self.vocabulary = hello.vocabulary
-        self.routing = hello.routing
-        self.images = hello.images
+        self.model = m.ModelShape(hello.vocabulary, hello.routing, hello.images)
         if self.store.aside > excluded:
             log(exclusion)
             self.latest["buffer/set_aside"] = float(self.store.aside)

@@ -80,10 +80,10 @@ class Learner(BufferPeer):
         self.core.measure.read_weights = self.publisher.read_weights
         super().__init__(config, run_dir, keys.LEARNER)
         self.silent_since = self.waiting_since
-        self.vocabulary = int(self.core.model.hf.config.get_text_config().vocab_size)
-        self.routing = self.core.routing
+        vocabulary = int(self.core.model.hf.config.get_text_config().vocab_size)
         vision = self.core.model.vision
-        self.images = None if vision is None else vision.shape
+        images = None if vision is None else vision.shape
+        self.model = m.ModelShape(vocabulary, self.core.routing, images)
         self.socket.check = self.check
         self.tracer = Tracer(run_dir, "learner")
         self.welcomed = self.finished = self.stopping = False
@@ -163,9 +163,7 @@ class Learner(BufferPeer):
 
     def check(self, reply: m.FromBuffer) -> None:
         """Raise BadMessage for replies that would end this learner or lose its checkpoints."""
-        message_checks.check(
-            reply, vocabulary=self.vocabulary, routing=self.routing, images=self.images
-        )
+        message_checks.check(reply, self.model)
         if isinstance(reply, m.Welcome) and reply.epoch == self.epoch:
             message_checks.require(
                 reply.checkpointed <= self.number,
@@ -228,9 +226,9 @@ class Learner(BufferPeer):
             ledger=self.cursor.ledger,
             trained_above=self.cursor.trained_above,
             pid=os.getpid(),
-            vocabulary=self.vocabulary,
-            routing=self.routing,
-            images=self.images,
+            vocabulary=self.model.vocabulary,
+            routing=self.model.routing,
+            images=self.model.images,
             limit=self.cursor.limit,
             window=self.cursor.window,
             mixture=self.cursor.mixture,

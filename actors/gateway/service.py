@@ -604,9 +604,8 @@ class Gateway(TicketHolder):
                 self.calls_socket.send(peer, refused)
             return
         if (call := self.router.open.get(message.id)) is not None:
-            message_checks.check_call_result(
-                message, call, self.vocabulary, self.routing, self.chat.image_shape
-            )
+            model = m.ModelShape(self.vocabulary, self.routing, self.chat.image_shape)
+            message_checks.check_call_result(message, call, model)
         if self.router.on_result(message) is not None:
             self.on_result(message)
 

@@ -182,6 +182,21 @@ class RoutingShape(NamedTuple):
         return f"{self.layers} layers with {self.chosen} of {self.experts} experts"
 
 
+class ModelShape(NamedTuple):
+    """The properties of a model that the arrays of its samples must fit.
+
+    vocabulary: number of tokens; 0: unknown.
+    routing: the routers whose experts each sample must have; None: no router, or unknown.
+    images: how the model reads images; None: it reads only text, or unknown."""
+
+    vocabulary: int = 0
+    routing: RoutingShape | None = None
+    images: ImageShape | None = None
+
+
+UNKNOWN_MODEL = ModelShape()
+
+
 class RewardFailure(Struct, frozen=True, array_like=True):
     """The reason why a sample has no reward. Made by the generator; counted by the buffer.
 

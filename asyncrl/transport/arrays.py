@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncrl.contract.blobs.images import ImageShape, is_digest
 from asyncrl.contract.errors import BadMessage
-from asyncrl.contract.messages import RoutingShape, TrainingSequence, Trajectory
+from asyncrl.contract.messages import ModelShape, RoutingShape, TrainingSequence, Trajectory
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 
@@ -65,56 +65,40 @@ def check_row(row: Row, name: str) -> None:
         end = span.end
 
 
-def check_numbers(
-    samples: Sequence[Trajectory],
-    vocabulary: int,
-    routing: RoutingShape | None,
-    images: ImageShape | None,
-) -> None:
+def check_numbers(samples: Sequence[Trajectory], model: ModelShape) -> None:
     """Check the numbers in all arrays of these samples, whose lengths agree.
-
-    vocabulary: number of tokens of the model; 0: unknown.
-    routing: the routers whose experts every sample must have; None: no router.
-    images: how the model reads images; None: it reads only text.
 
     All samples are checked together: for a single short sample, most of the time would be the start
     of numpy's loops.
     """
     try:
-        _check_arrays([row for sample in samples for row in sample.list_rows()], "", vocabulary)
+        rows = [row for sample in samples for row in sample.list_rows()]
+        _check_arrays(rows, "", model.vocabulary)
     except BadMessage:
         for sample in samples:
             for row in sample.list_rows():
-                _check_arrays([row], cite(sample), vocabulary)
+                _check_arrays([row], cite(sample), model.vocabulary)
     for sample in samples:
         for row in sample.list_rows():
-            _check_columns(row, cite(sample), vocabulary, routing)
-            if (images is not None or (row.images and vocabulary)) and not sample.failed:
-                check_image_tokens(row, cite(sample), images)
+            _check_columns(row, cite(sample), model)
+            reads_images = model.images is not None or (row.images and model.vocabulary)
+            if reads_images and not sample.failed:
+                check_image_tokens(row, cite(sample), model.images)
 
 
-def check_sequence_numbers(
-    row: TrainingSequence,
-    name: str,
-    vocabulary: int,
-    routing: RoutingShape | None = None,
-    images: ImageShape | None = None,
-) -> None:
-    """Check the numbers of one sequence.
-
-    name: of the sequence, for the error message. The other arguments are those of `check_numbers`.
-    """
-    _check_arrays([row], name, vocabulary)
-    _check_columns(row, name, vocabulary, routing)
-    if images is not None or row.images:
-        check_image_tokens(row, name, images)
+def check_sequence_numbers(row: TrainingSequence, name: str, model: ModelShape) -> None:
+    """Check the numbers of one sequence; `name` is its name in the error message."""
+    _check_arrays([row], name, model.vocabulary)
+    _check_columns(row, name, model)
+    if model.images is not None or row.images:
+        check_image_tokens(row, name, model.images)
 
 
-def _check_columns(row: Row, name: str, vocabulary: int, routing: RoutingShape | None) -> None:
+def _check_columns(row: Row, name: str, model: ModelShape) -> None:
     if row.support:
-        check_support(row, name, vocabulary)
-    if row.routed or (routing is not None and row.tokens):
-        check_routed(row, name, routing)
+        check_support(row, name, model.vocabulary)
+    if row.routed or (model.routing is not None and row.tokens):
+        check_routed(row, name, model.routing)
 
 
 def check_image_tokens(row: Row, name: str, images: ImageShape | None) -> None:

@@ -45,23 +45,10 @@ def check_producer(name: str) -> None:
     )
 
 
-def check(
-    message: object,
-    *,
-    vocabulary: int = 0,
-    routing: m.RoutingShape | None = None,
-    images: ImageShape | None = None,
-) -> None:
-    """Check a message.
-
-    vocabulary: number of tokens of the reader's model; 0: unknown.
-    routing: the routers whose experts samples must have; None: no router.
-    images: how the reader's model reads images; None: it reads only text.
-
-    Raises BadMessage.
-    """
+def check(message: object, model: m.ModelShape = m.UNKNOWN_MODEL) -> None:
+    """Check a message. model: the reader's. Raises BadMessage."""
     if isinstance(message, m.Batch):
-        _check_batch(message, vocabulary, routing, images)
+        _check_batch(message, model)
     elif isinstance(message, m.TicketGrant):
         _check_tickets(message)
     elif isinstance(message, m.CallAssignments):  # each of its calls: `check_call`
@@ -123,15 +110,9 @@ def check_call_images(call: m.GenerationCall, blobs: Blobs, images: ImageShape |
 
 
 def check_call_result(
-    message: m.CallResult,
-    call: m.GenerationCall,
-    vocabulary: int = 0,
-    routing: m.RoutingShape | None = None,
-    images: ImageShape | None = None,
+    message: m.CallResult, call: m.GenerationCall, model: m.ModelShape = m.UNKNOWN_MODEL
 ) -> None:
-    """Check a generator's result against its call, in the gateway. Raises BadMessage.
-
-    vocabulary, routing, images: see `check`."""
+    """Check a generator's result against its call, in the gateway. Raises BadMessage."""
     name = f"call {call.id}"
     length = len(message.tokens) // 4
     require(
@@ -175,12 +156,10 @@ def check_call_result(
             routed=message.routed,
             images=call.images,
         )
-        arrays.check_sequence_numbers(sequence, name, vocabulary, routing, images)
+        arrays.check_sequence_numbers(sequence, name, model)
 
 
-def _check_batch(
-    message: m.Batch, vocabulary: int, routing: m.RoutingShape | None, images: ImageShape | None
-) -> None:
+def _check_batch(message: m.Batch, model: m.ModelShape) -> None:
     from asyncrl.transport import arrays  # imports numpy, which a live view does not need
 
     name = f"batch {message.number}"
@@ -214,7 +193,7 @@ def _check_batch(
                 f"{sample_name}: lag {run_lag} from {start} to {end}, "
                 f"of {token_count} tokens with lag {lag}",
             )
-    arrays.check_numbers(message.samples, vocabulary, routing, images)
+    arrays.check_numbers(message.samples, model)
     _check_images(message.images, name)
     digests = set[str]().union(*(sample.all_images for sample in message.samples))
     missing = digests - message.images.keys()

@@ -160,9 +160,7 @@ class Learner:
             batches={},
             commits={2: None},
             publisher=SimpleNamespace(keep=[]),
-            routing=None,
-            images=None,
-            vocabulary=VOCABULARY,
+            model=m.ModelShape(VOCABULARY),
         )
         self.socket = PeerSocket(NOBODY)
         check: Any = Real.check
@@ -202,7 +200,7 @@ class Generator:
         self.frames = [*replies(), encode(calls), encode(calls)]
         self.take_calls = CallTurn.take_calls
         self.socket = PeerSocket(NOBODY, reads=m.FromBuffer | m.CallAssignments)
-        self.socket.check = functools.partial(message_checks.check, vocabulary=VOCABULARY)
+        self.socket.check = functools.partial(message_checks.check, model=m.ModelShape(VOCABULARY))
 
     def feed(self, data: bytes) -> str:
         return judged(lambda: self._act(data))

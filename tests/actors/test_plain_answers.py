@@ -21,7 +21,7 @@ from buffer.groups import Group, StoredSample, StoreSettings, count_bytes
 from buffer.ledger import Ledger
 from buffer.store import Store
 
-VOCABULARY = 5
+MODEL = m.ModelShape(5)
 ZERO, ONE = Label(1, 0), Label(1, 1)
 NAN, INF = math.nan, math.inf
 LONG = 9  # tokens, behind a prompt of one: what max_new_tokens and context allow
@@ -36,7 +36,7 @@ def store(context: int = LONG + 1, session_tokens: int = 0) -> Store:
     sampling = m.SamplingSettings(max_new_tokens=LONG)
     settings = StoreSettings(1, 2, 9, sampling, context=context, session_tokens=session_tokens)
     made = Store(settings, lambda index: m.Prompt(index, "p"))
-    assert made.follow_learner(honest_hello("run", vocabulary=VOCABULARY))
+    assert made.follow_learner(honest_hello("run", vocabulary=MODEL.vocabulary))
     made.grant("g", 1, 2, 0.0)
     for sample in range(2):
         made.deliver(answer(ticket=0, sample=sample, attempt=1, spans=[span(ZERO)]), 0.0)
@@ -163,7 +163,7 @@ def in_full(at: Store, samples: list[m.Trajectory]) -> tuple[str, str]:
         for sample in samples:
             checks.check_sample(at, sample)
             checks.check_versions(at, sample)
-        checks.check_samples(samples, VOCABULARY, at.settings)
+        checks.check_samples(samples, MODEL, at.settings)
 
     return said(look)
 
@@ -173,7 +173,7 @@ def test_the_usual_answer_is_taken(sample: m.Trajectory) -> None:
     at = store()
     assert in_full(at, [sample]) == ("", "")
     samples = [answer(), sample]
-    assert checks.check_delivery(at, samples, VOCABULARY) == (samples, {})
+    assert checks.check_delivery(at, samples, MODEL) == (samples, {})
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_what_is_refused_in_full_is_refused_in_the_same_words(bad: m.Trajectory)
         why = in_full(at, samples)
         assert f"ticket {bad.ticket}" in why[0]
         try:
-            taken, refused = checks.check_delivery(at, samples, VOCABULARY)
+            taken, refused = checks.check_delivery(at, samples, MODEL)
         except BadMessage as error:
             assert why == (str(error), error.reason) and not alone
             continue
@@ -236,20 +236,18 @@ def test_a_groups_line_is_of_the_samples_that_it_has() -> None:
 def test_what_is_rare_is_taken_too() -> None:
     at = store()
     at.remove_group(at.alive[1], "abandoned")  # the group is gone
-    checks.check_delivery(at, [answer()], VOCABULARY)
+    checks.check_delivery(at, [answer()], MODEL)
     # a session's run: its answers are rows of calls
     sessions = store(session_tokens=9)
     one = answer(calls=1)
-    assert in_full(sessions, [one]) == said(
-        lambda: checks.check_delivery(sessions, [one], VOCABULARY)
-    )
+    assert in_full(sessions, [one]) == said(lambda: checks.check_delivery(sessions, [one], MODEL))
     failed = answer(failed=m.RewardFailure("data", "no"))
-    checks.check_delivery(store(), [failed, answer(sample=0)], VOCABULARY)
+    checks.check_delivery(store(), [failed, answer(sample=0)], MODEL)
     # no limit of context: that of tokens is left
     long = of_length(LONG, prompt_tokens=bytes(400))
-    checks.check_delivery(store(context=0), [long], VOCABULARY)
+    checks.check_delivery(store(context=0), [long], MODEL)
     # injected lag: exactly the version that the ticket names
     exact = store()
     exact.alive[1].grants[2] = checks.Grant(ZERO, True)
     assert in_full(exact, [answer()])[1] == "limit"
-    assert said(lambda: checks.check_delivery(exact, [answer()], VOCABULARY))[1] == "limit"
+    assert said(lambda: checks.check_delivery(exact, [answer()], MODEL))[1] == "limit"

@@ -219,12 +219,11 @@ def test_samples_without_their_images_are_refused(bench: Callable[..., Bench]) -
     session = deliver(label(seen(ticket, 1, NAMES[0])), **{NAMES[0]: BLOBS[0]})
     assert [kind for *_, kind in session.acks] == ["accepted"]
     damaged = BLOBS[1][:100]
-    args = service.vocabulary, None, service.images
     for one, said in (  # it fails alone, and its sender goes on
         (seen(other, 0, NAMES[1]), "is neither in the delivery nor in its prompt"),
         (seen(other, 0, prompt_tokens=b"\x28\0\0\0"), "1 image tokens and 0 images"),
     ):
-        (taken,), errors = checks.check_delivery(service.store, [label(one)], *args)
+        (taken,), errors = checks.check_delivery(service.store, [label(one)], service.model)
         (error,) = errors.values()
         assert said in str(error) and error.reason == "image"
         assert taken.failed and taken.failed.kind == "refused" and not taken.images
@@ -233,10 +232,10 @@ def test_samples_without_their_images_are_refused(bench: Callable[..., Bench]) -
         (images.index_by_digest([damaged]), "a damaged image"),
     ):
         with pytest.raises(BadMessage, match=said) as refused:
-            checks.check_delivery(service.store, [label(seen(other, 0))], *args, blobs)
+            checks.check_delivery(service.store, [label(seen(other, 0))], service.model, blobs)
         assert refused.value.reason == "image"
     failed = label(seen(other, 0, NAMES[1], failed=m.RewardFailure("data", "why")))
-    checks.check_delivery(service.store, [failed], service.vocabulary, None, service.images)
+    checks.check_delivery(service.store, [failed], service.model)
     with pytest.raises(BadMessage, match="cannot have a model that reads an image as"):
         checks.check_hello(honest_hello("r", vocabulary=50, images=images.ImageShape(50, 2)))
 
@@ -248,16 +247,16 @@ def test_a_learner_checks_the_images_of_its_batch() -> None:
         store.deliver(seen(ticket, number, NAMES[0]), 0.0)
     found, _ = store.ask(1, 0)
     batch = store.make_batch(found, 1, 0)
-    message_checks.check(batch, vocabulary=50, images=SHAPE)
+    message_checks.check(batch, m.ModelShape(50, None, SHAPE))
     for changed, said in (
         ({}, "1 images of its samples are not in it"),
         ({NAMES[0]: BLOBS[1]}, "that has another one"),
     ):
         with pytest.raises(BadMessage, match=said):
             bad = msgspec.structs.replace(batch, images=changed)
-            message_checks.check(bad, vocabulary=50, images=SHAPE)
+            message_checks.check(bad, m.ModelShape(50, None, SHAPE))
     with pytest.raises(BadMessage, match="of a model of text"):
-        message_checks.check(batch, vocabulary=50)
+        message_checks.check(batch, m.ModelShape(50))
 
 
 def test_a_generator_checks_the_images_of_its_tickets() -> None:

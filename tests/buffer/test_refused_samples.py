@@ -174,7 +174,7 @@ def test_an_older_learner_does_not_switch_the_vocabulary_check_off(
     at.service.handle(b"l", newer)
     at.replies.clear()
     at.service.handle(b"o", honest_hello(at.service.run))  # of epoch 1, and says no vocabulary
-    assert at.replies == [m.FencedReply(1, 2)] and at.service.vocabulary == 50
+    assert at.replies == [m.FencedReply(1, 2)] and at.service.model.vocabulary == 50
     (ticket, *_) = at.tickets(8)
     reply = at.deliver(sample(ticket, 0, tokens=b"\4\0\0\0\x32\0\0\0"))
     assert isinstance(reply, m.Refusal) and "of a model with 50 tokens" in reply.reason

@@ -17,7 +17,7 @@ from actors.engine import Completion, CompletionRequest
 from actors.engine_generic import GenericEngine
 from asyncrl.contract.blobs import images
 from asyncrl.contract.errors import BadMessage, ConfigError
-from asyncrl.contract.messages import Prompt, TrainingSequence
+from asyncrl.contract.messages import ModelShape, Prompt, TrainingSequence
 from asyncrl.contract.versions import Label
 from asyncrl.models import image_tokens, pictures, policy
 from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
@@ -138,7 +138,7 @@ def test_arrays_with_other_images_than_tokens_are_refused(llava: Path) -> None:
         return TrainingSequence(*ids, logprobs, mask, [], images=names)
 
     arrays.check_sequence_numbers(
-        row([9, 9, 1], [2, 9, 9], [name, name], b"\1\0\0"), "it", 12, None, shape
+        row([9, 9, 1], [2, 9, 9], [name, name], b"\1\0\0"), "it", ModelShape(12, None, shape)
     )
     for bad, read, said in (
         (
@@ -152,7 +152,7 @@ def test_arrays_with_other_images_than_tokens_are_refused(llava: Path) -> None:
         (row([1], [1], [name], b"\1"), None, "it has 1 images, of a model of text"),
     ):
         with pytest.raises(BadMessage, match=said) as refused:
-            arrays.check_sequence_numbers(bad, "it", 12, None, read)
+            arrays.check_sequence_numbers(bad, "it", ModelShape(12, None, read))
         assert refused.value.reason == "image"
 
 

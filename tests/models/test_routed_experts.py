@@ -13,7 +13,7 @@ from actors.engine import Completion
 from actors.engine_embedded import EmbeddedEngine
 from actors.engine_generic import GenericEngine
 from asyncrl.contract.errors import BadMessage, ConfigError
-from asyncrl.contract.messages import RoutingShape, TrainingSequence
+from asyncrl.contract.messages import ModelShape, RoutingShape, TrainingSequence
 from asyncrl.contract.routed_experts import HEAD, RoutedExperts
 from asyncrl.contract.versions import Label
 from asyncrl.models import fetch, policy, router_hooks
@@ -115,11 +115,11 @@ def test_malformed_ids_are_refused_at_the_door() -> None:
         ids[3, 1, at] = value
         return RoutedExperts(ids, 8).encode()
 
-    arrays.check_sequence_numbers(row(good.encode()), "it", 9, shape)
+    arrays.check_sequence_numbers(row(good.encode()), "it", ModelShape(9, shape))
     arrays.check_sequence_numbers(
-        row(RoutedExperts.make_unrecorded(4, shape).encode()), "it", 9, shape
+        row(RoutedExperts.make_unrecorded(4, shape).encode()), "it", ModelShape(9, shape)
     )
-    arrays.check_sequence_numbers(row(b""), "it", 9)
+    arrays.check_sequence_numbers(row(b""), "it", ModelShape(9))
     one_expert = RoutedExperts(good.ids[:, :, :1], 8).encode()
     for data, said in (
         (b"", "it: it has no experts, and the learner replays them"),
@@ -134,7 +134,7 @@ def test_malformed_ids_are_refused_at_the_door() -> None:
         (one_expert, "are of 2 layers with 1 of 8 experts; the model has 2 layers with 2 of 8"),
     ):
         with pytest.raises(BadMessage, match=said) as refused:
-            arrays.check_sequence_numbers(row(data), "it", 9, shape)
+            arrays.check_sequence_numbers(row(data), "it", ModelShape(9, shape))
         assert refused.value.reason == "shape"
     partly = RoutedExperts(np.array([[[8, 8, 9]]], np.uint16), 8).encode()
     with pytest.raises(ValueError, match="ids that are not 3 different ones below 8"):

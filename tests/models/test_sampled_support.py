@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from actors.decoder import sample
 from actors.engine_generic import GenericEngine
 from asyncrl.contract.errors import BadMessage
-from asyncrl.contract.messages import TrainingSequence
+from asyncrl.contract.messages import ModelShape, TrainingSequence
 from asyncrl.contract.sampled_support import HEAD, SampledSupport
 from asyncrl.contract.versions import Label
 from asyncrl.models import packed_forward, policy
@@ -83,7 +83,7 @@ def test_a_token_outside_its_support_is_refused() -> None:
         row = TrainingSequence(
             b"", tokens.tobytes(), b"\0" * 12, mask, [], support=support.encode()
         )
-        arrays.check_sequence_numbers(row, "it", vocabulary)
+        arrays.check_sequence_numbers(row, "it", ModelShape(vocabulary))
 
     check(tokens)
     check(tokens, vocabulary=0)

@@ -313,7 +313,7 @@ class SessionWorld(World):
         for sample in message.samples:
             checks.check_sample(self.store, sample)
             checks.check_versions(self.store, sample)
-        checks.check_samples(message.samples, len(SYMBOLS) + 9, self.settings)
+        checks.check_samples(message.samples, m.ModelShape(len(SYMBOLS) + 9), self.settings)
         self.store.report_tokens(message.producer, message.session, message.drawn)
         became = self.store.accept_samples(message.samples)
         self.said.update(became)

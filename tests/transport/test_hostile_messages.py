@@ -232,8 +232,8 @@ def test_an_answer_that_could_not_be_begun_and_rewards_given_for_some_tokens_are
     why = m.RewardFailure("data", "the prompt is too long")
     failed = build_failed_trajectory(PromptTooLong(ticket, (3, 1, 1), why), at, "d")
     some = answer(3, 0, token_rewards=F4["up"] + F4["nan"])
-    checks.check_samples([failed, some], 5, LIMITS)
-    checks.check_samples([failed], 5, LIMITS)
+    checks.check_samples([failed, some], m.ModelShape(5), LIMITS)
+    checks.check_samples([failed], m.ModelShape(5), LIMITS)
 
 
 @pytest.mark.parametrize(("change", "said", "reason"), BAD)
@@ -242,14 +242,14 @@ def test_an_answer_that_would_end_the_learner_is_refused(
 ) -> None:
     """In a durable run every later learner would end on it too."""
     good, bad = answer(3, 1), answer(3, 1, **change)
-    checks.check_samples([good, good], 5, LIMITS)
+    checks.check_samples([good, good], m.ModelShape(5), LIMITS)
     for place in range(3):  # also in the company of good ones, which are looked at together
         many = [good] * place + [bad] + [good] * (2 - place)
         with pytest.raises(BadMessage, match=said) as error:
-            checks.check_samples(many, 5, LIMITS)
+            checks.check_samples(many, m.ModelShape(5), LIMITS)
         assert str(error.value).startswith("ticket 3, sample 1: ") and error.value.reason == reason
     if "of a model with 5" in said:
-        checks.check_samples([bad], 0, LIMITS)  # no learner has said what it has
+        checks.check_samples([bad], m.UNKNOWN_MODEL, LIMITS)  # no learner has said what it has
 
 
 def test_a_refused_answer_leaves_its_lease_and_an_honest_one_ends_it(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ ALLOWED = [
 
 
 def look(message: Any) -> None:
-    message_checks.check(message, vocabulary=5)
+    message_checks.check(message, m.ModelShape(5))
     for call in getattr(message, "calls", ()):
         message_checks.check_call(call, 5, 8)
 
@@ -277,21 +277,21 @@ def test_what_an_honest_server_says_is_taken(message: Any) -> None:
 def test_an_answer_to_a_call_fits_it(more: dict[str, Any], said: str) -> None:
     experts = RoutedExperts.make_unrecorded(len(CALL.prompt) // 4 + 1, ROUTING).encode()
     good = m.CallResult(1, b"\0" * 8, b"\0" * 8, GOOD["spans"], "stop", routed=experts)
-    message_checks.check_call_result(good, CALL, 5, ROUTING)
-    message_checks.check_call_result(replace(good, routed=b""), CALL, 5)
-    message_checks.check_call_result(replace(good, lost=4), CALL, 5, ROUTING)
+    message_checks.check_call_result(good, CALL, m.ModelShape(5, ROUTING))
+    message_checks.check_call_result(replace(good, routed=b""), CALL, m.ModelShape(5))
+    message_checks.check_call_result(replace(good, lost=4), CALL, m.ModelShape(5, ROUTING))
     nothing = m.CallResult(1, b"", b"", [], "length", 4)
-    message_checks.check_call_result(nothing, CALL, 5, ROUTING)
+    message_checks.check_call_result(nothing, CALL, m.ModelShape(5, ROUTING))
     failed = replace(nothing, failed="x" * (1 << 16))
-    message_checks.check_call_result(failed, CALL, 5, ROUTING)
+    message_checks.check_call_result(failed, CALL, m.ModelShape(5, ROUTING))
     for more_of_none in ({"routed": experts}, {"support": b"1"}):
         with pytest.raises(BadMessage, match=r"^call 1: a support or experts without tokens$"):
-            message_checks.check_call_result(replace(nothing, **more_of_none), CALL, 5)
+            message_checks.check_call_result(replace(nothing, **more_of_none), CALL)
     other = [m.VersionSpan(Label(2, 0), "", 0, 2, Label(2, 0))]
     exact = replace(CALL, exact_version=Label(2, 0))
-    message_checks.check_call_result(replace(good, spans=other), exact, 5, ROUTING)
+    message_checks.check_call_result(replace(good, spans=other), exact, m.ModelShape(5, ROUTING))
     with pytest.raises(BadMessage) as refused:
-        message_checks.check_call_result(replace(good, **more), CALL, 5, ROUTING)
+        message_checks.check_call_result(replace(good, **more), CALL, m.ModelShape(5, ROUTING))
     assert str(refused.value) == said
 
 
@@ -481,7 +481,7 @@ def test_who_says_nothing_else_is_given_up_by_its_peers_and_not_by_who_only_look
 
 
 def test_a_learner_takes_no_word_by_which_it_would_lose_its_checkpoints() -> None:
-    learner: Any = SimpleNamespace(vocabulary=5, routing=None, images=None, epoch=2, number=7)
+    learner: Any = SimpleNamespace(model=m.ModelShape(5), epoch=2, number=7)
     Learner.check(learner, m.Welcome(2, 7))
     Learner.check(learner, m.Welcome(1, 8))  # another's, not acted on
     with pytest.raises(BadMessage, match="kept from 8, and this one is 7"):

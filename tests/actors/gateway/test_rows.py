@@ -21,6 +21,7 @@ from asyncrl.algorithms.reductions import REDUCTIONS
 from asyncrl.config import load
 from asyncrl.contract.errors import BadMessage, ConfigError
 from asyncrl.contract.messages import (
+    ModelShape,
     RewardFailure,
     SamplingSettings,
     TrainingSequence,
@@ -42,6 +43,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+MODEL = ModelShape(9)
 VARIANTS: list[dict[str, Any]] = [
     *({"loss": {"reduction": how}} for how in REDUCTIONS),
     {"loss": {"surrogate": "gspo", "reduction": "seq-mean-token-mean"}},
@@ -188,17 +190,17 @@ def test_a_failed_sessions_tokens_are_counted_and_its_rows_checked() -> None:
     store = make(group=2, steps=3)
     store.grant("gateway-0", 1, 1, 0.0)
     failed = delivered(failed=RewardFailure("data", "the agent ended"), aside=3)
-    checks.check_samples([failed], 9, SETTINGS)
+    checks.check_samples([failed], MODEL, SETTINGS)
     store.settings.error_budget = 9.0
     assert store.deliver(failed, 0.0) == "failed"
     lines = store.sum_ledger()
     assert lines["failed"]["tokens"] == 4 and lines["set_aside"]["tokens"] == 3
     empty = trajectory((0, 1, 1), failed=RewardFailure("data", "no call"))
-    checks.check_samples([empty], 9, SETTINGS)
+    checks.check_samples([empty], MODEL, SETTINGS)
     assert store.deliver(empty, 0.0) == "failed"
     empty.failed = ""
     with pytest.raises(BadMessage, match="1 training sequences with 0 tokens to train"):
-        checks.check_samples([empty], 9, SETTINGS)
+        checks.check_samples([empty], MODEL, SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -234,18 +236,18 @@ def test_a_row_that_would_end_the_learner_is_refused(
     change: dict[str, Any], said: str, reason: str
 ) -> None:
     good = delivered()
-    checks.check_samples([good], 9, SETTINGS)
+    checks.check_samples([good], MODEL, SETTINGS)
     good.rows[0] = msgspec.structs.replace(good.rows[0], **change)
     place = "" if reason == "token" else "training sequence 1: "
     with pytest.raises(BadMessage, match=place + said) as error:
-        checks.check_samples([good], 9, SETTINGS)
+        checks.check_samples([good], MODEL, SETTINGS)
     assert error.value.reason == reason
 
 
 def test_a_session_of_which_nothing_is_to_be_trained_is_refused() -> None:
     nothing = TrainingSequence(ids([1]), ids([2]), b"\0\0\0\0", b"\0", [])
     with pytest.raises(BadMessage, match="2 training sequences with 0 tokens to train"):
-        checks.check_samples([sample(0, 0, [nothing, nothing])], 9, SETTINGS)
+        checks.check_samples([sample(0, 0, [nothing, nothing])], MODEL, SETTINGS)
 
 
 def test_a_session_without_a_limit_of_rows_has_no_more_than_the_buffer_takes() -> None:
@@ -255,9 +257,9 @@ def test_a_session_without_a_limit_of_rows_has_no_more_than_the_buffer_takes() -
     most = build_limits(config, config.agent).rows
     small = row([1], [2], [-1.0], [1])
     settings = replace(SETTINGS, session_tokens=2 * most)
-    checks.check_samples([sample(0, 0, [small] * most)], 9, settings)
+    checks.check_samples([sample(0, 0, [small] * most)], MODEL, settings)
     with pytest.raises(BadMessage, match=f"{most + 1} training sequences"):
-        checks.check_samples([sample(0, 0, [small] * (most + 1))], 9, settings)
+        checks.check_samples([sample(0, 0, [small] * (most + 1))], MODEL, settings)
     agent["rows"] = most + 1
     with pytest.raises(ConfigError, match=r"agent\.rows"):
         load.build(raw)
@@ -268,10 +270,10 @@ def test_a_run_without_sessions_takes_none() -> None:
     settings = StoreSettings(1, 2, 3, SamplingSettings(), context=64)
     for bad in (delivered(), delivered(aside=1)):
         with pytest.raises(BadMessage, match=r"the run has no \[agent\]"):
-            checks.check_samples([bad], 9, settings)
+            checks.check_samples([bad], MODEL, settings)
     with pytest.raises(BadMessage, match="101 tokens to train; a sample has 1 to 100 of these"):
         long = row([1], [2] * 101, [-1] * 101, [1] * 101)
-        checks.check_samples([sample(0, 0, [long])], 9, SETTINGS)
+        checks.check_samples([sample(0, 0, [long])], MODEL, SETTINGS)
     assert plain.length == 2
 
 
