@@ -201,11 +201,9 @@ class DirectWriter:
                     pack(part.layer, remove_weight=True)
                     continue
             elif self.cpu and part.product and not part.layer.weight.numel():
-                plain_weight = (
-                    self.plain[number]
-                    if number in self.plain
-                    else self.plain.setdefault(number, self.stack(weights, part).clone())
-                )
+                if number not in self.plain:
+                    self.plain[number] = self.stack(weights, part).clone()
+                plain_weight = self.plain[number]
                 part.layer.cpu_linear = lambda probe, _weight, bias, own=plain_weight: linear(
                     probe, own, bias
                 )
@@ -593,11 +591,9 @@ class ProbedEngine:
         dtype = choose_dtype(config)
         self.dtype = getattr(torch, dtype)
         self.reference: ReferenceWeights | None = None  # built on first use
-        self.base = (
-            AdapterBase(load_policy(self.path, dtype, "cpu"), config.lora)
-            if config.lora.rank
-            else None
-        )
+        self.base: AdapterBase | None = None
+        if config.lora.rank:
+            self.base = AdapterBase(load_policy(self.path, dtype, "cpu"), config.lora)
         with pause_collection():
             self.shape = load_text_config(self.path)
         self.ids = list_probe_ids(self.shape)

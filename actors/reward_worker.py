@@ -157,11 +157,9 @@ def split_results(values: Any, calls: list[RewardCall]) -> list[Outcome]:
     """
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple) or len(values) != len(calls):
-        returned = (
-            f"{len(values)} values"
-            if isinstance(values, list | tuple)
-            else f"a {type(values).__name__}"
-        )
+        returned = f"a {type(values).__name__}"
+        if isinstance(values, list | tuple):
+            returned = f"{len(values)} values"
         reason = (
             f"the reward function takes lists (`batched`), and returned {returned} for "
             f"{len(calls)} responses: return a list of the same length"
@@ -302,11 +300,9 @@ def call_function(function: RewardFunction, calls: list[RewardCall]) -> Any:
 
 def check_results(function: RewardFunction, value: Any, calls: list[RewardCall]) -> list[Outcome]:
     """Check the return value of one call, by response: the reward, or an error."""
-    return (
-        split_results(value, calls)
-        if takes_lists(function)
-        else [check_or_explain(value, len(calls[0].tokens))]
-    )
+    if takes_lists(function):
+        return split_results(value, calls)
+    return [check_or_explain(value, len(calls[0].tokens))]
 
 
 def call(function: RewardFunction, prompt: Prompt, text: str, tokens: list[int]) -> Judged:

@@ -131,11 +131,8 @@ def make_idle_core_counter() -> Callable[[], float]:
         for core in (c for c in own_cores if c < min(len(previous_times), len(newest_times))):
             # fields beyond the eighth count guest time twice
             elapsed = sum(newest_times[core][:8]) - sum(previous_times[core][:8])
-            idle_count += (
-                (newest_times[core].idle - previous_times[core].idle) / elapsed
-                if elapsed > 0
-                else 0.0
-            )
+            if elapsed > 0:
+                idle_count += (newest_times[core].idle - previous_times[core].idle) / elapsed
         return idle_count
 
     return count_idle_cores
@@ -193,9 +190,8 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
         self.batch = settings.batch
         self.log = f"; reward.log: {run_dir / LOG}" if run_dir else ""
         self.inbox: deque[_RewardJob] = deque()
-        self.results: deque[tuple[_RewardJob, RewardResult, float]] = (
-            deque()
-        )  # job, result, end of the call
+        # each with the end of its call
+        self.results: deque[tuple[_RewardJob, RewardResult, float]] = deque()
         self.spans: deque[tuple[float, float, int]] = deque()  # calls: began, ended, responses
         self.queue: deque[_RewardJob] = deque()
         self.suspects: deque[_RewardJob] = deque()  # to be judged alone
@@ -367,11 +363,9 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
             for process in [process for process in free if room[process] == largest_room]:
                 if not self.queue:
                     break
-                count = (
-                    min(self.batch, math.ceil(len(self.queue) / len(free)))
-                    if process.batched
-                    else 1
-                )
+                count = 1
+                if process.batched:
+                    count = min(self.batch, math.ceil(len(self.queue) / len(free)))
                 jobs = [self.queue.popleft() for _ in range(count)]
                 assigned_jobs.setdefault(process, []).append(jobs)
                 room[process] -= 1
@@ -393,11 +387,8 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
 
     def count_waiting(self) -> int:
         """Count the calls that no process has begun."""
-        return (
-            len(self.queue)
-            + len(self.suspects)
-            + sum(max(0, len(process.units) - process.window) for process in self.workers)
-        )
+        ahead = sum(max(0, len(process.units) - process.window) for process in self.workers)
+        return len(self.queue) + len(self.suspects) + ahead
 
     def _measure(self) -> None:
         """Enlarge the pool if calls always waited, cores were idle and the last step paid."""
@@ -423,17 +414,12 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
 
 def _estimate_bytes(jobs: list[_RewardJob]) -> int:
     """Estimate the bytes of these jobs in a message."""
-    return sum(
-        64
-        + 4
-        * (
-            len(j.call.text)
-            + len(j.call.tokens)
-            + len(j.call.prompt.text)
-            + len(j.call.prompt.answer)
-        )
-        for j in jobs
-    )
+    total = 0
+    for response in (job.call for job in jobs):
+        prompt = response.prompt
+        characters = len(response.text) + len(prompt.text) + len(prompt.answer)
+        total += 64 + 4 * (characters + len(response.tokens))
+    return total
 
 
 def check_reward_process(config: Config, responses: Responses = ()) -> list[RewardResult]:
@@ -479,13 +465,9 @@ class RewardRunner:
         settings = config.reward
         self.judge = settings.judge
         self.account = run_dir / ACCOUNT if run_dir is not None and self.judge.url else None
-        self.pool = (
-            _RewardPool(config, run_dir)
-            if settings.uses_reward_processes
-            or (isinstance(settings.workers, int) and settings.workers)
-            else None
-        )
-        if self.pool is not None:
+        self.pool: _RewardPool | None = None
+        if settings.uses_reward_processes or settings.workers not in ("auto", 0):
+            self.pool = _RewardPool(config, run_dir)
             self.pool.thread.start()
 
     @property

@@ -256,12 +256,9 @@ class Journal:
         self._wake = threading.Condition()
         self._goal = (0, 0)  # (record, bytes) written and not yet synced
         self._busy = self._end = False
-        self.thread = (
-            threading.Thread(target=self._sync_records, name="journal", daemon=True)
-            if sync
-            else None
-        )
-        if self.thread is not None:
+        self.thread: threading.Thread | None = None
+        if sync:
+            self.thread = threading.Thread(target=self._sync_records, name="journal", daemon=True)
             self.thread.start()
 
     def append(self, *record: bytes | memoryview) -> int:

@@ -881,12 +881,8 @@ class Store(StoreRules):
 
         Granted or future tickets name exactly these."""
         pinned = set(self.evaluations.list_labels())
-        if self.settings.inject is not None:
-            most_lag = (
-                self.settings.inject
-                if isinstance(self.settings.inject, int)
-                else len(self.settings.inject) - 1
-            )
+        if (inject := self.settings.inject) is not None:
+            most_lag = inject if isinstance(inject, int) else len(inject) - 1
             pinned |= {
                 Label(self.epoch, number)
                 for number in range(max(0, self.committed - most_lag), self.committed + 1)

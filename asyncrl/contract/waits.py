@@ -95,11 +95,9 @@ class BlockingSession(msgspec.Struct, frozen=True):
           staleness.max_lag >= 7 would not wait (open for 212 s, a step takes 35 s)
         """
         session = self.session
-        blocker = (
-            f"session {session.name} ({session.task}, turn {session.turn})"
-            if session.name
-            else f"sample {session.sample} of ticket {session.ticket} ({session.task})"
-        )
+        blocker = f"sample {session.sample} of ticket {session.ticket} ({session.task})"
+        if session.name:
+            blocker = f"session {session.name} ({session.task}, turn {session.turn})"
         parts = [
             f"the learner is held up by {blocker}: it has waited {session.seconds:.0f} s for "
             f"{session.what}"
@@ -107,11 +105,9 @@ class BlockingSession(msgspec.Struct, frozen=True):
         if session.limit:
             parts.append(f"{session.limit} ends that in {session.ends_s:.0f} s")
         if self.max_lag:
-            duration = (
-                f"open for {session.open_s:.0f} s"
-                if session.open_s >= self.usual_s
-                else f"95 % of sessions end within {self.usual_s:.0f} s"
-            )
+            duration = f"95 % of sessions end within {self.usual_s:.0f} s"
+            if session.open_s >= self.usual_s:
+                duration = f"open for {session.open_s:.0f} s"
             parts.append(
                 f"staleness.max_lag >= {self.max_lag} would not wait ({duration}, a step takes "
                 f"{self.step_s:.2g} s)"

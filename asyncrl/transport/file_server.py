@@ -219,11 +219,9 @@ def fetch_files(
     directory = private.create_directory(cache) / name_folder(entries)
     with (cache / f"{directory.name}.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two joining generators, only one fetches
-        part = (
-            directory
-            if directory.is_dir()
-            else private.create_directory(cache / f"{directory.name}.part")
-        )
+        part = directory
+        if not directory.is_dir():
+            part = private.create_directory(cache / f"{directory.name}.part")
         missing = [entry for entry in entries if not is_complete(part, entry)]
         for entry in missing:
             log(f"fetching {entry.part}: {entry.name}, {entry.size / 2**20:.1f} MiB")

@@ -148,11 +148,9 @@ class GpuPair:
         self.device = find_device(backend)
         self.deadline = timedelta(seconds=deadline_s)
         self.control = make_group("gloo", store, f"{number}/control", rank, deadline_s)
-        self.data = (
-            make_group("nccl", store, f"{number}/data", rank, deadline_s)
-            if backend == "nccl"
-            else self.control
-        )
+        self.data = self.control
+        if backend == "nccl":
+            self.data = make_group("nccl", store, f"{number}/data", rank, deadline_s)
 
     def write(self, message: Struct) -> None:
         """Send a control message. Raises RuntimeError when it takes too long."""
@@ -209,13 +207,9 @@ class PairServer(WeightsServer):
         self.backend = backend
         self.deadline_s = deadline_s
         self.bytes_sent = 0
+        timeout = timedelta(seconds=deadline_s)
         self.store = dist.TCPStore(
-            "127.0.0.1",
-            0,
-            None,
-            True,
-            timeout=timedelta(seconds=deadline_s),
-            wait_for_workers=False,
+            "127.0.0.1", 0, None, True, timeout=timeout, wait_for_workers=False
         )
         self.store.set("layout", msgspec.json.encode(layout).decode())
         self.address = f"tcp://127.0.0.1:{self.store.port}"
@@ -244,13 +238,8 @@ class PairServer(WeightsServer):
         pair = None
         try:
             with cuda.stream(cuda.Stream(self.device)) if self.backend == "nccl" else nullcontext():
-                pair = GpuPair(
-                    self.backend,
-                    connect_store(self.address, self.deadline_s),
-                    number,
-                    0,
-                    self.deadline_s,
-                )
+                store = connect_store(self.address, self.deadline_s)
+                pair = GpuPair(self.backend, store, number, 0, self.deadline_s)
                 while not self.ended:
                     request = pair.read(_PairRequest, IDLE)
                     if self.ended:
