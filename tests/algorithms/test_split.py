@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from algorithms_catalogue_kit import answers
+from models_kit import model_fixture
 from signs_kl_kit import split_share
 from trajectory_kit import trajectory
 
@@ -24,7 +25,6 @@ from asyncrl.contract.versions import Label
 from asyncrl.models.policy import (
     PolicyModel,
     build_manifest,
-    build_model,
     count_flat_bytes,
     list_named_weights,
     load_policy,
@@ -44,11 +44,7 @@ def k3(x: float) -> float:
     return math.exp(x) - 1 - x
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("split") / "m"
-    build_model(path, "abcdefgh", hidden=32, layers=2)
-    return path
+model_dir = model_fixture("abcdefgh", layers=2)
 
 
 class Ring:

@@ -11,18 +11,14 @@ import msgspec
 import pytest
 import torch
 from learner_step_kit import ANCHORS, GROUPS, SIZE, batch, core, weights
+from models_kit import model_fixture
 
 from asyncrl.algorithms import kl, stopping
 from asyncrl.algorithms import loss as sl
 from asyncrl.models.policy import build_model
 from learner.batch import pack
 
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("stops") / "m"
-    build_model(path, "abcdefgh", hidden=32, layers=2)
-    return path
+model_dir = model_fixture("abcdefgh", layers=2)
 
 
 @pytest.mark.parametrize("anchor", ANCHORS, ids=lambda a: a["correction"]["proximal"])

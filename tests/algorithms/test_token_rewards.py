@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from critic_kit import batch, core
+from models_kit import model_fixture
 from shared_reward import digit
 
 from actors import rewards
@@ -18,15 +19,9 @@ from asyncrl.algorithms import loss
 from asyncrl.config import load
 from asyncrl.contract.messages import Batch, Prompt
 from asyncrl.experiments import serial
-from asyncrl.models.policy import build_model
 from learner.step import LearnerCore
 
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokens") / "m"
-    build_model(path, "0123456789=:,#", hidden=32, layers=1)
-    return path
+model_dir = model_fixture("0123456789=:,#", layers=1)
 
 
 def rewarded(*, every: int = 1) -> Batch:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models_kit import model_fixture
 from process_kit import ROOT, RUN_SEED, Ended, run_command
 
 from asyncrl.config import load
@@ -18,7 +19,6 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.experiments import figures, serial
 from asyncrl.experiments.compare import analysis, grid, page, verdict, warm_pool
 from asyncrl.experiments.compare.arms import CORRECTIONS, parse_arm
-from asyncrl.models.policy import build_model
 
 pytestmark = pytest.mark.slow
 
@@ -31,11 +31,7 @@ SMALL_TEXT = (
 SMALL = SMALL_TEXT.split()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("sweep") / "model"
-    build_model(path, "0123456789=:,#", hidden=32, layers=1)
-    return path
+model = model_fixture("0123456789=:,#", layers=1)
 
 
 def plan_rle(names: str, *limits: float, sets: Sequence[str] = ()) -> grid.SweepPlan:

@@ -6,19 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from models_kit import model_fixture
 from process_kit import RUN_SEED
 from warm_run_kit import SMALL
 
 from asyncrl.config import load
 from asyncrl.experiments import serial
-from asyncrl.models.policy import build_model
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("warm") / "model"
-    build_model(path, "0123456789=:,#", hidden=32, layers=1)
-    return path
+model = model_fixture("0123456789=:,#", layers=1)
 
 
 def test_arms_see_the_same_data_at_their_own_lag_and_repeat_bitwise(model: Path) -> None:

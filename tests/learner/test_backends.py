@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import warm_python
+from models_kit import model_fixture
 from process_kit import ENV, Ended, run_command
 from ranks_kit import FORKED, LEARNER, PATHS, PATIENT_S, TORCHRUN, forked, start, trained
 from run_kit import check_summary, children, finish, let_go, steps_done, wait_until
@@ -23,7 +24,6 @@ from run_kit import start as start_run
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.models.policy import build_model
 from learner import checkpoint
 
 pytestmark = pytest.mark.slow
@@ -49,11 +49,7 @@ def shards(learner: dict[str, Any]) -> int:
     return 1 if learner["backend"] == "torch" else learner["ranks"] // copies
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("deepspeed") / "m"
-    build_model(path, "abcdefgh", hidden=32, layers=2)
-    return path
+model_dir = model_fixture("abcdefgh", layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models_kit import model_fixture
 from process_kit import ROOT
 from ranks_kit import LEARNER, forked, trained
 
 from asyncrl.config import load, rules
 from asyncrl.contract.errors import ConfigError
-from asyncrl.models.policy import build_character_tokenizer, build_model
+from asyncrl.models.policy import build_character_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("fsdp2") / "m"
-    build_model(path, "abcdefgh", hidden=32, layers=2)
-    return path
+model_dir = model_fixture("abcdefgh", layers=2)
 
 
 def compare(

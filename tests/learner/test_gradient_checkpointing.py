@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from learner_step_kit import batch, core, weights
+from models_kit import model_fixture
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models import packed_forward, policy
@@ -17,11 +18,7 @@ from asyncrl.models import packed_forward, policy
 LAYERS = 3
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("again") / "m"
-    policy.build_model(path, "abcdefgh", hidden=32, layers=LAYERS)
-    return path
+model_dir = model_fixture("abcdefgh", layers=LAYERS)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from models_kit import model_fixture
 from signs_kl_kit import LOST, config, evals, names, rows, split_share
 from trajectory_kit import trajectory
 
@@ -182,11 +183,7 @@ def tiny(whole: Config) -> Config:
     return msgspec.structs.replace(whole, **sections)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("signs") / "m"
-    policy.build_model(path, "abcdefgh", hidden=32, layers=1)
-    return path
+model_dir = model_fixture("abcdefgh", layers=1)
 
 
 def shipped_settings() -> Iterator[tuple[str, Config]]:

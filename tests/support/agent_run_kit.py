@@ -5,18 +5,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
+from models_kit import model_fixture
 from process_kit import RUN_SEED
 
-from asyncrl.models.policy import build_model
 from asyncrl.tasks.calc import CalcTask
 
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("agent") / "m"
-    build_model(path, CalcTask.symbols, hidden=32, layers=1)
-    return path
+model_dir = model_fixture(CalcTask.symbols, layers=1)
 
 
 def command(model_dir: Path, runs: Path, name: str, *sets: str) -> list[str]:

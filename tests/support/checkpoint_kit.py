@@ -3,10 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
+from models_kit import model_fixture
 
 from asyncrl.config import load
-from asyncrl.models.policy import build_model
 from learner.step import LearnerCore
 
 EXTRA: dict[str, Any] = {
@@ -17,11 +16,7 @@ EXTRA: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint") / "m"
-    build_model(path, "abcdefgh", hidden=32, layers=1)
-    return path
+model_dir = model_fixture("abcdefgh", layers=1)
 
 
 def core(model_dir: Path) -> LearnerCore:

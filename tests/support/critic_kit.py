@@ -4,22 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
+from models_kit import model_fixture
 from trajectory_kit import trajectory
 
 from asyncrl.config import load
 from asyncrl.contract.messages import Batch
-from asyncrl.models.policy import build_model
 from learner.step import LearnerCore
 
 GROUPS, SIZE = 4, 4
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("critic") / "m"
-    build_model(path, "0123456789=:,#", hidden=32, layers=1)
-    return path
+model_dir = model_fixture("0123456789=:,#", layers=1)
 
 
 def batch(number: int = 0) -> Batch:

@@ -5,23 +5,18 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 import torch
+from models_kit import model_fixture
 from trajectory_kit import trajectory
 
 from asyncrl.config import load
 from asyncrl.contract.messages import Batch
-from asyncrl.models.policy import build_model
 from learner.step import LearnerCore
 
 GROUPS, SIZE = 6, 3
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("step") / "m"
-    build_model(path, "abcdefgh", hidden=32, layers=2)
-    return path
+model_dir = model_fixture("abcdefgh", layers=2)
 
 
 def batch(number: int = 0, *, seed: int = 0, reward: float | None = None) -> Batch:

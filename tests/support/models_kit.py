@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
+import pytest
+
+from asyncrl.models.policy import build_model
 
 FAMILIES = [
     ("qwen3", 4, True),
@@ -9,6 +15,18 @@ FAMILIES = [
     ("qwen2", 4, False),
     ("mistral", 2, True),
 ]
+
+
+def model_fixture(symbols: str, layers: int) -> Any:
+    """A fixture: the directory of a small untrained model, made once a module."""
+
+    @pytest.fixture(scope="module")
+    def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        path = tmp_path_factory.mktemp("model") / "m"
+        build_model(path, symbols, hidden=32, layers=layers)
+        return path
+
+    return model_dir
 
 
 def sample_batch(vocab: int, seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray], list[int]]:

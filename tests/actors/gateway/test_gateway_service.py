@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from gateway_service_kit import AT, PATIENCE_S, Wire
+from models_kit import model_fixture
 
 from actors.gateway import service
 from actors.gateway.environment_sessions import EnvironmentSource, describe_request
@@ -28,11 +29,7 @@ PATIENT = {"step_s": 3600.0, "deadline_s": 7200.0}
 TICKET = m.Ticket(1, 1, "train", m.Prompt(0, "a="), [0], m.SamplingSettings(), Label(1, 3), None, 3)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gateway") / "m"
-    build_model(path, "abcdefgh0123456789=", hidden=32, layers=1)
-    return path
+model_dir = model_fixture("abcdefgh0123456789=", layers=1)
 
 
 class World:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from agent_run_kit import rows
 from click.testing import CliRunner, Result
+from models_kit import model_fixture
 from process_kit import ENV, PATIENT, ROOT, RUN_SEED
 
 from actors.gateway.process import make_source
@@ -27,7 +28,6 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.one_process import needs_own_process
-from asyncrl.models.policy import build_model
 from asyncrl.records.rundir import get_buffer_address
 from asyncrl.supervise import live
 from asyncrl.tasks.calc import CalcTask
@@ -42,11 +42,7 @@ PARTS = f"""task.mixture=[
 SETS = ("task.name='mixture'", PARTS, "generator.max_new_tokens=12", "generator.context=96")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("mixed") / "m"
-    build_model(path, CalcTask.symbols + "abcdefgh=", hidden=32, layers=1)
-    return path
+model = model_fixture(CalcTask.symbols + "abcdefgh=", layers=1)
 
 
 SORT = "{name='sort'}"

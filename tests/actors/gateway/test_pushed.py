@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from gateway_kit import Served
 from gateway_service_kit import AT, PATIENCE_S, Wire
+from models_kit import model_fixture
 from pushed_kit import HERE, Commands, until
 
 from actors.gateway import http_gateway, service
@@ -28,7 +29,6 @@ from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config, ModelConfig, TaskConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
-from asyncrl.models.policy import build_model
 from asyncrl.transport import worker_pool
 
 pytestmark = pytest.mark.slow
@@ -188,11 +188,7 @@ class World:
         self.gateway.close()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pushed") / "m"
-    build_model(path, "abcdefgh0123456789=", hidden=32, layers=1)
-    return path
+model = model_fixture("abcdefgh0123456789=", layers=1)
 
 
 @pytest.fixture()

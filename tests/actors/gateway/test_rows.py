@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from learner_step_kit import core, weights
+from models_kit import model_fixture
 from rows_kit import AT, GROUPS, SIZE, batch, ids, row, sample, sessions
 from store_kit import make
 from trajectory_kit import trajectory
@@ -29,18 +30,12 @@ from asyncrl.contract.messages import (
     VersionSpan,
 )
 from asyncrl.contract.versions import Label
-from asyncrl.models.policy import build_model
 from buffer import checks
 from buffer.groups import StoreSettings, count_bytes
 from buffer.ledger import sum_tokens
 from learner.batch import pack, split_micro_batches
 
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("rows") / "m"
-    build_model(path, "abcdefgh", hidden=32, layers=2)
-    return path
+model_dir = model_fixture("abcdefgh", layers=2)
 
 
 MODEL = ModelShape(9)
