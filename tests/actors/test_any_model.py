@@ -155,8 +155,7 @@ def test_a_whole_run_of_another_architecture(asyncrl: Callable[..., Ended], tmp_
         *FEW,
         "learner.steps=3",
         "name='other'",
-    )
-    assert done.code == 0, done.err[-3000:]
+    ).check()
     assert done.json["steps"] == 3 and done.json["mismatch_k3_max"] < 1e-9
     trained = transformers.AutoModelForCausalLM.from_pretrained(
         Path(done.json["run_dir"]) / "model"
@@ -192,8 +191,7 @@ def test_nothing_of_transformers_is_imported_once_tickets_come(
         "learner.steps=1",
         "name='late'",
         **held(imports=late),
-    )
-    assert done.code == 0, done.err[-3000:]
+    ).check()
     assert (Path(done.json["run_dir"]) / "token_samples.jsonl").read_text()
     assert not late.exists(), late.read_text()[:3000]
 
@@ -210,8 +208,7 @@ def test_ones_own_prompts_and_reward(asyncrl: Callable[..., Ended]) -> None:
         "reward.workers=1",
         "reward.deadline_s=600.0",
         "name='own'",
-    )
-    assert done.code == 0, done.err[-3000:]
+    ).check()
     rows = jsonl.read(Path(done.json["run_dir"]) / "metrics.jsonl")
     parts = {k for r in rows for k in r if k.startswith("reward_part/")}
     assert parts and done.json["failures"] == {}

@@ -4,7 +4,6 @@ another family."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import transformers
 from holding import held
-from process_kit import ROOT, RUN_SEED
+from process_kit import ROOT, RUN_SEED, run_command
 
 from asyncrl.config import load
 from asyncrl.models.policy import build_character_tokenizer
@@ -62,9 +61,7 @@ def both(tmp_path: Path, model: Path, *sets: str) -> tuple[dict[str, Any], list[
     ]
     env = held(answers=True)
     env["PYTHONPATH"] += f":{tmp_path}"
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    summary = json.loads(done.stdout.strip().splitlines()[-1])
+    summary = run_command(argv, env=env).check().json
     rows = jsonl.read(Path(summary["run_dir"]) / "samples.jsonl")
     return summary, rows
 

@@ -201,8 +201,7 @@ def test_a_whole_run_at_lag_0_has_a_mismatch_of_exactly_0(tmp_path: Path) -> Non
     )
     found = {}
     for name in ("true", "false"):
-        done = run(tmp_path, *words, f"exact={name}", f"name='e{name}'")
-        assert done.code == 0, done.err[-3000:]
+        done = run(tmp_path, *words, f"exact={name}", f"name='e{name}'").check()
         rows = jsonl.read(Path(done.json["run_dir"]) / "metrics.jsonl")
         found[name] = [r["mismatch/k3_at_lag_0"] for r in rows if "mismatch/k3_at_lag_0" in r]
         assert len(found[name]) == 5
@@ -230,8 +229,7 @@ def test_a_stale_run_has_a_mismatch_of_exactly_0_at_every_lag(
         "record.split_every=1",
         "exact=true",
         "name='stale'",
-    )
-    assert done.code == 0, done.err[-3000:]
+    ).check()
     rows = jsonl.read(Path(done.json["run_dir"]) / "metrics.jsonl")
     split = [r for r in rows if "split/mismatch" in r]
     assert len(split) == 5

@@ -4,7 +4,6 @@ one encoded whole, never with keys of other weights; a whole run."""
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import torch
 from agent_run_kit import check, command, rows
 from engine_kit import expected, request
 from gateway_calls_kit import call
-from process_kit import ENV, ROOT
+from process_kit import run_command
 from vllm_kit import flat, vllm_config
 
 from actors import engine_vllm
@@ -286,8 +285,7 @@ def test_a_run_of_sessions_with_vllm_and_deepspeed(tmp_path: Path) -> None:
         *("learner.steps=3", "staleness.max_lag=0", "agent.deadline_s=7200.0"),
         *("wires.connect_s=1800", "watchdog.startup_s=3600.0", "watchdog.floor_s=3600.0"),
     )
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=7200)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_command(argv, timeout=7200).check()
     samples = check(tmp_path / "v", 0, 3)
     assert max(s["calls"] for s in samples) > 1 and any(0 in s["mask"] for s in samples)
     summary = json.loads((tmp_path / "v" / "summary.json").read_text())

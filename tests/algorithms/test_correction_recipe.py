@@ -44,8 +44,7 @@ def test_a_run_whose_engine_differs_goes_on_as_its_sign_advises(
     """For real, the command as the sign gives it: weights that cut and reject from there on."""
     small = ("learner.groups=8", "evaluation.final_prompts=8", "learner.checkpoint_every=2")
     words = ("learner.steps=4", "record.split_every=1", "generator.mantissa_bits=1")
-    done = asyncrl("run", *small, *words, "name='off'")
-    assert done.code == 0, done.err[-3000:]
+    done = asyncrl("run", *small, *words, "name='off'").check()
     (advised,) = {
         found
         for sign in done.json["signs"]

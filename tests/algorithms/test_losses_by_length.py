@@ -61,18 +61,20 @@ def test_the_report_shows_each_length_with_its_shares() -> None:
 def test_real_runs_keep_what_each_choice_promises(
     on_exceed: str, limit: str, asyncrl: Callable[..., Ended]
 ) -> None:
-    done = asyncrl(
-        "run",
-        "learner.steps=12",
-        "learner.groups=4",
-        "learner.group_size=4",
-        "evaluation.every=0",
-        f"staleness.max_lag={limit}",
-        f"staleness.on_exceed='{on_exceed}'",
-        "name='x'",
+    s = (
+        asyncrl(
+            "run",
+            "learner.steps=12",
+            "learner.groups=4",
+            "learner.group_size=4",
+            "evaluation.every=0",
+            f"staleness.max_lag={limit}",
+            f"staleness.on_exceed='{on_exceed}'",
+            "name='x'",
+        )
+        .check()
+        .json
     )
-    assert done.code == 0, done.err[-3000:]
-    s = done.json
     ledger = s["ledger"]
     assert s["steps"] == 12
     assert sum(v for k, v in ledger.items() if k != "generated") == ledger["generated"]

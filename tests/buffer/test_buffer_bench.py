@@ -12,8 +12,7 @@ MODES = ("memory", "process", "disk")
 
 
 def test_the_cpu_of_a_batch_is_judged_against_the_bare_store_of_the_same_run() -> None:
-    done = run_command([sys.executable, "benchmarks/buffer.py", "--quick", "--json"])
-    assert done.code == 0, done.err[-3000:]
+    done = run_command([sys.executable, "benchmarks/buffer.py", "--quick", "--json"]).check()
     found = json.loads(done.out.splitlines()[-1])
     goals = {goal["figure"]: goal for goal in found["goals"]}
     assert set(found["times"]) == {*MODES, "queue", "bare store"}

@@ -44,8 +44,7 @@ def written(asyncrl: Call, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[
         "record.samples_every=1 record.samples=0 generator.slots=48 generator.temperature=0.9 "
         "learner.lr=1e-3 evaluation.every=0 name='v'"
     )
-    done = asyncrl(*text.split())
-    assert done.code == 0, done.err[-3000:]
+    done = asyncrl(*text.split()).check()
     return Path(done.json["run_dir"]), done.json
 
 

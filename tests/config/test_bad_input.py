@@ -175,8 +175,7 @@ def test_a_reward_that_fails_now_and_then_is_counted_and_never_a_reward_of_zero(
         "    return 1.0\n"
     )
     words = ("reward.workers=1", "learner.steps=4", "reward.error_budget=0.9")
-    done = with_rewards(tmp_path, sort_model, rewards(tmp_path, body), *words)
-    assert done.code == 0, done.err[-3000:]
+    done = with_rewards(tmp_path, sort_model, rewards(tmp_path, body), *words).check()
     rows = jsonl.read(tmp_path / "runs" / "r" / "metrics.jsonl")
     assert {r["reward/mean"] for r in rows if "reward/mean" in r} == {1.0}
     assert sum(done.json["failures"].values()) > 0 and done.json["ledger"]["failed"] > 0

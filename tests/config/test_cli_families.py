@@ -24,8 +24,7 @@ SHOW_ALL = SHOW.replace("as ended: assert not ended.code", ": pass")
 
 
 def imported(*argv: str) -> set[str]:
-    done = run_command([sys.executable, "-c", SHOW, *argv])
-    assert done.code == 0, done.err
+    done = run_command([sys.executable, "-c", SHOW, *argv]).check()
     return set(done.out.splitlines()[-1].split())
 
 

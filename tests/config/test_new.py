@@ -54,8 +54,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_what_is_written(tmp_path: Path) -> None:
-    done = asyncrl(tmp_path, "new", "a/mine", "--json")
-    assert done.code == 0, done.err
+    done = asyncrl(tmp_path, "new", "a/mine", "--json").check()
     written = {p.name for p in (tmp_path / "a" / "mine").iterdir()}
     assert written == {"reward.py", *new.FILES} == {Path(f).name for f in done.json["files"]}
     assert "train: asyncrl run b/config.toml" in asyncrl(tmp_path, "new", "b").out
@@ -63,8 +62,7 @@ def test_what_is_written(tmp_path: Path) -> None:
 
 def test_the_project_of_an_agent_trains_from_a_model_that_is_given(tmp_path: Path) -> None:
     """As its README says: the agent that is written, OpenAI's client, the real endpoint."""
-    done = asyncrl(tmp_path, "new", "first", "--agent", "--json")
-    assert done.code == 0, done.err
+    done = asyncrl(tmp_path, "new", "first", "--agent", "--json").check()
     written = {p.name for p in (tmp_path / "first").iterdir()}
     assert written == {"agent.py", *new.FILES} == {Path(f).name for f in done.json["files"]}
     config = load.load(tmp_path / "first" / "config.toml")
@@ -72,14 +70,12 @@ def test_the_project_of_an_agent_trains_from_a_model_that_is_given(tmp_path: Pat
     assert config.model.warm_start
     assert not rules.find_warnings(config) and not config.reward.function
     warm_start(config, config.model.path, steps=2, threads=1)
-    done = asyncrl(tmp_path, "new", "mine", "--agent", "--model", "first/model")
-    assert done.code == 0, done.err
+    asyncrl(tmp_path, "new", "mine", "--agent", "--model", "first/model").check()
     sets = [*SHORT.split(), *PATIENT, *AGENT_PATIENT, "name=first"]
     sets += ["generator.max_new_tokens=4", "generator.context=16", "agent.max_tokens=16"]
     done = asyncrl(
         tmp_path, "run", "mine/config.toml", "--json", *[x for s in sets for x in ("--set", s)]
-    )
-    assert done.code == 0, done.err[-3000:]
+    ).check()
     steps = load.load(tmp_path / "mine" / "config.toml", sets).learner.steps
     assert done.json["steps"] == steps
     samples = jsonl.read(tmp_path / "mine" / "runs" / "first" / "samples.jsonl")
@@ -159,11 +155,13 @@ def test_the_rewards_in_comments_work_once_they_are_none(project: Path) -> None:
 def test_a_project_trains_and_gets_better(project: Path, tmp_path: Path) -> None:
     """As the README says, from a folder beside it; what it writes is in the project."""
     sets = ["learner.steps=60", "evaluation.every=30", "name='first'", f"seed={RUN_SEED}", *PATIENT]
-    done = asyncrl(
-        tmp_path, "run", "mine/config.toml", "--json", *[x for s in sets for x in ("--set", s)]
+    s = (
+        asyncrl(
+            tmp_path, "run", "mine/config.toml", "--json", *[x for s in sets for x in ("--set", s)]
+        )
+        .check()
+        .json
     )
-    assert done.code == 0, done.err[-3000:]
-    s = done.json
     assert s["steps"] == 60 and s["lag"]["max"] <= 2 and s["lag"]["mean"] > 0.5
     rows = (project / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
     rewards = [row["reward/mean"] for row in map(json.loads, rows) if "reward/mean" in row]

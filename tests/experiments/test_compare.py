@@ -82,8 +82,7 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     )
     arms = text.split()
     out = tmp_path / "c"
-    done = compare(sort_model, out, *arms, "--jobs", "2", "--json")
-    assert done.code == 0, done.err[-3000:]
+    done = compare(sort_model, out, *arms, "--jobs", "2", "--json").check()
     found = done.json
     assert list(found["arms"]) == ["sync", "twin", "late"] and found["seeds"] == list(SEEDS)
     words = {(v["arm"], v["metric"]): v for v in found["verdicts"]}
@@ -332,8 +331,7 @@ def test_one_seed_runs_and_says_that_no_verdict_is_possible(
     sort_model: Path, tmp_path: Path
 ) -> None:
     text = "--arm sync:staleness.max_lag=0 --arm async: --seeds 1 --set learner.steps=3"
-    done = compare(sort_model, tmp_path / "c", *text.split())
-    assert done.code == 0, done.err[-3000:]
+    done = compare(sort_model, tmp_path / "c", *text.split()).check()
     assert (tmp_path / "c" / "runs" / f"sync-seed{RUN_SEED}" / "summary.json").exists(), (
         "its speed is compared with a real run's"
     )

@@ -112,8 +112,7 @@ def test_a_rounded_generator_shows_under_the_shipped_config(
         "record.split_every=1",
         f"generator.mantissa_bits={bits}",
         "name='rounded'",
-    )
-    assert done.code == 0, done.err[-3000:]
+    ).check()
     rows = jsonl.read(Path(done.json["run_dir"]) / "metrics.jsonl")
     split = [r for r in rows if "split/mismatch_k3" in r]
     assert [r["step"] for r in split] == [0, 1, 2, 3]

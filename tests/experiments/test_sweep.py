@@ -54,9 +54,7 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
         "other:loss.entropy=0.2 --seeds 2 --json"
     )
     words = text.split()
-    done = call(model, out, *words)
-    assert done.code == 0, done.err[-3000:]
-    found = done.json
+    found = call(model, out, *words).check().json
     cells = {(c["correction"], c["limit"]): c for c in found["cells"]}
     assert set(cells) == {(n, x) for n in ("configured", "other") for x in ("0", "2")}
     assert found["missing"] == 0

@@ -141,8 +141,7 @@ def test_a_sample_split_into_rows_has_the_gradient_that_torch_has_of_the_unsplit
     """By plain gradient steps at every stage and with FSDP2, for losses by token, by sequence,
     towards a reference, and over mini-batches and epochs."""
     argv = [sys.executable, "tests/support/rows_program.py", str(model_dir)]
-    done = run_command(argv, env=PATHS, timeout=7200)
-    assert done.code == 0, done.err[-4000:]
+    done = run_command(argv, env=PATHS, timeout=7200).check()
     rows = json.loads(done.out.strip().splitlines()[-1])
     assert {(backend, variant) for backend, variant, *_ in rows} == {
         (backend, variant) for backend in (*range(4), "fsdp2") for variant in range(4)

@@ -207,8 +207,7 @@ def test_a_chat_template_is_rendered_without_torch(small_model: Path, tmp_path: 
         "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}1{% endif %}"
     )
-    done = run_command([sys.executable, "-c", QWEN, str(path), "932"])
-    assert done.code == 0, done.err[-3000:]
+    done = run_command([sys.executable, "-c", QWEN, str(path), "932"]).check()
     theirs = transformers.AutoTokenizer.from_pretrained(path)
     ids = theirs.encode("12 low<|im_end|>", add_special_tokens=False)
     turns = theirs.encode(f"932{theirs.eos_token}1", add_special_tokens=False)
@@ -231,8 +230,7 @@ def test_a_qwen_models_tokenizer_is_the_one_that_transformers_chooses_and_import
         "{% if add_generation_prompt %}1{% endif %}"
     )
     made.save_pretrained(path)
-    done = run_command([sys.executable, "-c", QWEN, str(path), "low"])
-    assert done.code == 0, done.err[-3000:]
+    done = run_command([sys.executable, "-c", QWEN, str(path), "low"]).check()
     theirs = transformers.AutoTokenizer.from_pretrained(path)
     ids = theirs.encode("12 low<|im_end|>", add_special_tokens=False)
     turns = theirs.apply_chat_template(
@@ -347,6 +345,5 @@ SHOW = (
 def test_no_process_of_a_run_imports_what_it_does_not_need(
     code: str, imported: list[str], small_model: Path, tmp_path: Path
 ) -> None:
-    done = run_command([sys.executable, "-c", code + SHOW, str(small_model), str(tmp_path)])
-    assert done.code == 0, done.err[-3000:]
+    done = run_command([sys.executable, "-c", code + SHOW, str(small_model), str(tmp_path)]).check()
     assert done.out.strip().splitlines()[-1] == str(imported)

@@ -40,8 +40,7 @@ def test_a_shipped_example_finds_its_prompts_and_its_reward_anywhere(
     installed: Path, tmp_path: Path
 ) -> None:
     argv = [str(installed / "env" / "bin" / "asyncrl"), "task", "try"]
-    done = called([*argv, "configs/file_example.toml", "-n", "1"], tmp_path)
-    assert done.code == 0, done.err
+    done = called([*argv, "configs/file_example.toml", "-n", "1"], tmp_path).check()
     assert done.json["reward_of_answer"] == 0, "the task's own would say 1: it wants no `#`"
 
 

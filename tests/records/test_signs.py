@@ -229,8 +229,7 @@ def test_a_run_with_nothing_to_learn_says_so_on_the_terminal_and_in_its_report(
         "learner.steps=8",
         "name='r'",
     )
-    done = run_command(demo_command("run", tmp_path, small_model, *words))
-    assert done.code == 0, done.err[-3000:]
+    done = run_command(demo_command("run", tmp_path, small_model, *words)).check()
     found = ["answers_missing", "constant_rewards", "unmoved_accuracy"]
     assert [s["name"] for s in done.json["signs"]] == found
     html = (tmp_path / "runs" / "r" / "report.html").read_text()

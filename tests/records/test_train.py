@@ -111,8 +111,7 @@ def test_the_page_s_script_trains(tmp_path: Path) -> None:
         text = text.replace(shown, used)
     (tmp_path / "train.py").write_text(text)
     env = ENV | {"PYTHONPATH": str(ROOT)}
-    done = run_command([sys.executable, "train.py"], cwd=tmp_path, env=env)
-    assert done.code == 0, done.err[-3000:]
+    done = run_command([sys.executable, "train.py"], cwd=tmp_path, env=env).check()
     (directory,) = (tmp_path / "runs").glob("[!.]*")
     run = asyncrl.load_run(directory)
     assert run.summary["steps"] == 3 and run.config.staleness.max_lag == 2

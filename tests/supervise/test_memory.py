@@ -41,8 +41,8 @@ print(rss[-1] - rss[1], rss)
 
 
 def test_the_learners_memory_stays_flat_over_many_small_batches(tmp_path: Path) -> None:
-    done = run_command([sys.executable, "-c", LEARNER + MEASURE, str(tmp_path / "m")], timeout=600)
-    assert done.code == 0, done.err[-2000:]
+    argv = [sys.executable, "-c", LEARNER + MEASURE, str(tmp_path / "m")]
+    done = run_command(argv, timeout=600).check()
     assert float(done.out.split()[0]) < MOST_MB, done.out
 
 
@@ -77,9 +77,7 @@ PAGES = TENSOR // 4096
 def faulted(who: str, model: Path, **more: str) -> int:
     """Pages faulted in by twenty tensors, one after the other, in a process that has a `who`."""
     argv = [sys.executable, "-c", CONFIG + KEEPERS[who] + FAULTS, str(model)]
-    done = run_command(argv, env=ENV | more, timeout=600)
-    assert done.code == 0, done.err[-2000:]
-    return int(done.out.split()[-1])
+    return int(run_command(argv, env=ENV | more, timeout=600).check().out.split()[-1])
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc is what is set")
@@ -117,9 +115,8 @@ with tempfile.TemporaryFile() as file:
 
 def heaps(**more: str) -> list[str]:
     """Whether anything was set, and how many heaps there are after four threads had memory."""
-    done = run_command([sys.executable, "-c", HEAPS], env=ENV | more, timeout=600)
-    assert done.code == 0, done.err[-2000:]
-    return done.out.split()
+    argv = [sys.executable, "-c", HEAPS]
+    return run_command(argv, env=ENV | more, timeout=600).check().out.split()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc is what is set")

@@ -32,8 +32,7 @@ SMALL = [*SMALL_TEXT.split()]
 def test_a_generator_with_a_directory_of_its_own_joins_over_tcp_with_keys(
     tmp_path: Path, sort_model: Path
 ) -> None:
-    made = asyncrl("keys", str(tmp_path / "keys"), "--json")
-    assert made.code == 0, made.err
+    made = asyncrl("keys", str(tmp_path / "keys"), "--json").check()
     copied = other_machine(tmp_path / "keys", tmp_path / "copied")
     assert [Path(x).name for x in made.json["copy"]] == [f"generator-{n}" for n in range(4)]
     address, weights = free_address(), free_address()

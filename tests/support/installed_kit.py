@@ -40,17 +40,14 @@ def _install(path: Path) -> None:
             shutil.copy(ROOT / name, tree)
     # with this environment's setuptools, and without installing what `make demo` would
     make = ["make", "wheel", f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.demo"]
-    done = called(["env", "PIP_NO_BUILD_ISOLATION=0", *make], tree)
-    assert done.code == 0, done.err[-3000:]
+    called(["env", "PIP_NO_BUILD_ISOLATION=0", *make], tree).check()
     (built,) = (tree / "dist").glob("asyncrl-*.whl")
     shutil.move(built, path)
     shutil.rmtree(tree)
-    done = called([sys.executable, "-m", "venv", "--without-pip", str(path / "env")], path)
-    assert done.code == 0, done.err
+    called([sys.executable, "-m", "venv", "--without-pip", str(path / "env")], path).check()
     (wheel,) = path.glob("asyncrl-*.whl")
     pip = [sys.executable, "-m", "pip", "--python", str(path / "env" / "bin" / "python")]
-    done = called([*pip, "install", "--no-index", "--no-deps", str(wheel)], path)
-    assert done.code == 0, done.err[-3000:]
+    called([*pip, "install", "--no-index", "--no-deps", str(wheel)], path).check()
     # what asyncrl needs is found where these tests have it; of the path, not of its .pth files,
     # which would bring the checkout
     (site,) = (path / "env").glob("lib/python*/site-packages")

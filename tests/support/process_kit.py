@@ -56,6 +56,11 @@ class Ended:
     def __init__(self, process: subprocess.CompletedProcess[str]) -> None:
         self.code, self.out, self.err = process.returncode, process.stdout, process.stderr
 
+    def check(self) -> Ended:
+        """Itself, of a process that ended well."""
+        assert self.code == 0, self.err[-3000:]
+        return self
+
     @property
     def json(self) -> dict[str, Any]:
         assert self.out.strip(), (

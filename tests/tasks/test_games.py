@@ -8,7 +8,6 @@ import random
 import re
 import socket
 import struct
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 from agent_envs import Longer, answers
-from process_kit import ENV, ROOT
+from process_kit import ROOT, run_command
 
 from actors.gateway.environment_worker import (
     EnvironmentEvent,
@@ -567,11 +566,7 @@ def test_runs_against_itself_are_the_same_to_the_last_bit(tmp_path: Path) -> Non
     for name in ("one", "other"):
         sets = [part for each in (*SETS, f"name='{name}'") for part in ("--set", each)]
         argv = [sys.executable, "-m", "asyncrl.cli", "run", "nim", "--json", *sets]
-        done = subprocess.run(
-            argv, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=7200
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append(json.loads(done.stdout))
+        found.append(run_command(argv, cwd=tmp_path, timeout=7200).check().json)
     one, other = found
     assert one["weights_digest"] == other["weights_digest"]
     assert one["trained_ids"] == other["trained_ids"]

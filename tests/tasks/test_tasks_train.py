@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_kit import ENV, ROOT, RUN_SEED, shared
+from process_kit import ROOT, RUN_SEED, run_command, shared
 
 from asyncrl.config import load
 from asyncrl.experiments import serial
@@ -99,8 +98,7 @@ def test_sessions_train(tmp_path: Path) -> None:
     sets += ["name='calc'", f"seed={RUN_SEED}", "learner.groups=4", "record.samples=0"]
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/calc.toml", "--json"]
     argv += [part for item in sets for part in ("--set", item)]
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_command(argv, timeout=1800).check()
     summary = json.loads((tmp_path / "runs" / "calc" / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["lag"]["max"] <= 2
     samples = (tmp_path / "runs" / "calc" / "samples.jsonl").read_text().splitlines()

@@ -89,8 +89,7 @@ def test_the_quick_run_has_every_part_of_ours_and_says_which_rival_is_not_there(
     nowhere = str(ROOT / "no-such-python")
     without = [f"--{name}-python={nowhere}" for name in ("redis", "ray", "reverb", "straw")]
     argv = [sys.executable, "benchmarks/transport.py", "--quick", "--json", *without]
-    done = run_command(argv)
-    assert done.code == 0, done.err[-3000:]
+    done = run_command(argv).check()
     result = json.loads(done.out.splitlines()[-1])
     assert set(result["missing"]) == set(bench.RIVALS) - {"raw"}
     assert all(nowhere in why for why in result["missing"].values())

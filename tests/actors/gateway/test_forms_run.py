@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from clients_kit import python_of
 from holding import allow, held
-from process_kit import ENV, PATIENT, ROOT, RUN_SEED, run_command
+from process_kit import PATIENT, ROOT, RUN_SEED, run_command
 from run_kit import steps_done, wait_until
 
 from asyncrl.cli import main
@@ -49,12 +49,9 @@ def run(where: Path, symbols: str, *sets: str) -> list[Any]:
     (where / "m" / "chat_template.jinja").write_text(TEMPLATE)
     words = [word for each in (*SETS, *sets, "name=form") for word in ("--set", each)]
     argv = [sys.executable, "-m", "asyncrl.cli", "run", str(ROOT / "configs" / "calc_form.toml")]
-    done = subprocess.run(
-        [*argv, "--json", *words], cwd=where, env=ENV, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_command([*argv, "--json", *words], cwd=where, timeout=600).check()
     folder = where / "runs" / "form"
-    summary = json.loads(done.stdout)
+    summary = done.json
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     largest = [row["mismatch/max_at_lag_0"] for row in metrics if "mismatch/max_at_lag_0" in row]
     assert largest == [0.0, 0.0]
@@ -152,9 +149,7 @@ def test_kills_journal_and_replay_keep_the_allowed_tokens(tmp_path: Path) -> Non
             first.wait()
         finally:
             first.kill()
-    done = run_command([*argv, "--resume", str(run_dir), "--json"], cwd=tmp_path)
-    assert done.code == 0, done.err[-3000:]
-    summary = done.json
+    summary = run_command([*argv, "--resume", str(run_dir), "--json"], cwd=tmp_path).check().json
     ledger, samples = summary["ledger"], trained(run_dir)
     assert summary["steps"] == 6 and summary["lag"]["max"] <= 2 and len(samples) == 24
     assert ledger["generated"] == sum(v for k, v in ledger.items() if k != "generated")

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ENV, ROOT, RUN_SEED
+from process_kit import ROOT, RUN_SEED, run_command
 
 from asyncrl.models.policy import build_model
 from asyncrl.tasks.calc import CalcTask
@@ -52,17 +51,14 @@ def run(where: Path, config: str, name: str, *sets: str) -> tuple[dict[str, Any]
     """(summary, samples by ticket and sample, rows of metrics)."""
     words = [word for each in (*SETS, *sets, f"name='{name}'") for word in ("--set", each)]
     argv = [sys.executable, "-m", "asyncrl.cli", "run", str(ROOT / "configs" / config), "--json"]
-    done = subprocess.run(
-        [*argv, *words], cwd=where, env=ENV, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_command([*argv, *words], cwd=where, timeout=600).check()
     folder = where / "runs" / name
     read = [
         [json.loads(line) for line in (folder / file).read_text().splitlines()]
         for file in ("samples.jsonl", "metrics.jsonl")
     ]
     samples = {(each["ticket"], each["sample"]): each for each in read[0]}
-    return json.loads(done.stdout), samples, read[1]
+    return done.json, samples, read[1]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from agent_run_kit import rows
 from clients_kit import python_of
-from process_kit import ENV, PATIENT, ROOT, RUN_SEED
+from process_kit import PATIENT, ROOT, RUN_SEED, run_command
 
 from asyncrl.models.policy import build_model
 
@@ -93,8 +92,7 @@ def test_an_environment_of_verifiers_is_trained_on_by_its_name(
     )
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "sums.toml", "--json"]
     argv += [word for item in sets for word in ("--set", item)]
-    ended = subprocess.run(argv, cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    run_command(argv, cwd=tmp_path).check()
     run = tmp_path / "runs" / "sums"
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["trajectories"], summary["ledger"]["failed"]) == (2, 16, 0)
