@@ -109,8 +109,7 @@ def test_unknown_weights_are_refused_with_both_names() -> None:
 def test_lag_is_the_oldest_token_and_splits_at_delivery() -> None:
     store = make(2)
     a, b, c = store.grant("g", 1, 9, 0.0)
-    write(store, a)
-    train(store, 0)
+    train(store, 0, a)
     # delivered at 1: one version in flight
     store.deliver(sample(b, 0, (Label(1, 0), 2), (Label(1, 1), 3)), 0.0)
     train(store, 1)
@@ -193,13 +192,11 @@ def test_a_resumed_learner_gets_its_batches_again_and_orphans_are_written_anew()
     assert not groups and "to be granted again" in why.reason and why.process == "buffer"
     (t,) = store.grant("g", 2, 9, 0.0)
     assert (t.ticket, t.min_version) == (1, Label(2, 1))
-    write(store, t)
-    train(store, 1)
+    train(store, 1, t)
     assert store.ask(2, 2)[0] == []  # batch 2 is ticket 2 again, one version old as well
     (t,) = store.grant("g", 2, 9, 0.0)
     assert (t.ticket, t.min_version) == (2, Label(2, 2))
-    write(store, t)
-    train(store, 2)
+    train(store, 2, t)
     assert [
         store.sum_ledger()[line]["tokens"] for line in ("trained", "orphaned", "left_over")
     ] == [12, 8, 4]
@@ -227,8 +224,7 @@ def test_lag_across_a_branch_counts_both_sides() -> None:
 def test_old_learners_and_those_behind_what_is_retired_are_fenced() -> None:
     store = make(1)
     for n in range(2):
-        write(store, store.grant("g", 1, 1, 0.0)[0])
-        train(store, n)
+        train(store, n, store.grant("g", 1, 1, 0.0)[0])
     store.retire_batches(2)
     assert not hello(store, 2, 1, origin=1)  # version 1 is retired
     # epoch 1 has asked since: it was not resumed from its directory
@@ -241,8 +237,7 @@ def test_storage_is_freed_behind_the_oldest_checkpoint() -> None:
     store = make(1)
     for n in range(3):
         t = store.grant("g", 1, 1, 0.0)[0]
-        write(store, t)
-        train(store, n)
+        train(store, n, t)
     before = total(store)
     assert len(store.retained) == 3
     store.retire_batches(2)
@@ -307,8 +302,7 @@ def test_failed_samples_are_written_again_within_the_budget_of_their_kind() -> N
             store.deliver(sample(t, s), 0.0)
         (t,) = store.grant("g", 1, 9, 0.0)
         assert t.samples == [0]
-        write(store, t)
-        train(store, 0)
+        train(store, 0, t)
         (t,) = store.grant("g", 1, 9, 0.0)
         for s in range(allowed):
             assert store.deliver(sample(t, s, failed=kind), 0.0) == "failed"
@@ -469,10 +463,8 @@ def test_a_masked_batch_that_is_asked_for_again_stays_as_it_was_handed_out() -> 
     stays masked, as the learner trained it."""
     store = make(9, 1, 1, 9, on_exceed="mask")
     tickets = store.grant("g", 1, 4, 0.0)
-    write(store, tickets[0])
-    train(store, 0)
-    write(store, tickets[1])
-    train(store, 1)
+    train(store, 0, tickets[0])
+    train(store, 1, tickets[1])
     store.deliver(sample(tickets[2], 0, (Label(1, 2), 4)), 0.0)
     assert hello(store, 2, 1, k=1, origin=1, digest="d1")
     for n in (1, 2):

@@ -165,8 +165,7 @@ def test_a_stray_attempt_of_a_gone_group_is_lost_once_and_found_again() -> None:
     store.renew("g", 1, [(0, a.attempt, 3)], 1.0)
     store.expire(30.0)
     (b,) = store.grant("h", 1, 1, 30.0)
-    write(store, b)
-    train(store, 0)
+    train(store, 0, b)
     store.retire_batches(1)
     assert store.retained == {} and store.sum_ledger()["lost_with_process"]["tokens"] == 3
     store.renew("g", 1, [(0, a.attempt, 5)], 31.0)
@@ -209,8 +208,7 @@ def test_what_is_remembered_of_gone_groups_is_bounded(monkeypatch: pytest.Monkey
     store = make(9, 1, 1, 99)
     tickets = store.grant("g", 1, 6, 0.0)
     for n, t in enumerate(tickets):
-        write(store, t)
-        train(store, n)
+        train(store, n, t)
         store.retire_batches(n + 1)
     assert list(store.gone) == [(n, 0, tickets[n].attempt) for n in (3, 4, 5)]
     assert list(store.strays) == [(n, tickets[n].attempt) for n in (4, 5)]
@@ -245,8 +243,7 @@ def test_a_commit_gives_each_kind_of_failure_its_whole_budget_again(kind: str) -
             assert store.deliver(sample(failing, n, failed=f"{kind}: x"), 0.0) == "failed"
         (again,) = store.grant("g", 1, 4, 1.0)
         assert again.ticket == failing.ticket == number
-        write(store, again)
-        train(store, number)
+        train(store, number, again)
         assert store.failed_samples == store.failed_machinery == 0
     assert store.failures == {kind: 4}
 
@@ -262,8 +259,7 @@ def test_a_ring_of_a_resumed_learner_names_the_same_policies() -> None:
     branches of their own."""
     store = make(4, 1, 1)
     for n, t in enumerate(store.grant("g", 1, 4, 0.0)):
-        write(store, t)
-        train(store, n)
+        train(store, n, t)
     assert resumed(store, 2, 3, [(Label(2, 1), "d1"), (Label(2, 2), "else")], k=7)
     tree = store.tree
     assert tree.compute_lag(Label(2, 1), Label(1, 1), 1) == 0
@@ -292,8 +288,7 @@ def test_a_rollback_gives_the_same_batches_and_ends_the_leases() -> None:
     store = make(4, 1, 1)
     tickets = store.grant("g", 1, 5, 0.0)
     for n in range(3):
-        write(store, tickets[n])
-        train(store, n)
+        train(store, n, tickets[n])
     assert sorted(store.retained) == [0, 1, 2]
     assert list(store.alive) == [3, 4]
     assert store.alive[3].lease is not None
@@ -353,8 +348,7 @@ def test_the_freshest_answers_train_first() -> None:
     store = make(9, 1, 1, 9, on_exceed="mask", order="freshest")
     t = store.grant("g", 1, 5, 0.0)
     for n in (0, 1):
-        write(store, t[n])
-        train(store, n)
+        train(store, n, t[n])
     store.deliver(sample(t[2], 0, (Label(1, 0), 4)), 0.0)
     store.deliver(sample(t[3], 0, (Label(1, 2), 4)), 0.0)
     store.deliver(sample(t[4], 0, (Label(1, 2), 2), (Label(1, 1), 2)), 0.0)
@@ -395,8 +389,7 @@ def test_masked_and_faded_tokens_are_what_is_past_the_limit() -> None:
         store = make(9, 1, 1, 9, on_exceed=how, half_life=2.0)
         t = store.grant("g", 1, 4, 0.0)
         for n in (1, 2, 3):
-            write(store, t[n])
-            train(store, n - 1)
+            train(store, n - 1, t[n])
         store.max_lag = 1 if how == "downweight" else 2
         # lags 3, 2, 1
         store.deliver(sample(t[0], 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
@@ -415,16 +408,14 @@ def test_versions_that_tickets_may_name_are_kept() -> None:
     for n in range(4):
         (t,) = store.grant("g", 1, 1, 0.0)
         assert t.exact_version == Label(1, max(0, n - 2))
-        write(store, t)
-        train(store, n)
+        train(store, n, t)
     assert store.list_pinned_versions() == [Label(1, 2), Label(1, 3), Label(1, 4)]
     assert make(3, 1, 1, inject=[0.5, 0.5]).list_pinned_versions() == [Label(1, 0)]
     assert make().list_pinned_versions() == []
     drawn = make(3, 1, 1, inject=[0.25, 0.25, 0.5])
     for n in range(4):
         (t,) = drawn.grant("g", 1, 1, 0.0)
-        write(drawn, t)
-        train(drawn, n)
+        train(drawn, n, t)
     assert drawn.list_pinned_versions() == [Label(1, 2), Label(1, 3), Label(1, 4)]
 
 
@@ -450,8 +441,7 @@ def test_bytes_are_counted_while_a_sample_is_stored() -> None:
 def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
     store = make(9, 1, 1, 9, on_exceed="drop")
     t = store.grant("g", 1, 4, 0.0)
-    write(store, t[2])
-    train(store, 0)
+    train(store, 0, t[2])
     for i in (0, 1):
         store.deliver(sample(t[i], 0, length=8), 0.0)
     assert store.stored_bytes == 44 + 88 + 88
@@ -461,8 +451,7 @@ def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
     paced = make(2, 1, 1, 9)
     t = paced.grant("g", 1, 3, 0.0)
     for n in (0, 1):
-        write(paced, t[n])
-        train(paced, n)
+        train(paced, n, t[n])
     paced.deliver(sample(t[2], 0, length=8), 0.0)  # of version 0 of the first life
     assert paced.stored_bytes == 44 + 44 + 88
     assert resumed(paced, 2, 2, [], k=1)
@@ -474,8 +463,7 @@ def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
 def test_the_ledger_of_a_checkpoint_calls_lost_what_it_would_lose() -> None:
     store = make(4, 1, 1)
     a, b, c = store.grant("g", 1, 3, 0.0)
-    write(store, a)
-    train(store, 0)
+    train(store, 0, a)
     write(store, b)
     store.renew("g", 1, [(c.ticket, c.attempt, 3)], 1.0)
     assert store.sum_ledger()["left_over"]["tokens"] == 7
@@ -500,8 +488,7 @@ def test_tokens_past_the_limit_are_counted_wherever_they_stand() -> None:
     store = make(9, 1, 1, 9, on_exceed="mask")
     t = store.grant("g", 1, 3, 0.0)
     for n in (1, 2):
-        write(store, t[n])
-        train(store, n - 1)
+        train(store, n - 1, t[n])
     store.max_lag = 1
     store.deliver(sample(t[0], 0, (Label(1, 2), 2), (Label(1, 0), 3), (Label(1, 1), 1)), 0.0)
     (g,) = store.ask(1, 2)[0]
@@ -512,8 +499,7 @@ def test_a_sample_past_the_limit_in_its_own_epoch_is_a_bug_and_is_called_one() -
     store = make(9, 1, 1, 9)
     t = store.grant("g", 1, 3, 0.0)
     for n in (0, 1):
-        write(store, t[n])
-        train(store, n)
+        train(store, n, t[n])
     store.deliver(sample(t[2], 0, (Label(1, 0), 4)), 0.0)
     store.max_lag = 1
     with pytest.raises(ProtocolError) as e:
@@ -530,8 +516,7 @@ def test_a_learner_that_is_further_on_than_the_buffer_has_trained_what_lies_here
     store = make(9, 1, 1, 9)
     t = store.grant("g", 1, 6, 0.0)
     for n in (0, 1):
-        write(store, t[n])
-        train(store, n)
+        train(store, n, t[n])
     for n in (2, 3, 4):
         write(store, t[n])
     label, source = Label(2, 5), WeightsSource(2, "h", "", "")
@@ -574,8 +559,7 @@ def test_versions_far_behind_are_forgotten_unless_something_names_them(
                 (waits,) = store.grant("g", 2, 1, 0.0)
                 assert waits.samples == [1]
         (t,) = store.grant("g", 2, 1, 0.0)
-        write(store, t)
-        train(store, n)
+        train(store, n, t)
         store.retire_batches(n + 1)
     labels = store.tree.list_labels()
     assert labels[:2] == [Label(1, 1), Label(1, 4)] and labels[-1] == Label(1, 12)
@@ -597,8 +581,7 @@ def test_versions_of_what_is_trained_and_not_in_a_checkpoint_are_kept(
         if n == 10 and waits is not None:
             store.deliver(sample(waits, 1), 0.0)
         (t,) = store.grant("g", 1, 1, 0.0)
-        write(store, t)
-        train(store, n)
+        train(store, n, t)
         if n < 10 or n == 12:
             store.retire_batches(n + 1)
         assert (Label(1, 1) in store.tree) == (n < 13), n
@@ -610,8 +593,7 @@ def test_a_late_samples_tokens_that_were_set_aside_are_counted_once() -> None:
     (a,) = store.grant("g", 1, 1, 0.0)
     store.expire(30.0)
     (b,) = store.grant("h", 1, 1, 30.0)
-    write(store, b)
-    train(store, 0)
+    train(store, 0, b)
     store.retire_batches(1)
     late = sample(a, 0)
     late.aside = 1

@@ -25,8 +25,7 @@ def test_freshest_takes_the_newest_weights_completion_what_was_ready_first(
 ) -> None:
     store = make(2, on_exceed="mask", order=order)
     a, b, _ = store.grant("g", 1, 9, 0.0)
-    write(store, a)
-    train(store, 0)
+    train(store, 0, a)
     (d,) = store.grant("g", 1, 9, 0.0)
     write(store, b)  # of version 0, complete before d, which is of version 1
     write(store, d)
@@ -40,8 +39,7 @@ def test_freshest_takes_the_newest_weights_completion_what_was_ready_first(
 def test_freshest_with_drop_sends_again_what_it_passed_over_for_too_long() -> None:
     store = make(1, on_exceed="drop", order="freshest")
     a, b = store.grant("g", 1, 9, 0.0)
-    write(store, a)
-    train(store, 0)
+    train(store, 0, a)
     (c,) = store.grant("g", 1, 9, 0.0)
     write(store, b)  # of version 0
     write(store, c)  # of version 1, served first

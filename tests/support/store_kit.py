@@ -86,7 +86,10 @@ def write(store: Store, t: Ticket, **more: Any) -> list[str]:
     return [store.deliver(sample(t, s, **more), 0.0) for s in t.samples]
 
 
-def train(store: Store, number: int) -> None:
+def train(store: Store, number: int, *unwritten: Ticket) -> None:
+    """Write samples of these tickets, and train the batch of this number."""
+    for ticket in unwritten:
+        write(store, ticket)
     groups, why = store.ask(store.epoch, number)
     assert groups, why
     assert store.commit(number, Label(store.epoch, number + 1), f"d{number + 1}")
