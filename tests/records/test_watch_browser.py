@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import uvicorn
+from click.testing import CliRunner
 from playwright.sync_api import Page, sync_playwright
-from process_kit import Ended
+from process_kit import SMALL, Ended
+from run_kit import finish, let_go, start, wait_until
 
+from asyncrl.cli import main
 from asyncrl.transport.http_server import ListenAddress
 from asyncrl.viewer.app import WatchApp
 
@@ -157,3 +162,32 @@ def test_a_phone_scrolls_in_one_direction_and_keys_change_page_and_theme(
     assert page.url.endswith("#ledger")
     page.keyboard.press("7")
     page.locator("pre strong", has_text="model.path = ").first.wait_for()
+
+
+def test_the_page_lives_beside_the_run_and_ends_with_it(tmp_path: Path, small_model: Path) -> None:
+    process = start(tmp_path, small_model, *SMALL, "name=R", "--watch", hold=4)
+    stderr = tmp_path / "stderr"
+    (url,) = wait_until(
+        lambda: re.findall(r"^watch it at (http://127\S+token=\S+)$", stderr.read_text(), re.M),
+        process,
+    )
+    client = httpx2.Client(base_url=url.partition("/?")[0], timeout=600)
+    assert client.get("/api/runs").status_code == 403
+    assert client.get(url, follow_redirects=True).status_code == 200
+    seen = wait_until(
+        lambda: [run for run in client.get("/api/runs").json() if run["rows"] >= 3], process
+    )
+    assert (seen[0]["id"], seen[0]["state"], seen[0]["steps"]) == ("R", "running", 6)
+    alive = client.get("/api/processes").json()["R"]
+    assert {"learner", "buffer"} <= {row["name"] for row in alive if row["alive"]}
+    let_go(tmp_path)
+    summary = finish(process, tmp_path)
+    assert summary["steps"] == 6
+    assert f"asyncrl watch {summary['run_dir']}" in stderr.read_text()
+    with pytest.raises(httpx2.ConnectError):
+        client.get("/api/runs")
+
+
+def test_slurm_and_watch_are_refused_together() -> None:
+    done = CliRunner().invoke(main, ["run", "demo", "--on", "slurm", "--watch"])
+    assert done.exit_code == 2 and "asyncrl watch RUN_DIR" in done.stderr

@@ -254,3 +254,16 @@ def test_an_error_of_a_hook_is_no_end_that_a_run_recovers_from(tmp_path: Path) -
     assert chaos.own_errors(log) == ""
     log.write_text("  File x\nTypeError: on_acks() takes 2\n")
     assert chaos.own_errors(log) == "TypeError: on_acks() takes 2"
+
+
+def test_killed_processes_cost_no_sample_and_train_none_twice(
+    tmp_path: Path, sort_model: Path
+) -> None:
+    """The program that benchmarks/kills.py runs with 24 kills, here with four."""
+    import kills
+
+    found = kills.run(tmp_path, 4, 1, model=str(sort_model))
+    assert found["wrong"] == []
+    assert sum(found["kills"].values()) == 4 and any(
+        k.startswith("learner") for k in found["kills"]
+    ), found

@@ -9,20 +9,23 @@ from pathlib import Path
 import msgspec
 import pytest
 from hosts_kit import Pretender, maker, said, supervisor
-from process_kit import ROOT
+from process_kit import ROOT, RUN_SEED
 from several_hosts_kit import WAIT_S, JoinedRun, free_address
 
 from asyncrl.config import load
+from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.contract.messages import JoinReply, RunStatus
+from asyncrl.models.policy import build_model
 from asyncrl.records import rundir
 from asyncrl.supervise import join, launch, live, scaling
 from asyncrl.supervise.launch import Supervisor
 from asyncrl.tasks import get_task
+from asyncrl.tasks.calc import CalcTask
 from asyncrl.transport import file_server
 from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer
 from asyncrl.transport.file_server import FileEntry, FileServer
-from asyncrl.transport.keys import make_keys
+from asyncrl.transport.keys import is_allowed, make_keys
 
 __all__ = ["said", "supervisor"]  # fixtures
 
@@ -369,3 +372,29 @@ def test_a_machine_with_nothing_but_keys_joins_a_run_that_is_then_scaled(
     kept = sorted(p.name.partition("-")[0] for p in cache.iterdir() if p.is_dir())
     assert kept == ["model", "prompts", "reward", "runs"]
     assert not list((cache / "runs").iterdir())
+
+
+def test_a_gateways_key_and_a_generators_key_let_each_speak_for_itself() -> None:
+    report = m.ServingReport(m.PROTOCOL, "r", "generator-1", 7, 8, [], 0)
+    result = m.CallResult(5, b"", b"", [], "stop")
+    assert is_allowed("generator-1", report) and is_allowed("generator-1", result)
+    assert not is_allowed("generator-2", report)
+    hello = m.GeneratorHello(m.PROTOCOL, "r", "gateway-0", 7, 8, "host", 9)
+    assert is_allowed("gateway-0", hello) and not is_allowed("gateway-1", hello)
+    assert not is_allowed("generator-0", hello)
+    for name in ("gateway-0", "learner", "viewer"):
+        assert not is_allowed(name, result) and not is_allowed(name, report)
+
+
+@pytest.mark.slow
+def test_a_generator_of_another_machine_serves_sessions(tmp_path: Path) -> None:
+    joined = JoinedRun(tmp_path)
+    build_model(joined.here / "m", CalcTask.symbols, hidden=32, layers=1)
+    sets = [
+        f"seed={RUN_SEED}",
+        "model.path='m'",
+        "model.warm_start=false",
+        f"wires.gateway_address={free_address()!r}",
+        "agent.step_s=3600.0",
+    ]
+    joined.play("calc", sets, batches=6)
