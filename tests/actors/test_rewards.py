@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from process_kit import ROOT, run_command
+from process_kit import ROOT, run_command, until
 
 from actors import rewards
 from actors.reward_worker import RewardCall, call, check_value, split_results
@@ -184,13 +183,6 @@ def collected(runner: RewardRunner, n: int, had: Sequence[RewardResult] = ()) ->
     until(all_there)
     assert sorted(r[0][0] for r in results) == list(range(n)) and not runner.waiting
     return sorted(((*r[:4], str(r[4])) for r in results), key=lambda r: r[0])
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 600
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def noted() -> list[str]:

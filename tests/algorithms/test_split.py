@@ -51,7 +51,7 @@ class Ring:
     """Versions 0, 1, 2 of a policy on its way; the learner stands at 2."""
 
     def __init__(self, model_dir: Path) -> None:
-        self.model = load_policy(model_dir, device="cpu")
+        self.model_dir, self.model = model_dir, load_policy(model_dir, device="cpu")
         self.held: dict[Label, bytes] = {}
         self.asked: list[Label] = []
         source = torch.Generator().manual_seed(5)
@@ -83,6 +83,11 @@ class Ring:
         return self.held.get(label, b"")
 
 
+@pytest.fixture
+def ring(model_dir: Path) -> Ring:
+    return Ring(model_dir)
+
+
 def batch(ring: Ring, number: int = 2, noise: float = NOISE) -> Batch:
     """Answers of 8 tokens, four by version 0 and four by version 1 or 2; behaviour is their own
     forward with `noise` added on every token."""
@@ -105,7 +110,7 @@ def batch(ring: Ring, number: int = 2, noise: float = NOISE) -> Batch:
     return Batch(1, number, samples, [2] * len(samples), [0] * len(samples), runs, {}, GROUPS, {})
 
 
-def core(model_dir: Path, ring: Ring, **sections: Any) -> LearnerCore:
+def core(ring: Ring, **sections: Any) -> LearnerCore:
     learner = {
         "optimizer": "sgd",
         "lr": 0.1,
@@ -117,7 +122,7 @@ def core(model_dir: Path, ring: Ring, **sections: Any) -> LearnerCore:
         "record", {}
     )
     raw = {
-        "model": {"path": str(model_dir), "device": "cpu"},
+        "model": {"path": str(ring.model_dir), "device": "cpu"},
         "task": {"name": "sort"},
         "learner": learner,
         "record": record,
@@ -125,7 +130,7 @@ def core(model_dir: Path, ring: Ring, **sections: Any) -> LearnerCore:
         "loss": {"surrogate": "ppo"},
         **sections,
     }
-    c = LearnerCore(load.build(raw), model_dir)
+    c = LearnerCore(load.build(raw), ring.model_dir)
     load_weights(
         c.model, read_flat(memoryview(bytearray(ring.held[Label(1, 2)])), build_manifest(c.model))
     )
@@ -141,13 +146,12 @@ def by_hand(ring: Ring, b: Batch) -> tuple[torch.Tensor, ...]:
     return packed.behavior, torch.cat([at[0][:, :4], second], 1).reshape(-1), at[2].reshape(-1)
 
 
-def test_the_split_is_what_the_versions_own_weights_say(model_dir: Path) -> None:
+def test_the_split_is_what_the_versions_own_weights_say(ring: Ring) -> None:
     """The noise is the mismatch, at every lag; then staleness, 0 where the start drew the token;
     then what the batch's own update has moved."""
-    ring = Ring(model_dir)
     b = batch(ring)
     mu, version, start = by_hand(ring, b)
-    c = core(model_dir, ring)
+    c = core(ring)
     m = c.train(b)
     after = c._forward(c.model, pack(b), range(GROUPS * SIZE))
     assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5)
@@ -173,15 +177,14 @@ def test_the_split_is_what_the_versions_own_weights_say(model_dir: Path) -> None
     )
 
 
-def test_equal_weights_are_those_of_all_keys_and_values_too(model_dir: Path) -> None:
+def test_equal_weights_are_those_of_all_keys_and_values_too(ring: Ring) -> None:
     """Half of the answers end under the start itself; it is the engine's mismatch alone only where
     the start computed all they attended to."""
-    ring = Ring(model_dir)
     b = batch(ring)
     for i, sample in enumerate(b.samples):
         if i % 4 == 1:
             sample.spans = [sample.spans[0], VersionSpan(Label(1, 2), "", 4, 8, Label(1, 2))]
-    m = core(model_dir, ring).train(b)
+    m = core(ring).train(b)
     assert m["mismatch/k3_at_lag_0"] == pytest.approx(k3(-NOISE), abs=1e-5)
     assert m["mismatch/max_at_lag_0"] == pytest.approx(NOISE, abs=1e-4)
     other = batch(ring)
@@ -193,7 +196,7 @@ def test_equal_weights_are_those_of_all_keys_and_values_too(model_dir: Path) -> 
             sample.behavior_logprobs = mu.tobytes()
         elif i % 4 == 1:
             sample.spans = [sample.spans[0], VersionSpan(Label(1, 2), "", 4, 8, Label(1, 2))]
-    assert core(model_dir, ring).train(other)["mismatch/k3_at_lag_0"] == pytest.approx(
+    assert core(ring).train(other)["mismatch/k3_at_lag_0"] == pytest.approx(
         m["mismatch/k3_at_lag_0"], abs=1e-6
     )
 
@@ -208,14 +211,13 @@ def test_equal_weights_are_those_of_all_keys_and_values_too(model_dir: Path) -> 
     ids=["one update", "two epochs", "stopped after the first"],
 )
 def test_an_update_is_the_policy_after_the_batch_against_the_start(
-    model_dir: Path, sections: dict[str, Any]
+    ring: Ring, sections: dict[str, Any]
 ) -> None:
     """Nothing of it is a constant, however many updates there were; nor is kl/moved, on the same
     answers."""
-    ring = Ring(model_dir)
     b = batch(ring)
     _, _, start = by_hand(ring, b)
-    c = core(model_dir, ring, **sections)
+    c = core(ring, **sections)
     m = c.train(b)
     packed = pack(b)
     x = (start - c._forward(c.model, packed, range(GROUPS * SIZE))).double()
@@ -235,9 +237,8 @@ def test_an_update_is_the_policy_after_the_batch_against_the_start(
     assert all(m[n] for n in constant)
 
 
-def test_measuring_changes_nothing_and_happens_when_it_is_due(model_dir: Path) -> None:
-    ring = Ring(model_dir)
-    measured, plain = core(model_dir, ring), core(model_dir, ring, record={"split_every": 0})
+def test_measuring_changes_nothing_and_happens_when_it_is_due(ring: Ring) -> None:
+    measured, plain = core(ring), core(ring, record={"split_every": 0})
     for number in (2, 3, 4):
         b = batch(ring, number)
         seen, not_seen = measured.train(b), plain.train(b)
@@ -246,11 +247,10 @@ def test_measuring_changes_nothing_and_happens_when_it_is_due(model_dir: Path) -
         assert torch.equal(a, b2)
 
 
-def test_versions_that_the_ring_no_longer_holds_are_left_out_and_said(model_dir: Path) -> None:
+def test_versions_that_the_ring_no_longer_holds_are_left_out_and_said(ring: Ring) -> None:
     """Half of all tokens are by version 0; without it the others are measured alone."""
-    ring = Ring(model_dir)
     b = batch(ring)
-    c = core(model_dir, ring)
+    c = core(ring)
     del ring.held[Label(1, 0)]
     m = c.train(b)
     assert m["split/coverage"] == 0.5
@@ -258,16 +258,15 @@ def test_versions_that_the_ring_no_longer_holds_are_left_out_and_said(model_dir:
     assert "by_lag/mismatch_2" not in m
 
 
-def test_a_few_answers_are_drawn_by_seed_and_batch(model_dir: Path) -> None:
-    ring = Ring(model_dir)
-    c = core(model_dir, ring, record={"split_samples": 3})
+def test_a_few_answers_are_drawn_by_seed_and_batch(ring: Ring) -> None:
+    c = core(ring, record={"split_samples": 3})
     drawn: list[tuple[list[int], list[int]]] = []
     plain = c.measure.choose_samples
     # type: ignore[func-returns-value, method-assign]
     c.measure.choose_samples = lambda *args: drawn.append(plain(*args)) or drawn[-1]
     c.train(batch(ring))
     c.train(batch(ring, 4))
-    again = core(model_dir, ring, record={"split_samples": 3})
+    again = core(ring, record={"split_samples": 3})
     # type: ignore[func-returns-value, method-assign]
     again.measure.choose_samples = lambda *args: drawn.append(plain(*args)) or drawn[-1]
     again.train(batch(ring))
@@ -277,48 +276,45 @@ def test_a_few_answers_are_drawn_by_seed_and_batch(model_dir: Path) -> None:
     assert [len(x) for _, x in drawn] == [GROUPS * SIZE] * 3
 
 
-def test_several_minibatches_split_the_first_ones_answers(model_dir: Path) -> None:
+def test_several_minibatches_split_the_first_ones_answers(ring: Ring) -> None:
     """Only their forward was the learner's start: the noise is still all of the mismatch, whatever
     later steps moved."""
-    ring = Ring(model_dir)
-    m = core(model_dir, ring, learner={"minibatches": 3, "lr": 3.0}).train(batch(ring))
+    m = core(ring, learner={"minibatches": 3, "lr": 3.0}).train(batch(ring))
     assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5)
     assert m["by_lag/staleness_0"] == 0
     assert m["split/update"] != 0
     assert "kl/start_target_k1" not in m
 
 
-def test_exact_ends_a_run_whose_engine_differs_at_a_lag(model_dir: Path) -> None:
+def test_exact_ends_a_run_whose_engine_differs_at_a_lag(ring: Ring) -> None:
     """No token is at lag 0 here: only the split can see it, and only where one version computed all
     of a token."""
-    ring = Ring(model_dir)
     b = batch(ring)
     b = msgspec.structs.replace(b, token_lags=[[(0, 8, 2)]] * len(b.samples))
     for sample in b.samples:
         sample.spans = [VersionSpan(Label(1, 0), "", 0, 8, Label(1, 0))]
-    c = core(model_dir, ring, exact=True)
+    c = core(ring, exact=True)
     with pytest.raises(
         AsyncrlError,
         match=r"exact: engine and learner differ by .* under the same weights in batch 2",
     ):
         c.train(b)
-    assert core(model_dir, ring, exact="try").train(b)["mismatch/max_one_version"] > 0.1
-    mixed = core(model_dir, ring, exact=True)
+    assert core(ring, exact="try").train(b)["mismatch/max_one_version"] > 0.1
+    mixed = core(ring, exact=True)
     for sample in b.samples:
         # older keys and values: no engine could be exact
         sample.spans = [VersionSpan(Label(1, 0), "", 0, 8, Label(0, -1))]
     assert "mismatch/max_one_version" not in mixed.train(b)
 
 
-def test_kl_to_the_reference_is_measured_where_no_term_is_on(model_dir: Path) -> None:
+def test_kl_to_the_reference_is_measured_where_no_term_is_on(ring: Ring) -> None:
     """x = log pi_theta - log pi_ref on the batch's tokens, the reference the initial model; a KL
     term's own measure takes its place."""
-    ring = Ring(model_dir)
     b = batch(ring)
-    c = core(model_dir, ring, record={"split_every": 0, "reference_kl_every": 2})
+    c = core(ring, record={"split_every": 0, "reference_kl_every": 2})
     _, _, start = by_hand(ring, b)
     packed = pack(b)
-    initial = load_policy(model_dir, device="cpu")
+    initial = load_policy(ring.model_dir, device="cpu")
     with torch.no_grad():
         ref = initial.logprobs(
             packed.prompts, packed.responses, torch.ones(len(packed.prompts))
@@ -335,12 +331,9 @@ def test_kl_to_the_reference_is_measured_where_no_term_is_on(model_dir: Path) ->
     assert "kl/target_ref_k1" in c.train(batch(ring, 4))
 
 
-def test_the_reference_is_measured_on_answers_of_its_own(model_dir: Path) -> None:
+def test_the_reference_is_measured_on_answers_of_its_own(ring: Ring) -> None:
     """As many as record.reference_samples says, spread over the groups."""
-    ring = Ring(model_dir)
-    c = core(
-        model_dir, ring, record={"reference_kl_every": 2, "reference_samples": 5, "split_every": 0}
-    )
+    c = core(ring, record={"reference_kl_every": 2, "reference_samples": 5, "split_every": 0})
     seen: list[int] = []
     real = c.measure.measure_reference_kl
     c.measure.measure_reference_kl = lambda packed, prep, answers: (  # type: ignore[method-assign]
@@ -351,7 +344,7 @@ def test_the_reference_is_measured_on_answers_of_its_own(model_dir: Path) -> Non
 
 
 def test_a_split_costs_the_forward_passes_that_it_is_reckoned_with(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`split_share` counts the samples of a split under each earlier version that may have sampled
     them and under the updated policy; a step is three forward passes of each of its samples."""
@@ -362,8 +355,7 @@ def test_a_split_costs_the_forward_passes_that_it_is_reckoned_with(
         passes.append(len(responses) * (3.0 if torch.is_grad_enabled() else 1.0))
         return plain(self, prompts, responses, *args, **how)
 
-    ring = Ring(model_dir)
-    c = core(model_dir, ring, record={"split_samples": 4, "split_every": 1})
+    c = core(ring, record={"split_samples": 4, "split_every": 1})
     made = batch(ring)
     monkeypatch.setattr(PolicyModel, "logprobs", counted)
     c.train(made)
@@ -379,11 +371,10 @@ VERSION: dict[str, Any] = {
 }
 
 
-def test_the_version_of_each_token_is_its_proximal_policy(model_dir: Path) -> None:
+def test_the_version_of_each_token_is_its_proximal_policy(ring: Ring) -> None:
     """Two versions wrote each answer: the weight is the mismatch alone, at every lag."""
-    ring = Ring(model_dir)
     b = batch(ring)
-    c = core(model_dir, ring, **VERSION)
+    c = core(ring, **VERSION)
     passes = []
     forward = c._forward
     c._forward = c.measure.forward = lambda model, packed, answers: (  # type: ignore[method-assign]
@@ -405,14 +396,11 @@ def test_the_version_of_each_token_is_its_proximal_policy(model_dir: Path) -> No
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_a_version_that_left_the_ring_falls_back_to_the_start(
-    model_dir: Path, minibatches: int
-) -> None:
-    ring = Ring(model_dir)
+def test_a_version_that_left_the_ring_falls_back_to_the_start(ring: Ring, minibatches: int) -> None:
     b = batch(ring)
     mu, version, start = by_hand(ring, b)
     del ring.held[Label(1, 0)]
-    c = core(model_dir, ring, **VERSION, learner={"minibatches": minibatches})
+    c = core(ring, **VERSION, learner={"minibatches": minibatches})
     by_version_0 = torch.arange(len(mu)) % LENGTH < 4
     expected = torch.where(by_version_0, start, version)
     packed = c._pack_batch(b)
@@ -424,13 +412,12 @@ def test_a_version_that_left_the_ring_falls_back_to_the_start(
         assert m["is/mean_weight"] == pytest.approx(float(ratios.mean()), abs=1e-5)
 
 
-def test_excluded_tokens_need_no_version(model_dir: Path) -> None:
+def test_excluded_tokens_need_no_version(ring: Ring) -> None:
     """The start is needed for no token in the loss: no pass for the excluded ones of lag 0."""
-    ring = Ring(model_dir)
     b = batch(ring)
     for sample in b.samples[1::2]:
         sample.mask = bytes([1] * 4 + [0] * 4)
-    c = core(model_dir, ring, **VERSION)
+    c = core(ring, **VERSION)
     packed = c._pack_batch(b)
     assert packed.proximal is not None and packed.proximal.isfinite().all()
     assert c.train(b)["is/mean_weight"] == pytest.approx(math.exp(-NOISE), abs=1e-5)

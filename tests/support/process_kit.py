@@ -144,3 +144,12 @@ def wait_for(what: Callable[[], bool], logs: Callable[[], str]) -> None:
     while not what():
         assert time.monotonic() < until, logs()
         time.sleep(0.1)
+
+
+def until(happened: Callable[[], Any]) -> Any:
+    """What it returns, once that is true."""
+    end = time.monotonic() + 1800
+    while not (found := happened()):
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.002)
+    return found

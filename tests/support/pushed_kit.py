@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from gateway_service_kit import PATIENCE_S
+from process_kit import until
 
 from actors.gateway.agents.session_messages import (
     AgentSetup,
@@ -20,14 +17,6 @@ from asyncrl.contract import messages as m
 
 HERE = Path(__file__).parent
 DECODE = msgspec.msgpack.Decoder(SessionResult).decode
-
-
-def until(what: Callable[[], Any]) -> Any:
-    end = time.monotonic() + PATIENCE_S
-    while not (found := what()):
-        assert time.monotonic() < end
-        time.sleep(0.002)
-    return found
 
 
 PROGRAM = AgentConfig(command=["sh", str(HERE / "agent_command.sh")])

@@ -7,7 +7,6 @@ import contextlib
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait  # select.select knows no descriptor above 1023
 from pathlib import Path
@@ -18,6 +17,7 @@ import psutil
 import pytest
 import xxhash
 import zmq
+from process_kit import until
 
 from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.versions import Label
@@ -28,13 +28,6 @@ from asyncrl.transport.ring import WeightRing
 SIZE = 8 * CHUNK_BYTES
 LABEL = Label(1, 3)
 WAIT_S = 600.0
-
-
-def until(done: Any) -> None:
-    end = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ import asyncio
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 from gateway_kit import Served
+from process_kit import until
 from tinker import types
 from tinker_kit import prompt
 from tinker_local_kit import KEY, LocalServer
@@ -57,13 +57,6 @@ def is_closed(connection: socket.socket) -> bool:
         return connection.recv(65536) == b""
     except ConnectionResetError:
         return True
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.fixture(scope="module")
@@ -141,14 +134,14 @@ def test_connections_without_a_key_keep_out_none_with_one(
                 stranger.sendall(sent[index % 4])
             except ConnectionError:
                 continue
-        wait_until(lambda: len(connections) <= 4)
+        until(lambda: len(connections) <= 4)
         assert is_closed(strangers[0])
         assert door.ask(door.head()).startswith(b"HTTP/1.1 200 ")
         known.sendall(door.head())
         assert known.recv(65536).startswith(b"HTTP/1.1 200 ")
         for stranger in strangers:
             stranger.close()
-        wait_until(lambda: len(connections) == 1)
+        until(lambda: len(connections) == 1)
         others = [stack.enter_context(door.connect(door.head())) for _ in range(3)]
         assert all(each.recv(65536).startswith(b"HTTP/1.1 200 ") for each in others)
         with door.connect() as stranger:
@@ -156,7 +149,7 @@ def test_connections_without_a_key_keep_out_none_with_one(
         for each in others:
             each.sendall(door.head())
             assert each.recv(65536).startswith(b"HTTP/1.1 200 ")
-    wait_until(lambda: not connections)
+    until(lambda: not connections)
 
 
 def test_bodies_of_all_connections_have_a_bound(
@@ -166,7 +159,7 @@ def test_bodies_of_all_connections_have_a_bound(
     monkeypatch.setattr(http_server, "BODY_BYTES", door.limit)
     body = b"{" + b" " * (door.limit - 20) + b"}"
     with door.connect(door.head(len(body)) + body[:-1]) as slow:
-        wait_until(lambda: http_server.BodyMemory.used == len(body) - 1)
+        until(lambda: http_server.BodyMemory.used == len(body) - 1)
         answer = door.ask(door.head(100) + b"{" + b" " * 98 + b"}")
         assert answer.startswith(b"HTTP/1.1 429 ") and b"\r\nretry-after: 1\r\n" in answer
         slow.sendall(body[-1:])

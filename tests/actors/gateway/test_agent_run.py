@@ -9,8 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from agent_run_kit import (
 )
 from click.testing import CliRunner
 from holding import held
-from process_kit import ENV, ROOT
+from process_kit import ENV, ROOT, until
 
 from asyncrl.cli import main
 from asyncrl.config import load
@@ -264,13 +263,6 @@ def until_heard(run: Path, peer: str, epoch: int) -> None:
         return any(later < before for before, later in itertools.pairwise(ages))
 
     until(reported)
-
-
-def until(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ import pytest
 from gateway_kit import Served
 from gateway_service_kit import AT, PATIENCE_S, Wire
 from models_kit import model_fixture
-from pushed_kit import HERE, Commands, until
+from process_kit import until
+from pushed_kit import HERE, Commands
 
 from actors.gateway import http_gateway, service
 from actors.gateway.agents import session_messages
