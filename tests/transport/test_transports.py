@@ -18,8 +18,8 @@ from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
+from asyncrl.records import rundir
 from asyncrl.transport import gpu_pairs, tcp, weight_transport
-from learner import publisher as publishing
 from learner.publisher import Publisher
 
 ROWS: list[Any] = [("w", "float32", [4], 0, 16)]
@@ -34,9 +34,7 @@ def config(transport: str) -> Config:
 
 @pytest.fixture(autouse=True)
 def ring_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        publishing, "get_ring_dir", lambda run_dir, epoch: run_dir / f"epoch_{epoch}"
-    )
+    monkeypatch.setattr(rundir, "get_ring_dir", lambda run_dir, epoch: run_dir / f"epoch_{epoch}")
 
 
 def learner() -> tuple[Any, Any]:
