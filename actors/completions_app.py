@@ -372,8 +372,8 @@ class CompletionsApp:
         except AsyncrlError as error:
             raise CallRefused(500, "engine", str(error)) from error
         choices = [
-            self._build_choice(order, sample, score, index, chat=chat)
-            for index, (sample, score) in enumerate(zip(samples, scores, strict=True))
+            self._build_choice(order, sample, scores[index], index, chat=chat)
+            for index, sample in enumerate(samples)
         ]
         prompt = sum(map(len, order.prompts))
         tokens = sum(len(sample.tokens) for sample in samples)
@@ -429,7 +429,7 @@ class CompletionsApp:
         if not order.max_new_tokens:
             no_tokens = np.empty(0, np.int32), np.empty(0, np.float32)
             return [
-                Completion(request.key, request.prompt, *no_tokens, [], "length")
+                Completion(request.key, request.prompt, *no_tokens, [], "length", support=None)
                 for request in requests
             ]
         futures = [asyncio.wrap_future(self.engine.complete(request)) for request in requests]

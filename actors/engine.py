@@ -84,7 +84,7 @@ class Completion:
     logprobs: ndarray
     spans: list[VersionSpan]
     finish: Finish
-    support: SampledSupport | None = None
+    support: SampledSupport | None
     routed: RoutedExperts | None = None
 
     @property

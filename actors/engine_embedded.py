@@ -147,9 +147,10 @@ class EmbeddedEngine:
         self.steps_made = 0
         self.columns = decoder.StepColumns(max_new_tokens)
         self.loads = 0
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.prefix_cache = (
-            decoder.PrefixCache(self.lay, self.weights.layers, kept_tokens, like, self.routing)
+            decoder.PrefixCache(
+                self.lay, self.weights.layers, kept_tokens, self.cache.k, self.routing
+            )
             if kept_tokens and not fixed
             else None
         )

@@ -141,8 +141,7 @@ def convert_tokenizer(tokenizer: Any, size: int, stops: Sequence[int]) -> Any:
     try:
         return LLTokenizer(inner.to_str(), n_vocab=size, eos_token=ends)
     except ValueError:  # its decoder is unknown there
-        wrapped = TokenizerWrapper(TokenBytes(tokenizer, stops))
-        return LLTokenizer(wrapped, n_vocab=size, eos_token=ends)
+        return LLTokenizer(TokenizerWrapper(TokenBytes(tokenizer, stops)), eos_token=ends)
 
 
 def compute_allowed_tokens(

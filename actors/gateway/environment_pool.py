@@ -136,7 +136,7 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
         front, kind = worker.asked[0] if worker.ready and worker.asked else (None, "")
         self._count(worker, kind, reason)
         for session in sorted(worker.sessions):
-            self.processes.pop(session, None)
+            del self.processes[session]
             if session == front:
                 failure = f"the environment failed: {reason}"
                 self.events.append(EnvironmentEvent(session, "failed", why=failure))

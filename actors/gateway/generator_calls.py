@@ -150,13 +150,12 @@ class CallPeer:
         self, config: Config, turn: CallTurn, run_dir: Path, producer: str, session: int
     ) -> None:
         self.turn = turn
-        self.run = read_run_id(run_dir)
         self.socket = PeerSocket(
             get_gateway_address(config, run_dir, 0),
             config.wires.curve_dir,
             producer,
             reads=m.FromGateway,
-            run=self.run,
+            run=read_run_id(run_dir),
             key="wires.gateway_address",
         )
         self.producer = producer
@@ -185,7 +184,7 @@ class CallPeer:
             self.socket.send(
                 m.ServingReport(
                     protocol=m.PROTOCOL,
-                    run=self.run,
+                    run=self.socket.run,
                     producer=self.producer,
                     session=self.session,
                     slots=slots,

@@ -356,9 +356,8 @@ class Gateway(TicketHolder):
             return
         if previous is None or announcement.label.epoch > previous.label.epoch:
             self.epoch_since = time.monotonic()
-        for name, grant in list(self.held.items()):
-            if not self.is_expired(grant.ticket):
-                continue
+        expired = {name: held for name, held in self.held.items() if self.is_expired(held.ticket)}
+        for name, grant in expired.items():
             grant.waiting = []
             for number in list(grant.live):
                 episode = self.episodes[number]

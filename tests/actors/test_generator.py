@@ -46,7 +46,8 @@ def end_answers(g: Generator, *keys: tuple[int, int, int]) -> None:
     for key in keys:
         prompt, logprobs = g.engine.rows.pop(key).prompt, np.zeros(2, np.float32)
         tokens = np.zeros(2, np.int32)
-        g.accept_completion(Completion(key, prompt, tokens, logprobs, [SPAN], "length"))
+        ended = Completion(key, prompt, tokens, logprobs, [SPAN], "length", support=None)
+        g.accept_completion(ended)
 
 
 def test_an_outdated_attempt_takes_nothing_from_the_next_one(make: MakeGenerator) -> None:
@@ -184,7 +185,7 @@ def test_one_that_draws_calls_forgoes_none_and_says_nothing_of_tickets(
 ) -> None:
     """Calls are numbered by itself: what the buffer has granted is the gateway's business."""
     g = make("agent.env='none:None'")
-    assert g.calls is not None
+    assert g.calls is not None and g.calls.socket.run == g.run
     g.calls.close()
     monkeypatch.setattr("actors.generator.wait", lambda *_: None)
     monkeypatch.setattr(g.calls, "read", lambda: None)

@@ -174,6 +174,13 @@ def test_chats_go_through_the_template(client: openai.OpenAI) -> None:
     assert chat.usage is not None and chat.usage.prompt_tokens == 4
 
 
+def test_the_engine_has_the_digest_of_its_weights(
+    app: tuple[str, CompletionsApp], directory: Path
+) -> None:
+    model = policy.load_policy(directory, "float32", "cpu")
+    assert app[1].engine.engine.digest == policy.compute_weights_digest(model)
+
+
 def test_the_key_is_needed_and_other_routes_are_named(url: str) -> None:
     wrong = openai.OpenAI(base_url=url, api_key="other", max_retries=0)
     with pytest.raises(openai.AuthenticationError, match="the key that it printed"):

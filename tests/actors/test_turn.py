@@ -6,7 +6,6 @@ import dataclasses
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,9 +32,9 @@ SPECIAL = np.array([0, 7, 1])  # the padding token, a character, the end
 SPANS = [VersionSpan(AT, "d", 0, 3, AT)]
 
 
-def written(logprobs: list[float], **more: Any) -> ScoredResponse:
+def written(logprobs: list[float]) -> ScoredResponse:
     prompt, tokens = np.array([5, 6]), np.array([7, 8, 1])  # int64, as an engine may give them
-    made = Completion((4, 1, 9), prompt, tokens, np.array(logprobs), SPANS, "length", **more)
+    made = Completion((4, 1, 9), prompt, tokens, np.array(logprobs), SPANS, "length", support=None)
     sampling = SamplingSettings(max_new_tokens=12, temperature=0.5)
     return ScoredResponse(msgspec.structs.replace(ticket(4, 9, 1), sampling=sampling), made, "31")
 

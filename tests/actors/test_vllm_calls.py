@@ -256,7 +256,8 @@ def drawn(of: m.GenerationCall, called: m.CallResult) -> Completion:
     """What the gateway hears of a call, as an answer."""
     prompt, tokens = (np.frombuffer(ids, "<i4") for ids in (of.prompt, called.tokens))
     logprobs = np.frombuffer(called.logprobs, "<f4").copy()
-    return Completion((of.id, 0, 0), prompt, tokens, logprobs, called.spans, called.finish)
+    ended = called.spans, called.finish
+    return Completion((of.id, 0, 0), prompt, tokens, logprobs, *ended, support=None)
 
 
 def test_the_same_call_drawn_again_is_the_same(vllm: Engine) -> None:

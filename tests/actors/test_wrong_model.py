@@ -233,7 +233,7 @@ def test_the_generator_stops_there_and_shows_the_text_without(
     assert r.stop == (1, 16)
     span = m.VersionSpan(Label(1, 0), "d", 0, 3, Label(1, 0))
     tokens, logprobs = np.array([4, 5, 16], np.int32), np.zeros(3, np.float32)
-    g.accept_completion(Completion(key, r.prompt, tokens, logprobs, [span], "stop"))
+    g.accept_completion(Completion(key, r.prompt, tokens, logprobs, [span], "stop", support=None))
     assert g.unscored[key][2] == "12"
 
 

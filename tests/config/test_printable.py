@@ -20,7 +20,7 @@ from asyncrl.cli import base
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.printable import escape_line
+from asyncrl.contract.printable import escape_line, format_last_frame
 from asyncrl.contract.waits import ProcessWait, WaitLog
 from asyncrl.records import process_log
 from asyncrl.supervise import doctor, hosts, live
@@ -44,6 +44,7 @@ def test_every_character_that_acts_is_escaped() -> None:
             shown = escape_line(f"a{c}b")
             assert shown.isprintable() and re.fullmatch(r"a\\[xunrtU0-9a-f]+b", shown), ascii(c)
     assert escape_line("na\u00efve \u6f22\u5b57") == "na\u00efve \u6f22\u5b57"
+    assert format_last_frame(ValueError("never raised")) == ""
     assert escape_line("\x1b" * 1000).count("x1b") <= 76 and escape_line(EVIL * 99).endswith("...")
 
 

@@ -181,8 +181,7 @@ class AgentProgram:
 
     def signal(self, number: int) -> None:
         """Send a signal to the process group; its id is valid until `finish`."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        os.killpg(self.process.pid, number)
 
     def finish(self, running: set[int]) -> SessionResult:
         """Kill the program with its descendants, remove its folder and return its result.

@@ -14,9 +14,8 @@ from actors.gateway.refusals import build_refusal
 from asyncrl.records.jsonl import JsonObject
 
 TAKEN = ("input", "instructions", "tools", "max_output_tokens", "text", "tool_choice", "messages")
-# keys that have no effect on an answer
-QUIET = ("include", "truncation", "background", "conversation", "previous_response_id", "prompt")
 STATE = ("background", "conversation", "previous_response_id", "prompt")
+QUIET = ("include", "truncation", *STATE)  # keys that have no effect on an answer
 
 
 def to_chat(body: Mapping[str, Any]) -> JsonObject:

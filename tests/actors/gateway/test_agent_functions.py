@@ -320,9 +320,10 @@ def test_an_environment_is_loaded_by_its_adapter_or_its_error_told(
     assert refuse(SystemExit(3)) == f"{begin}loading it called sys.exit(3)"
 
 
-def test_the_installed_version_chooses_the_adapter(tmp_path: Path) -> None:
+def test_the_installed_version_chooses_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = ModuleType("verifiers")
-    assert self_playing.find_adapter(package) == ""
     package.__path__ = [str(tmp_path)]
     (tmp_path / "v1").mkdir()
     assert self_playing.find_adapter(package) == ""
@@ -330,6 +331,13 @@ def test_the_installed_version_chooses_the_adapter(tmp_path: Path) -> None:
     assert self_playing.find_adapter(package) == "actors.gateway.hubs.verifiers_v1"
     package.load_environment = print  # 0.1, which may have both
     assert self_playing.find_adapter(package) == "actors.gateway.hubs.verifiers_v0"
+    monkeypatch.syspath_prepend(tmp_path)
+    assert self_playing.find_adapter(ModuleType("verifiers")) == "", "v1 is no part of a file"
+
+
+def test_a_prompt_of_text_is_a_message_of_the_user() -> None:
+    made = self_playing.build_text_messages("1+1=", "row 0")
+    assert made == [{"role": "user", "content": "1+1="}]
 
 
 def test_the_first_cause_of_a_failed_load_is_told_with_what_to_do() -> None:

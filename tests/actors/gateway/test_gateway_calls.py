@@ -303,6 +303,7 @@ class PlayedSocket:
         self.received = [*received]
         self.sent: list[m.FromGenerator] = []
         self.closed = False
+        self.run = "run"
 
     def recv(self, timeout: float) -> m.FromGateway | None:
         assert timeout == 0
@@ -318,7 +319,7 @@ class PlayedSocket:
 def peer(turn, *received: m.FromGateway):
     made = CallPeer.__new__(CallPeer)
     made.turn, made.socket = turn, PlayedSocket(*received)
-    made.run, made.producer, made.session = "run", "generator-0", 7
+    made.producer, made.session = "generator-0", 7
     made.received_sequence, made.reported_at = 0, -1.0
     return made
 

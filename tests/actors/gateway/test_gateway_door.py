@@ -162,7 +162,9 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
         gateway.drop(gateway.list_parked_episodes()[0])
         with pytest.raises(CallRefused) as caught:
             await drawing
-        assert caught.value.status == 410 and third.session.state == "ended"
+        lost = f"session {third.session.name} is lost: lease another"
+        assert (caught.value.status, str(caught.value)) == (410, lost)
+        assert third.session.state == "ended"
         assert not gateway.episodes and not door.episodes
         with pytest.raises(CallRefused):
             await door.draw(third.session, call)

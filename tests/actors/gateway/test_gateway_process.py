@@ -59,6 +59,8 @@ class Gateway(service.Gateway):
             os.kill(os.getpid(), self.number)
         elif self.turns == 3:
             self.over = self.ever_served = True
+            for folder in self.run_dir.glob("sessions-*"):
+                (folder / "1.0.1").touch()
         return super().step()
 
     def close(self) -> None:
@@ -106,6 +108,7 @@ def test_the_run_s_end_ends_the_process(
     monkeypatch.setattr("actors.gateway.http_gateway.OVER_S", 0.01)
     monkeypatch.setenv("ASYNCRL_SUPERVISED", "1")
     assert process.main(either, tmp_path, 0) is True and kind.closed
+    assert not [*tmp_path.glob("sessions-*/*")], "no session goes on"
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "its supervisor ends it"
     assert callable(signal.getsignal(signal.SIGTERM))
 

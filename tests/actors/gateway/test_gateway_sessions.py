@@ -156,6 +156,7 @@ def test_random_forests_train_each_drawn_token_once_behind_the_ids_it_saw(seed: 
         )
         call = made.place_ids(ids(*prompt), now=0.0, aside=aside)
         assert call.prompt_ids.tolist() == list(prompt)
+        assert call.node.build_token_ids().dtype == np.int32, "before its answer, too"
         above = call.node.parent
         assert (above.number if above else None) == (parent.number if parent else None)
         path = parent.path if parent else []

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from agent_run_kit import rows
@@ -159,6 +160,7 @@ def test_failures_are_counted_and_named_by_task(gateway: Any) -> None:
     played = SimpleNamespace(name="1.0.1", ticket=gateway.held[1, 1].ticket, opened=0.0)
     asked = SimpleNamespace(name="2.0.2", ticket=gateway.held[2, 2].ticket, opened=0.0)
     why = m.RewardFailure("data", "no service")
+    lines = gateway.log_change = Mock()
     for _ in range(HOPELESS - 1):
         gateway.count(played, "")
         gateway.count(asked, why)
@@ -167,6 +169,7 @@ def test_failures_are_counted_and_named_by_task(gateway: Any) -> None:
     text = str(ended.value)
     assert text.startswith("task.mixture: ask: agent.function = mixed_agent:ask: 8 sessions failed")
     assert "agent-ask-0.log" in text
+    lines.assert_called_with("session 2.0.2 of task ask: data: no service")
 
 
 @pytest.mark.slow

@@ -337,8 +337,8 @@ def test_a_function_may_be_a_coroutine(world: World) -> None:
         ({"function": "agent_envs:os"}, "os is not a function; write module:function"),
         ({"function": "", "command": ["no-such-agent"]}, "there is no program 'no-such-agent'"),
         (
-            {"function": "", "command": ["sh"], "env_pass": ["PATH", "NO_*", "NO_SUCH_NAME"]},
-            "agent.env_pass: NO_SUCH_NAME is not in the environment of the run",
+            {"function": "", "command": ["sh"], "env_pass": ["PATH", "NO_*", "NO_NAME", "NOR_IT"]},
+            "agent.env_pass: NO_NAME, NOR_IT is not in the environment of the run",
         ),
     ],
 )

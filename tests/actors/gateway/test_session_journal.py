@@ -212,7 +212,8 @@ def test_what_cannot_be_read_or_written_costs_that_session(
     recorded.answer(b"a", [USER], "one")
     recorded.answer(b"b", [USER], "two")
     assert not (tmp_path / "elsewhere").exists()
-    assert capsys.readouterr().err.count("a restart ends this session") == 1
+    reason = "links are not followed there: remove it"
+    assert capsys.readouterr().err.count(f"{reason}: a restart ends this session") == 1
 
 
 class Process:
