@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,12 @@ class TorchBackend(Trainer):
         self.config = config
         self.model = model
         self.layout = build_manifest(model)
-        # walking through the modules would take half the time of a small model's publication
-        self.weights: list[tuple[str, Tensor]]
-        if model.adapter is None:
-            self.weights = list(model.hf.named_parameters(remove_duplicate=True))
-        else:
-            self.weights = list_named_weights(model)
         self.alignment = self.build_gradient_alignment()
+
+    @cached_property
+    def weights(self) -> list[tuple[str, Tensor]]:
+        """The published weights: finding them takes half the time of a small publication."""
+        return list_named_weights(self.model)
 
     def build_gradient_alignment(self) -> GradientAlignment | None:
         """Return the measurement that learner.gradient_cosine asks for."""

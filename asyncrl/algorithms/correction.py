@@ -121,8 +121,6 @@ STATISTICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     # the binary KL(mu || pi) (FlashREINFORCE)
     "kb_mu": lambda raw, log_mu: compute_binary_kl(log_mu, log_mu + raw),
 }
-# statistics that are never negative
-NOT_NEGATIVE = ("k2", "k3", "tv", "kb", "kb_mu")
 
 
 # correction.reject_over -> [N], the token's own statistic or that of its whole sample
