@@ -283,6 +283,8 @@ def test_the_service_moves_it_and_tells_busy_generators_of_new_versions(tmp_path
             told = {"time/learner_idle_share": 0.25}
             commit = m.Commit(1, number, Label(1, number + 1), f"d{number + 1}", told)
             ask(learner, commit, m.CommitReply)
+            share = ask(learner, m.StatusRequest(), m.RunStatus).metrics["window/wait"]
+            assert share == 0.0 or number, "nothing was measured"
             # it has tickets and asks for none: the news comes by itself
             news = wait(generator, m.HeartbeatReply)
             assert news.announcement is not None and news.attempts == 0

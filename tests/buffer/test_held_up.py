@@ -93,6 +93,9 @@ def test_the_words() -> None:
     ).describe()
     assert "would not wait (95 % of sessions end within 210 s, a step takes 35 s)" in usual
     assert "ends that" not in usual
+    unknown = msgspec.structs.replace(ONE, open_s=0.5)
+    said = BlockingSession(unknown, "gateway-0", step_s=35.0, max_lag=6).describe()
+    assert "(open for 0 s, a step takes 35 s)" in said
     nobody = BlockingSession(msgspec.structs.replace(ONE, name=""), "gateway-0").describe()
     assert nobody == (
         "the learner is held up by sample 3 of ticket 17 (prompt 5 'ab='): it has waited 209 s for "

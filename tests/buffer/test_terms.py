@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -22,12 +23,13 @@ from store_kit import hello
 from asyncrl.cli.processes import move_buffer
 from asyncrl.config import load
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import BufferTakenOver, ConfigError, DamagedDataError
+from asyncrl.contract.errors import AsyncrlError, BufferTakenOver, ConfigError, DamagedDataError
 from asyncrl.contract.versions import Label
 from asyncrl.records import buffer_leadership, process_log, rundir
 from asyncrl.transport import chunks, sockets
 from asyncrl.transport.sockets import BufferSocket, PeerSocket
 from buffer import journal as j
+from buffer import service as service_module
 from buffer.groups import StoreSettings
 from buffer.journal import RecordedStore
 from buffer.service import BufferService
@@ -216,6 +218,7 @@ def test_what_one_that_is_over_writes_nobody_reads(tmp_path: Path) -> None:
     again = store_of(tmp_path, third)
     assert state(again) == before and again.attempts == 2
     again.journal.close()
+    assert not (tmp_path / "journal" / "00000003.sure").stat().st_mode & 0o077
     left = sorted(path.name for path in (tmp_path / "journal").iterdir())
     assert left == ["00000003-00000003.log", "00000003.sure", "00000009-00000099.part"]
 
@@ -389,6 +392,28 @@ def test_a_buffer_that_cannot_listen_takes_nothing_over(service: BufferService) 
     with pytest.raises(ConfigError, match="cannot listen"):
         BufferService(config, service.run_dir, moved=True)
     service.term.check()
+
+
+def test_a_supervised_buffer_follows_one_of_another_host(
+    service: BufferService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffer_leadership.socket, "gethostname", lambda: "near")
+    monkeypatch.setenv("ASYNCRL_SUPERVISED", "1")
+    assert BufferService(service.config, service.run_dir).close() == ""
+
+
+def test_the_learner_is_sent_the_error_that_ends_the_buffer(
+    service: BufferService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire: Any = service.socket
+    wire.come = [said_hello(service.run)]
+    for name in ("stop_at_signals", "gc"):
+        monkeypatch.setattr(service_module, name, Mock())
+    monkeypatch.setattr(service_module, "BufferService", lambda *given, **more: service)
+    monkeypatch.setattr(service, "answer", Mock(side_effect=AsyncrlError("full")))
+    with pytest.raises(AsyncrlError, match="full"):
+        service_module.main(service.config, service.run_dir)
+    assert wire.sent[-1] == m.Refusal("full", 1)
 
 
 def test_a_process_that_was_taken_over_is_not_the_newest_of_its_name(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncrl.config import load
+from asyncrl.config import engines, load
 from asyncrl.contract import toml_writer
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -38,6 +38,7 @@ def test_a_config_without_tomli_w_loads_back_equal(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "tomli_w", None)
     plain = load.dump(config)
     assert "gpus = [0, 1]\n" in plain != usual
+    assert toml_writer.read_table(engines.__file__)["vllm"]
     assert load.build(tomllib.loads(plain)) == load.build(tomllib.loads(usual)) == config
     assert load.format_value(["a", 2]) == '["a", 2]'
 

@@ -16,7 +16,7 @@ from actors.decoder import sample
 from actors.engine_generic import GenericEngine
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import ModelShape, TrainingSequence
-from asyncrl.contract.sampled_support import HEAD, SampledSupport
+from asyncrl.contract.sampled_support import HEAD, MOST_TOKENS, SampledSupport
 from asyncrl.contract.versions import Label
 from asyncrl.models import packed_forward, policy
 from asyncrl.models.packed_forward import SupportTable, find_kept_tokens, renormalize
@@ -51,6 +51,7 @@ def test_a_support_is_read_as_it_was_written(sizes: list[int], vocabulary: int) 
         (HEAD.pack(0), 0, "vocabulary of 0"),
         (HEAD.pack(9), 1, "4 bytes for 1 tokens"),
         (HEAD.pack(1 << 25) + b"\1\0\0\0", 1, "a vocabulary of 33554432"),
+        (HEAD.pack(MOST_TOKENS), 1, "4 bytes for 1 tokens"),
         (HEAD.pack(90) + b"\2\0" + b"\1\0", 1, "do not hold its sizes"),
         (HEAD.pack(90) + b"\2\0" + b"\1\0\3\0\4\0", 1, "do not hold its sizes"),
         (HEAD.pack(90) + b"\2\0" + b"\3\0\3\0", 1, "not ascending below 90"),
@@ -72,7 +73,8 @@ def test_stretches_are_joined_and_cut() -> None:
     assert np.array_equal(whole.ids, np.concatenate([a.ids, b.ids]))
     assert whole.take_first(3).ids.tolist() == a.ids.tolist()
     assert SampledSupport.decode(whole.encode(), 7).ids.tolist() == whole.ids.tolist()
-    assert SampledSupport.join([]).encode() == b""
+    empty = SampledSupport.join([])
+    assert (empty.encode(), empty.vocabulary) == (b"", 0)
 
 
 def test_a_token_outside_its_support_is_refused() -> None:

@@ -304,6 +304,7 @@ def test_a_sampling_process_that_exits_samples_the_same(
     for act, category in (
         (link.act, "Server"),
         (lambda *_: CallFailure("the process ended"), "User"),
+        (lambda *_: CallFailure("the process ended", "server"), "Server"),
     ):
         link.act = act
         with pytest.raises(tinker.RequestFailedError, match="the process ended") as failed:

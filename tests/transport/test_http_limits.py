@@ -95,6 +95,12 @@ def test_heads_and_bodies_have_a_size_and_a_time(
 ) -> None:
     assert door.ask(door.head()).startswith(b"HTTP/1.1 200 ")
     assert door.ask(door.head(key=False))[9:12] in (b"401", b"403")
+    nameless = door.head().replace(b"host: 127.0.0.1\r\n", b"")
+    assert door.ask(nameless).startswith(b"HTTP/1.1 200 ")
+    with door.connect(door.head().replace(door.line.split()[0].encode(), b"HEAD", 1)) as connection:
+        assert connection.recv(65536).startswith(b"HTTP/1.1 ")
+        connection.sendall(door.head())
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 "), "it was kept"
     assert door.ask(door.head(door.limit + 1)).startswith(b"HTTP/1.1 413 "), "none of it was sent"
     chunked = door.head().replace(b"content-length: 0", b"transfer-encoding: chunked")
     large = b"%x\r\n" % (door.limit + 1) + b" " * (door.limit + 1)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -105,6 +106,7 @@ def test_a_way_is_chosen_by_its_row_and_told_of_every_version(
     monkeypatch.setitem(sys.modules, "copies_of_weights", module)  # type: ignore[arg-type]
     core, weights = learner()
     publisher = Publisher(config("copies"), tmp_path, 1, core)
+    publisher.window, publisher.ring.write = 2, Mock(wraps=publisher.ring.write)
     receiver = WeightsReceiver(config("copies"), "generator-0")
     size = policy.count_flat_bytes(ROWS)
     for number in range(3):
@@ -116,6 +118,7 @@ def test_a_way_is_chosen_by_its_row_and_told_of_every_version(
         assert pulled is not None and (pulled.digest, pulled.probe) == (digest, b"probe")
         assert pulled.tensors["w"].numpy().tobytes() == flat[:16]
         assert receiver.bytes_over_socket == (number + 1) * size
+    assert publisher.ring.write.call_args.args[2] == [Label(1, 1), Label(1, 0)]
     assert receiver.pull(publisher.source, Label(1, 9), "gone") is None
     # one client for all of an epoch's versions, and it is told where the server is
     assert [source.address for _, source in clients] == ["copies of 1"]
@@ -146,4 +149,9 @@ def test_who_cannot_reach_the_learner_is_told_what_to_set() -> None:
         tcp.connect(config("auto"), away, "generator-0")
     with pytest.raises(PeerUnreachable, match=r"on host elsewhere: weights\.transport = gloo"):
         gpu_pairs.connect(config("gloo"), away, "generator-0")
+    beside = load.load("demo", ["wires.address='tcp://127.0.0.1:1'"])
+    everywhere = msgspec.structs.replace(away, address="tcp://*:2")
+    client: Any = tcp.connect(beside, everywhere, "generator-0")
+    assert client.address == "tcp://127.0.0.1:2"
+    client.close()
     assert away.host != socket.gethostname()
