@@ -527,10 +527,8 @@ def test_each_change_is_one_record_that_replays_to_the_same_state(tmp_path: Path
         check(*records)
     assert store.window.timings == (timing,) and store.limit.settling == 0
     assert msgspec.to_builtins(timing) == [1.0, 0.5, 2.0, 0.1, 0.4]
-    tags = (
-        "grant renew expire end deliver frame came hello ask commit checkpointed finish told free"
-    )
-    assert [x.__struct_config__.tag for x in get_args(StoreRecord)] == tags.split()
+    old = "grant renew expire end deliver frame came hello ask commit checkpointed finish told free"
+    assert [x.__struct_config__.tag for x in get_args(StoreRecord)] == old.split()
     for records in ([CheckpointRecord(1)], []):
         store.retire_batches(1)
         check(*records)

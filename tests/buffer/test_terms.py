@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import msgspec
 import pytest
@@ -402,16 +402,11 @@ def test_a_supervised_buffer_follows_one_of_another_host(
     assert BufferService(service.config, service.run_dir).close() == ""
 
 
-def test_the_learner_is_sent_the_error_that_ends_the_buffer(
-    service: BufferService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_learner_is_sent_the_error_that_ends_the_buffer(service: BufferService) -> None:
     wire: Any = service.socket
-    wire.come = [said_hello(service.run)]
-    for name in ("stop_at_signals", "gc"):
-        monkeypatch.setattr(service_module, name, Mock())
-    monkeypatch.setattr(service_module, "BufferService", lambda *given, **more: service)
-    monkeypatch.setattr(service, "answer", Mock(side_effect=AsyncrlError("full")))
-    with pytest.raises(AsyncrlError, match="full"):
+    wire.come, service.answer = [said_hello(service.run)], Mock(side_effect=AsyncrlError("full"))
+    stubs = {"stop_at_signals": Mock(), "gc": Mock(), "BufferService": lambda *_, **more: service}
+    with patch.multiple(service_module, **stubs), pytest.raises(AsyncrlError, match="full"):
         service_module.main(service.config, service.run_dir)
     assert wire.sent[-1] == m.Refusal("full", 1)
 
