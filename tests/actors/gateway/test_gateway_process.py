@@ -107,8 +107,10 @@ def test_the_run_s_end_ends_the_process(
     kind = made(monkeypatch, tmp_path, 0)
     monkeypatch.setattr("actors.gateway.http_gateway.OVER_S", 0.01)
     monkeypatch.setenv("ASYNCRL_SUPERVISED", "1")
+    kept = tmp_path / "sessions-0" / "1.0.1"
+    kept.parent.mkdir(mode=0o700)
     assert process.main(either, tmp_path, 0) is True and kind.closed
-    assert not [*tmp_path.glob("sessions-*/*")], "no session goes on"
+    assert kept.exists() != either.agent.http, "no session over HTTP goes on"
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "its supervisor ends it"
     assert callable(signal.getsignal(signal.SIGTERM))
 
