@@ -304,8 +304,8 @@ def test_overwritten_weights_are_sampled_as_what_they_are(
 @pytest.mark.parametrize(
     ("owner", "method", "skipped"),
     [
-        (CallLog, "write_outcome", 0),  # of the loss
-        (CallLog, "write_outcome", 1),  # of the step
+        (CallLog, "write", 0),  # the outcome of the loss
+        (CallLog, "write", 1),  # of the step
         (MetricsWriter, "write", 0),
         (JsonlAppender, "write", 1),  # the row of trained.jsonl, after that of metrics.jsonl
         (ServedModel, "write_ledger", 0),
@@ -322,6 +322,8 @@ def test_a_server_that_cannot_write_ends_and_loses_nothing(
     write, calls = getattr(owner, method), []
 
     def fail_once(self: Any, *values: Any, **named: Any) -> Any:
+        if "call" in values:  # arrives: CallLog's other kind
+            return write(self, *values, **named)
         calls.append(self)
         if len(calls) == skipped + 1:
             raise OSError(errno.ENOSPC, "No space left on device")
