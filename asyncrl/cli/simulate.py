@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.cli.base import command, json_option, option_table, options, print_progress
+from asyncrl.contract.errors import ConfigError
 
 
 @command(
@@ -32,14 +33,13 @@ def simulate(
     or a faster weight sync.
     """
     from asyncrl.config import load
-    from asyncrl.records import rundir
 
     config = load.load_to_train(source, sets)  # before the imports of torch below
-    if from_run is not None:
-        rundir.require_run(from_run)
+    if from_run is not None and not from_run.exists():
+        raise ConfigError(f"--from {from_run}: does not exist; give a run directory or a log")
     from asyncrl.experiments.simulate import what_if
 
-    time_model, origin = what_if.collect_times(from_run, file, single_times)
+    time_model, origin = what_if.collect_times(from_run, file, single_times, config)
     outcome = what_if.simulate(
         config,
         time_model,

@@ -19,12 +19,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 from clients_kit import python_of
+from simulate_kit import BARE, ROOT, config, run
 from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerState
 
+from asyncrl.algorithms import correction
 from asyncrl.cli import main
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.diagnose import diagnosis, run_log
+from asyncrl.experiments.simulate import times
+from asyncrl.experiments.simulate.times import change
 
 Values = dict[str, float]
 STEPS = 60
@@ -368,6 +372,117 @@ def test_wrong_logs_are_refused_or_explained_by_name(tmp_path: Path) -> None:
     assert any("bypass mode" in note for note in result["notes"])
 
 
+# ---- exact token data ----------------------------------------------------------------------------
+
+
+def sample_tokens(
+    seed: int, top_p: float = 1.0, shift: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample [64, 24] tokens of 40 symbols; return log mu of the engine and log pi of the trainer.
+
+    shift: nats by which the trainer's logits differ."""
+    rng = torch.Generator().manual_seed(seed)
+    logits = 1.5 * torch.randn(64, 24, 40, generator=rng, dtype=torch.float64)
+    ordered, order = logits.softmax(-1).sort(-1, descending=True)
+    inside = ordered.cumsum(-1) - ordered < top_p
+    mu = torch.zeros_like(logits).scatter(-1, order, ordered * inside)
+    mu /= mu.sum(-1, keepdim=True)
+    tokens = torch.multinomial(mu.view(-1, 40), 1, generator=rng).view(64, 24, 1)
+    noise = torch.randn(logits.shape, generator=rng, dtype=torch.float64)
+    log_pi = (logits + shift * noise).log_softmax(-1)
+    return mu.gather(-1, tokens)[..., 0].log(), log_pi.gather(-1, tokens)[..., 0]
+
+
+def write_tokens(folder: Path, framework: str, step: int, **settings: float) -> None:
+    """Write a step as the framework does; completions have 5 to 24 tokens behind a prompt of 3."""
+    mu, pi = sample_tokens(step, **settings)
+    rows = []
+    for number in range(64):
+        length = 5 + number % 20
+        mask = [False] * 3 + [True] * length
+        sides = [[0.0] * 3 + side[number, :length].tolist() for side in (mu, pi)]
+        advantages = [(-1.0) ** number] * len(mask)
+        row: dict[str, Any] = {"token_loss_mask": [[*map(float, mask)]], "sample_loss_mask": [1.0]}
+        row |= {"generation_logprobs": [sides[0]], "prev_logprobs": [sides[1]]}
+        row |= {"advantages": [advantages], "rewards": [1.0], "idx": number}
+        if framework == "prime-rl":
+            row = {"step": step, "schema_version": 1, "loss_mask": mask, "advantages": advantages}
+            row |= {"inference_logprobs": sides[0], "trainer_logprobs": sides[1]}
+            row["inference_logprobs"][0] = None  # not finite, outside the mask
+        rows.append(row)
+    path = folder / f"train_data_step{step}.jsonl"
+    if framework == "prime-rl":
+        path = folder / "token_exports" / f"step_{step}" / "rank_0.jsonl"
+        path.parent.mkdir(parents=True)
+    write_jsonl(path, rows)
+
+
+@pytest.mark.parametrize("framework", ["nemo-rl", "prime-rl"])
+def test_token_files_show_a_truncated_sampler_a_mismatch_or_nothing(
+    framework: str, tmp_path: Path
+) -> None:
+    cases: dict[str, tuple[dict[str, float], set[str]]] = {
+        "healthy": ({"shift": 0.02}, set()),
+        "exact": ({}, set()),
+        "top_p": ({"top_p": 0.8}, {"truncated_sampler"}),
+        "stale": ({"shift": 0.4}, {"mismatch"}),
+    }
+    for name, (settings, expected) in cases.items():
+        (tmp_path / name).mkdir()
+        for step in range(1, 4):
+            write_tokens(tmp_path / name, framework, step, **settings)
+        result = diagnose(tmp_path / name)
+        assert result["framework"] == framework and names_of(result) == expected, name
+        assert result["measured"]["token_ratio"] < 1.3 or name == "stale"
+
+
+def test_the_table_of_corrections_counts_what_the_learners_functions_exclude(
+    tmp_path: Path,
+) -> None:
+    write_tokens(tmp_path, "nemo-rl", 1, shift=0.4)
+    log = run_log.read(tmp_path)
+    samples = diagnosis.read_samples(log, 1)
+    behavior, target = (torch.cat([x[side] for x in samples]) for side in (0, 1))
+    lengths = torch.tensor([len(x[0]) for x in samples])
+    seq = torch.repeat_interleave(lengths)
+    weight = (target - behavior).exp()
+    mask = torch.ones_like(seq, dtype=torch.bool)
+    rejected = ~correction.build_rejection_mask(
+        "ratio", "mean", None, None, target - behavior, mask, seq=seq, n=64
+    )
+    vetoed = correction.find_vetoed("ratio", None, target - behavior, target, mask, seq=seq, n=64)
+    expected = {
+        "masked IS": (weight < 0.5) | (weight > 5),
+        "geometric mask": rejected,
+        "veto": vetoed,
+        "TIS": torch.zeros_like(mask),
+    }
+    rows = {row[0]: row for row in diagnose(tmp_path)["tokens"][1]["rows"]}
+    for name, cut in expected.items():
+        row = next(row for key, row in rows.items() if key.startswith(name))
+        assert row[1] == f"{float(cut.double().mean()):.2%}", name
+    tis = next(row for key, row in rows.items() if key.startswith("TIS"))
+    assert tis[3] == f"{float(weight.clamp(max=2).mean()):.3f}"
+
+
+def test_tokens_are_grouped_by_the_lag_of_their_version_or_of_their_step(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write_tokens(tmp_path, "prime-rl", step, shift=0.05 * step)
+    lags = [{"step": step, "off_policy/mean": 3.0 * step} for step in (1, 2)]
+    write_jsonl(tmp_path / "metrics.jsonl", lags)
+    (table, _) = diagnose(tmp_path)["tokens"]
+    assert [row[0] for row in table["rows"]][-2:] == ["lag 3", "lag 6"]
+    path = tmp_path / "token_exports" / "step_2" / "rank_0.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    versions = [row | {"versions": [7 - number % 2]} for number, row in enumerate(rows)]
+    write_jsonl(path, versions)
+    (table, _) = diagnose(path)["tokens"]
+    assert [row[0] for row in table["rows"]][-2:] == ["lag 0", "lag 1"]
+    shares = [float(row[1].rstrip("%")) for row in table["rows"]]
+    for part in (shares[1:5], shares[5:9], shares[9:]):
+        assert sum(part) == pytest.approx(100, abs=0.3)
+
+
 # ---- the command ---------------------------------------------------------------------------------
 
 
@@ -382,3 +497,58 @@ def test_the_command_prints_text_json_and_a_page(tmp_path: Path) -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["framework"] == "trl" and result["numbers"][0]["steps"] == [1, 60]
     assert "predict" not in done.stdout
+
+
+# ---- `asyncrl simulate --from` -------------------------------------------------------------------
+
+
+def write_outcome(path: Path, outcome: Any) -> Path:
+    row = {
+        "timing_s/step": outcome.step_s,
+        "timing_s/gen": outcome.step_s * outcome.idle_learner,
+        "timing_s/agent_loop/generate_sequences/max": outcome.sample_p90_s,
+        "response_length/mean": 45,
+        "response_length/max": 60,
+    }
+    return write_jsonl(path, [{"step": step} | row for step in range(20)], "verl")
+
+
+@pytest.mark.parametrize("train", [0.2, 0.6, 1.2])
+def test_the_effect_of_a_change_is_predicted_from_a_log_alone(train: float, tmp_path: Path) -> None:
+    """The log has a step's seconds, waits and lengths; the run that wrote it is simulated too."""
+    sets = ("staleness.max_lag=1", "generator.slots=16")
+    known = change(BARE, row=0.01 / 16, train=train, lengths="uniform(30, 60)", batch=0.01)
+    base = run(known, *sets)
+    path = write_outcome(tmp_path / "m.jsonl", base)
+    fitted = times.fit_log(path, config(*sets))
+    again = run(fitted, *sets)
+    assert again.step_s == pytest.approx(base.step_s, rel=0.2)
+    for changed in ("staleness.max_lag=4", "generators=2"):
+        expected = run(known, *sets, changed).step_s / base.step_s
+        assert run(fitted, *sets, changed).step_s / again.step_s == pytest.approx(expected, abs=0.1)
+
+
+def test_a_log_without_lengths_or_times_is_one_error_with_the_metric(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "m.jsonl", make_rows("verl"), "verl")
+    simulated = ["simulate", str(ROOT / "configs" / "demo.toml"), "--from", str(path)]
+    done = CliRunner().invoke(main, simulated)
+    expected = "also needs tokens of a completion, mean: response_length/mean"
+    assert done.exit_code == 2 and expected in done.stderr
+    rows = [row | {"response_length/mean": 900.0} for row in make_rows("verl")]
+    write_jsonl(path, rows, "verl")
+    assert "agent_loop/generate_sequences/max" in CliRunner().invoke(main, simulated).stderr
+    rows = [row | {"timing_s/wait_for_enough_samples": 9.0} for row in rows]
+    write_jsonl(path, rows, "verl")
+    done = CliRunner().invoke(main, simulated)
+    assert done.exit_code == 2 and "completions of 1350 tokens" in done.stderr
+
+
+def test_the_command_answers_with_the_times_of_a_log(tmp_path: Path) -> None:
+    rows = [row | {"response_length/mean": 30.0} for row in make_rows("verl")]
+    rows = [row | {"timing_s/wait_for_enough_samples": 9.0} for row in rows]
+    path = write_jsonl(tmp_path / "m.jsonl", rows, "verl")
+    arguments = ["simulate", str(ROOT / "configs" / "demo.toml"), "--from", str(path)]
+    arguments += ["--more", "1", "--steps", "6", "--seeds", "2", "--no-evaluation"]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0 and f"times: fitted to {path}" in done.stdout
+    assert "2 generators instead of 1" in done.stdout and "(seeds" in done.stdout

@@ -646,7 +646,7 @@ def test_the_table_is_simulated_with_the_seeds_of_the_sentences() -> None:
         (["--generators", "0,5"], "from 1 to 10000"),
         (["--more", "-1"], "--more -1"),
         (["--sync", "0"], "--sync 0"),
-        (["--from", "/nowhere"], "no run directory"),
+        (["--from", "/nowhere"], "does not exist"),
         (["--times", "/nowhere.toml"], "/nowhere.toml"),
         (["--time", "swap=fast"], "not a distribution"),
         (["--plot", "/nowhere/p.html"], "the directory /nowhere does not exist"),

@@ -27,9 +27,8 @@ from asyncrl.records import jsonl, metrics
 MOST = 10_000  # steps of a metric that are kept, at least half of them if there are more
 LONGEST = 1 << 27  # bytes of one TensorBoard event
 LOG_FILE = re.compile(r"(trainer_state\.json|\.jsonl|\.csv)(\.gz)?$|events\.out\.tfevents")
-SKIPPED = re.compile(
-    r"(traces|completions|samples|summaries)\.jsonl|rollouts/|token_exports/|train_data_"
-)
+SKIPPED = re.compile(r"(traces|completions|samples|summaries)\.jsonl|/rollouts/")
+TOKEN_FILE = re.compile(r"(?:train_data_step(\d+)|step_(\d+)/rank_\d+)\.jsonl(?:\.gz)?$")
 PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
 Column = dict[int, float]  # step -> value, in order
 Rows = Iterator[jsonl.JsonObject]  # with their step
@@ -73,6 +72,7 @@ class RunLog:
     columns: dict[str, Column] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     framework: str = ""
+    token_files: dict[int, list[Path]] = field(default_factory=dict)
 
     @property
     def description(self) -> Framework:
@@ -117,10 +117,14 @@ def read(path: Path, name: str = "") -> RunLog:
     # each checkpoint has the whole history so far
     states = [file for file in files if file.name.startswith("trainer_state")]
     newest = max(states, key=lambda file: file.stat().st_size, default=None)
+    found: Counter[str] = Counter()
     for file in files:
-        if file not in states or file == newest:
+        if match := TOKEN_FILE.search(file.resolve().as_posix()):
+            log.token_files.setdefault(int(match[1] or match[2]), []).append(file)
+            found["nemo-rl" if match[1] else "prime-rl"] += 100
+        elif file not in states or file == newest:
             log.add_file(file)
-    found = Counter(key for metric in log.columns for key in match_name(metric))
+    found.update(key for metric in log.columns for key in match_name(metric))
     if not found:
         raise ConfigError(
             f"{path}: no metric of {', '.join(x.title for x in FRAMEWORKS.values())}; give the "
@@ -133,7 +137,7 @@ def read(path: Path, name: str = "") -> RunLog:
     for metric, reason in refused.items():
         del log.columns[metric]
         log.notes.append(f"{metric} is refused: {reason}")
-    if not log.columns:
+    if not log.columns and not log.token_files:
         raise ConfigError(f"{path}: nothing can be judged: {'; '.join(log.notes)}")
     return log
 

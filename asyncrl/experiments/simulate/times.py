@@ -33,6 +33,7 @@ from asyncrl.algorithms.settings import NonNegative, PositiveFloat, PositiveShar
 from asyncrl.config import load as configs
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.diagnose import run_log
 from asyncrl.models.devices import has_cuda
 from asyncrl.records import jsonl, metrics, process_log, rundir, trace
 from asyncrl.records.jsonl import JsonObject
@@ -40,6 +41,7 @@ from asyncrl.records.trace import TraceSpan
 
 FEWEST = 20  # decode calls that a fit needs, besides 5 batches
 MOST_BESIDE = 3.0  # bound of the factor by which generators and learner slow each other down
+WAITING = 0.1  # share of a step's seconds: the trainer waits for generation
 WAIT_S = 0.03  # a longer pause of a process counts as a wait
 
 Interval = tuple[float, float]
@@ -277,6 +279,43 @@ def fit(run_dir: Path) -> tuple[TimeModel, Config]:
     if config.learner.gpus or config.generator.gpus or has_cuda():
         return times, config
     return change(times, cores=process_log.find_shared_cores(run_dir)), config
+
+
+def fit_log(path: Path, config: Config) -> TimeModel:
+    """Return the times of a run of another framework whose batches are those of `config`.
+
+    A log does not tell what a decode step costs with more completions: half of its time is taken to
+    grow with them. Without its own key, generation takes a step's seconds if the trainer waits.
+
+    Raises ConfigError with the metric that is missing."""
+    log = run_log.read(path)
+    step_s, wait_s = (log.find(role)[1] for role in ("step_s", "wait_s"))
+    values = {role: [*log.find(role)[1].values()] for role in run_log.TABLES["roles"]}
+    values["wait_s"] = [max(0.0, step_s[step] - wait_s[step]) for step in step_s if step in wait_s]
+    if sum(wait_s.values()) >= WAITING * sum(step_s.values()):
+        values["generate_s"] = values["generate_s"] or values["step_s"]
+    for role in ("length", "step_s", "wait_s", "generate_s"):
+        if not values[role]:
+            names = " or ".join(log.description.names.get(role, ["which this framework lacks"]))
+            meaning = run_log.TABLES["roles"][role]
+            raise ConfigError(f"{path}: a simulation also needs {meaning}: {names}")
+    mean, seconds = (statistics.median(values[role]) for role in ("length", "generate_s"))
+    longest = statistics.median(values["length_max"] or [1.5 * mean])
+    if longest > config.generator.max_new_tokens:
+        raise ConfigError(
+            f"generator.max_new_tokens: {path} has completions of {longest:g} tokens; set at least "
+            "that, and the other keys of generators and batches as they are there"
+        )
+    tokens = config.learner.groups * config.learner.group_size * mean / config.generators
+    return TimeModel(
+        step=seconds / 2 / max(longest, tokens / config.generator.slots),
+        row=seconds / 2 / tokens,
+        noise={"sequence": [second / seconds for second in values["generate_s"]]},
+        lengths=f"uniform({max(0.0, 2 * mean - longest)}, {longest})",
+        train={"sequence": values["wait_s"]},
+        train_tokens=None,
+        swap=values["sync_s"] or 0.0,
+    )
 
 
 def _list_durations(name: str, *lanes: Sequence[TraceSpan]) -> list[float]:

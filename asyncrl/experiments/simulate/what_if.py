@@ -23,7 +23,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import read_table
 from asyncrl.experiments.simulate import times
 from asyncrl.experiments.simulate.simulation import Outcome, Simulation
-from asyncrl.experiments.simulate.times import TimeModel, fit
+from asyncrl.experiments.simulate.times import TimeModel, fit, fit_log
 from asyncrl.records import atomic_write, page_kit, rundir
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import ListBlock, PagePlot, PlotBlock, PlotLine, TableBlock, TextBlock
@@ -51,7 +51,7 @@ TREATMENTS: dict[str, Literal["pace", "drop", "mask", "downweight"]] = {
 
 
 def collect_times(
-    from_run: Path | None, file: Path | None, single_times: Sequence[str]
+    from_run: Path | None, file: Path | None, single_times: Sequence[str], config: Config
 ) -> tuple[TimeModel, str]:
     """Return the times and a description of their source.
 
@@ -60,7 +60,9 @@ def collect_times(
     time_model = TimeModel()
     source = "defaults, those of configs/demo.toml on one 2.5 GHz core a process"
     if from_run is not None:
-        time_model, source = fit(from_run)[0], f"fitted to {from_run}"
+        is_own = (from_run / "config.toml").is_file()
+        time_model = fit(from_run)[0] if is_own else fit_log(from_run, config)
+        source = f"fitted to {from_run}"
     if file is not None:
         time_model = times.load(file, time_model)
         source = f"{file}" + (f" on those of {from_run}" if from_run else "")
