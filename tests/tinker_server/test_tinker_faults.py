@@ -336,7 +336,7 @@ def test_a_server_that_cannot_write_ends_and_loses_nothing(
     with httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY}) as http:
         http.post("/optim_step", json=adam)
         http.post("/forward_backward", content=loss.SerializeToString(), headers=PROTOBUF)
-    server.thread.join(60)
+    server.thread.join(600)
     assert not server.thread.is_alive() and isinstance(server.server.failure, OSError)
     monkeypatch.undo()
     server = LocalServer(tmp_path)

@@ -151,9 +151,10 @@ def measure_tokens(log: RunLog, values: JsonObject) -> list[JsonObject]:
         quarters = {"position": 4 * place // lengths, "length": 4 * rank // len(rank)}
         for kind, number in quarters.items():
             masks |= {f"{kind} quarter {n + 1}": mask & (number == n) for n in range(4)}
-        lags = lag[mask & lag.isfinite()].unique().tolist()
-        masks |= {f"lag {value:g}": mask & (lag == value) for value in lags}
-        cases = {name: (inside, {"correction.preset": "none"}) for name, inside in masks.items()}
+        lags = set(lag[mask & lag.isfinite()].tolist())
+        masks |= {f"lag {value:g}": mask & (lag == value) for value in sorted(lags)}
+        plain: dict[str, Any] = {"correction.preset": "none"}
+        cases = {name: (inside, plain) for name, inside in masks.items()}
         cases |= {name: (mask, keys) for name, keys in TABLES["corrections"].items()}
         for name, (inside, keys) in cases.items():
             if count := int(inside.sum()):
