@@ -59,10 +59,10 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 457_460,
-    "lines": 74_540,
-    "modules with one importer": 68,
-    "one-call helpers": 185,
+    "code tokens": 456_660,
+    "lines": 74_430,
+    "modules with one importer": 59,
+    "one-call helpers": 166,
     "lines of tests, % of the product": 107,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
