@@ -144,7 +144,8 @@ def test_kills_journal_and_replay_keep_the_allowed_tokens(tmp_path: Path) -> Non
                 wait_until(lambda done=batches: steps_done(run_dir) == done, first)
             first.kill()
             for name in ("learner", "generator-0", "generator-1", "gateway-0", "buffer"):
-                with contextlib.suppress(ProcessLookupError, ValueError):  # they end by themselves, too
+                # they end by themselves, too
+                with contextlib.suppress(ProcessLookupError, ValueError):
                     kill(run_dir, name)
             first.wait()
         finally:
