@@ -21,7 +21,6 @@ from starlette.routing import Route
 
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records import jsonl, page_kit
-from asyncrl.records.page_kit import Block
 from asyncrl.supervise.report import plots
 from asyncrl.supervise.report.run_view import RunView, list_differences
 from asyncrl.supervise.report.series import AXES
@@ -41,7 +40,6 @@ POLICY = (
 )
 Query = Mapping[str, str]
 QueryHandler = Callable[[Query], Any]
-BlockLister = Callable[[RunView, dict[str, Any]], list[Block]]
 
 
 class WatchApp:
@@ -108,9 +106,10 @@ class WatchApp:
         self.refresh()
         return [run.describe_state() for run in self.runs.values()]
 
-    def render(self, list_blocks: BlockLister, query: Query) -> Any:
+    def render(self, method: str, query: Query) -> Any:
+        """Render the blocks that a method of the views lists, by run."""
         return {
-            run.id: page_kit.render_blocks(list_blocks(run, run.read_summary()))
+            run.id: page_kit.render_blocks(getattr(run, method)(run.read_summary()))
             for run in self.select_runs(query)
         }
 
@@ -194,10 +193,10 @@ class WatchApp:
         """Build the application."""
         handlers: dict[str, QueryHandler] = {
             "runs": self.list_runs,
-            "overview": partial(self.render, RunView.list_overview),
+            "overview": partial(self.render, "list_overview"),
             "plots": self.draw_plots,
             "processes": self.list_processes,
-            "ledger": partial(self.render, RunView.list_ledger),
+            "ledger": partial(self.render, "list_ledger"),
             "samples": self.find_samples,
             "sample": self.read_sample,
             "config": self.compare_settings,
