@@ -284,8 +284,7 @@ class DistributedBackend(TorchBackend):
 class ReplicatedBackend(DistributedBackend):
     """The backend torch of several ranks, each of which holds the whole model.
 
-    One message a step holds all gradients, so it suits small models on the cores of a machine,
-    where dividing them costs more than it saves. A checkpoint is that of one process.
+    One message a step holds all gradients. A checkpoint is that of one process.
     """
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
