@@ -354,6 +354,14 @@ def test_a_file_that_says_nothing_is_one_error(
     assert done.exit_code == 2 and expected in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_a_run_of_our_own_is_not_taken_for_another_framework_s(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step": 2.0, "optim/lr": 0.1}\n')
+    assert run_log.read(tmp_path).framework == "prime-rl"
+    (tmp_path / "run_id").touch()
+    with pytest.raises(ConfigError, match="is a run of asyncrl; type: asyncrl doctor"):
+        run_log.read(tmp_path)
+
+
 # ---- logs that are known to be wrong -------------------------------------------------------------
 
 

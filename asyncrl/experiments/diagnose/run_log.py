@@ -109,6 +109,8 @@ def read(path: Path, name: str = "") -> RunLog:
         raise ConfigError(f"--as {name}: choose one of {', '.join(FRAMEWORKS)}")
     if not path.exists():
         raise ConfigError(f"{path}: does not exist; give a log file, or the directory of a run")
+    if (path / "run_id").exists():
+        raise ConfigError(f"{path}: is a run of asyncrl; type: asyncrl doctor {path}")
     log = RunLog(path)
     files = [path]
     if path.is_dir():
