@@ -201,7 +201,7 @@ class ServeEngine(ProbedEngine):
         self.finished: queue.SimpleQueue[LiveRequest | Exception] = queue.SimpleQueue()
         self.tls = httpx2.create_ssl_context()
         self.client = httpx2.Client(**self._say_how())
-        # in the loop a call would wait for the messages of hundreds of answers
+        # in the loop a call would wait for its turn among hundreds of answers
         self.callers = ThreadPoolExecutor(2 * len(self.servers), "vllm-calls")
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-servers", daemon=True).start()
