@@ -22,7 +22,7 @@ from lib import rounds
 
 from asyncrl.config import load
 from asyncrl.records.metrics import METRICS
-from asyncrl.supervise.report.run_view import COMPOSE_SHARE, RunView
+from asyncrl.supervise.report.run_view import COMPOSE_SHARE
 from asyncrl.viewer.app import WatchApp
 
 REFRESH_S, SPARE, SLOWEST_S = 2.0, 250, 15.0  # as static/watch.js polls
@@ -53,7 +53,7 @@ def answer(app: WatchApp, *pages: str) -> None:
     msgspec.json.encode(app.list_runs({}))
     for page in pages:
         msgspec.json.encode(app.draw_plots({"page": page}))
-    msgspec.json.encode(app.render(RunView.list_overview, {}))
+    msgspec.json.encode(app.render("list_overview", {}))
 
 
 def measure(batches: int, updates: int = 20) -> dict[str, float]:
@@ -66,7 +66,7 @@ def measure(batches: int, updates: int = 20) -> dict[str, float]:
         answer(app, "overview", "staleness")
         opened = time.perf_counter() - began
         while not app.list_runs({})[0]["summed_up"]:  # once, beside the answers, as on a real page
-            app.render(RunView.list_overview, {})
+            app.render("list_overview", {})
             time.sleep(0.1)
         spent = 0.0
         for number in range(updates):
