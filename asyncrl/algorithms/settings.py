@@ -16,7 +16,7 @@ import ast
 import functools
 import operator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, dataclass_transform
 
 import msgspec
 from msgspec import Meta
@@ -31,8 +31,12 @@ PositiveShare = Annotated[float, Meta(gt=0, le=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A section of a file of settings, or an entry of a table; unknown keys are refused."""
+    """A section of a file of settings, or an entry of a table; unknown keys are refused.
+
+    Its subclasses are frozen, too. A required key needs `kw_only` after keys with a default.
+    """
 
 
 @functools.cache
@@ -144,7 +148,7 @@ Pull = Annotated[
 CovShare = Annotated[Share, Meta(description="Share of the tokens that the surrogate restrains.")]
 
 
-class Advantage(Section, frozen=True, kw_only=True, tag_field="name"):
+class Advantage(Section, tag_field="name"):
     """Keys that every advantage reads.
 
     Each advantage has its own struct below, tagged by `advantage.name`, with its own keys.
@@ -176,14 +180,14 @@ class Advantage(Section, frozen=True, kw_only=True, tag_field="name"):
         return str(self.__struct_config__.tag)
 
 
-class AnswerAdvantage(Advantage, frozen=True, kw_only=True):
+class AnswerAdvantage(Advantage):
     """An advantage with one number per sample."""
 
     whiten: bool = False
     """Scale the advantages to mean 0 and standard deviation 1 over the batch."""
 
 
-class ReinforceAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="reinforce"):
+class ReinforceAdvantage(AnswerAdvantage, tag="reinforce"):
     baseline: Baseline = "batch"
     """Baseline, of the rewards after truncation, scaling and KL. batch: their mean; ema: a running
     mean over batches; prompt: a running mean for each prompt; none: 0."""
@@ -191,11 +195,11 @@ class ReinforceAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="reinfo
     """Share of the running mean that each update keeps. Closer to 1: smoother and slower."""
 
 
-class RlooAdvantage(AnswerAdvantage, frozen=True, tag="rloo"):
+class RlooAdvantage(AnswerAdvantage, tag="rloo"):
     pass
 
 
-class GrpoAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="grpo"):
+class GrpoAdvantage(AnswerAdvantage, tag="grpo"):
     ddof: Ddof = 1
     std: Literal["group", "batch"] = "group"
     """Rewards whose standard deviation divides: those of the group or of the whole batch, one per
@@ -203,60 +207,60 @@ class GrpoAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="grpo"):
     eps: Eps = 1e-4
 
 
-class DrGrpoAdvantage(AnswerAdvantage, frozen=True, tag="dr_grpo"):
+class DrGrpoAdvantage(AnswerAdvantage, tag="dr_grpo"):
     pass
 
 
-class OpoAdvantage(AnswerAdvantage, frozen=True, tag="opo"):
+class OpoAdvantage(AnswerAdvantage, tag="opo"):
     pass
 
 
-class GpgAdvantage(AnswerAdvantage, frozen=True, tag="gpg"):
+class GpgAdvantage(AnswerAdvantage, tag="gpg"):
     pass
 
 
-class RemaxAdvantage(AnswerAdvantage, frozen=True, tag="remax"):
+class RemaxAdvantage(AnswerAdvantage, tag="remax"):
     """Samples the first sample of each group greedily, as a baseline that is not trained on."""
 
 
-class OaplAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="oapl"):
+class OaplAdvantage(AnswerAdvantage, tag="oapl"):
     beta: NonNegative = 0.5
     """Temperature of a group's value: 0 gives the largest reward, inf the mean."""
 
 
-class AsymreAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="asymre"):
+class AsymreAdvantage(AnswerAdvantage, tag="asymre"):
     shift: float = -0.1
     """Added to the group's mean to form the baseline. Below 0 it raises every advantage."""
 
 
-class OpobAdvantage(AnswerAdvantage, frozen=True, tag="opob"):
+class OpobAdvantage(AnswerAdvantage, tag="opob"):
     pass
 
 
-class MaxrlAdvantage(AnswerAdvantage, frozen=True, tag="maxrl"):
+class MaxrlAdvantage(AnswerAdvantage, tag="maxrl"):
     pass
 
 
-class PassAtKAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="pass_at_k"):
+class PassAtKAdvantage(AnswerAdvantage, tag="pass_at_k"):
     k: Count = 0
     """Completions of which the best one counts. 0: the whole group."""
 
 
-class GdpoAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="gdpo"):
+class GdpoAdvantage(AnswerAdvantage, tag="gdpo"):
     part_weights: dict[str, float] = {}
     """Weights of the reward's named parts. A part without a weight counts 1."""
     ddof: Ddof = 1
     eps: Eps = 1e-4
 
 
-class ReinforcePpAdvantage(Advantage, frozen=True, kw_only=True, tag="reinforce_pp"):
+class ReinforcePpAdvantage(Advantage, tag="reinforce_pp"):
     gamma: Share = 1.0
     """Discount per token. 1: none."""
     group_baseline: bool = False
     """Subtract the group's mean reward first."""
 
 
-class GaeAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="gae"):
+class GaeAdvantage(AnswerAdvantage, tag="gae"):
     """Trains a value head ([value])."""
 
     gamma: Share = 1.0
@@ -267,17 +271,17 @@ class GaeAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="gae"):
     """Cut the sum of residuals after this many tokens. 0: never."""
 
 
-class OtbAdvantage(Advantage, frozen=True, tag="otb"):
+class OtbAdvantage(Advantage, tag="otb"):
     pass
 
 
-class FunctionAdvantage(Advantage, frozen=True, kw_only=True, tag="function"):
+class FunctionAdvantage(Advantage, tag="function"):
     function: str = ""
     """Your own advantage: module:function or file.py:function with the arguments of
     `asyncrl.losses.advantages` (docs/extending.md). It sets advantage.name = function."""
 
 
-class Value(Section, frozen=True, kw_only=True):
+class Value(Section):
     """The value head, with advantage.name = gae."""
 
     trunk: Literal["own", "shared"] = "own"
@@ -299,7 +303,7 @@ class Value(Section, frozen=True, kw_only=True):
     """Learning rate of the value head and its trunk. 0: learner.lr."""
 
 
-class Correction(Section, frozen=True, kw_only=True, tag_field="proximal"):
+class Correction(Section, tag_field="proximal"):
     """Keys that every proximal policy reads: the policy that ratios and clips are taken against.
 
     Each has its own struct below, tagged by `correction.proximal`.
@@ -377,11 +381,11 @@ class Correction(Section, frozen=True, kw_only=True, tag_field="proximal"):
         return ""
 
 
-class BehaviorCorrection(Correction, frozen=True, tag="behavior"):
+class BehaviorCorrection(Correction, tag="behavior"):
     """The policy that sampled the tokens: the surrogate's own clip bounds the update."""
 
 
-class WeightedCorrection(Correction, frozen=True, kw_only=True):
+class WeightedCorrection(Correction):
     """Weights of pi_prox / mu, never differentiated."""
 
     level: Level = "token"
@@ -403,27 +407,27 @@ class WeightedCorrection(Correction, frozen=True, kw_only=True):
     which returns [N]."""
 
 
-class RecomputedCorrection(WeightedCorrection, frozen=True, tag="recompute"):
+class RecomputedCorrection(WeightedCorrection, tag="recompute"):
     """The learner's policy at the start of the batch (decoupled PPO)."""
 
 
-class InterpolatedCorrection(WeightedCorrection, frozen=True, tag="interpolate"):
+class InterpolatedCorrection(WeightedCorrection, tag="interpolate"):
     """Between the two, nearer to the learner's policy the older a token is."""
 
 
-class VersionCorrection(WeightedCorrection, frozen=True, tag="version"):
+class VersionCorrection(WeightedCorrection, tag="version"):
     """The weights that sampled the token, in the learner: weights correct the engine's mismatch
     alone."""
 
 
-class AveragedCorrection(WeightedCorrection, frozen=True, kw_only=True, tag="ema"):
+class AveragedCorrection(WeightedCorrection, tag="ema"):
     """An exponential average of the learner's weights over its versions (PPO-EWMA)."""
 
     ema_half_life: Annotated[float, Meta(gt=0, le=1e6)] = 2.0
     """Number of versions after which a version counts half in the average."""
 
 
-class Loss(Section, frozen=True, kw_only=True, tag_field="surrogate"):
+class Loss(Section, tag_field="surrogate"):
     """Keys that every surrogate reads.
 
     Each surrogate has its own struct below, tagged by `loss.surrogate`, with its own keys.
@@ -448,7 +452,7 @@ class Loss(Section, frozen=True, kw_only=True, tag_field="surrogate"):
         return str(self.__struct_config__.tag)
 
 
-class ClippedLoss(Loss, frozen=True, kw_only=True):
+class ClippedLoss(Loss):
     eps_low: NonNegative | None = None
     """Clip below 1 - eps_low. Absent: the surrogate's default (0.2; gspo 3e-4; gmpo 0.4 nats)."""
     eps_high: NonNegative | None = None
@@ -475,40 +479,40 @@ Ratio = Annotated[
 ]
 
 
-class PpoFamilyLoss(ClippedLoss, frozen=True, kw_only=True):
+class PpoFamilyLoss(ClippedLoss):
     dual_clip: NonNegative = 0.0
     """Dual clip: the bound c above 1 on the ratio where the advantage is negative. 0: off."""
     ratio: Ratio = "token"
 
 
-class PpoLoss(PpoFamilyLoss, frozen=True, tag="ppo"):
+class PpoLoss(PpoFamilyLoss, tag="ppo"):
     pass
 
 
-class DecoupledPpoLoss(PpoFamilyLoss, frozen=True, tag="decoupled_ppo"):
+class DecoupledPpoLoss(PpoFamilyLoss, tag="decoupled_ppo"):
     pass
 
 
-class VanillaLoss(Loss, frozen=True, tag="vanilla"):
+class VanillaLoss(Loss, tag="vanilla"):
     pass
 
 
-class ReinforceLoss(Loss, frozen=True, tag="reinforce"):
+class ReinforceLoss(Loss, tag="reinforce"):
     pass
 
 
-class GspoLoss(ClippedLoss, frozen=True, tag="gspo"):
+class GspoLoss(ClippedLoss, tag="gspo"):
     # its ratio is a mean
     DEFAULT_CLIP = (3e-4, 4e-4)
 
 
-class CispoLoss(ClippedLoss, frozen=True, kw_only=True, tag="cispo"):
+class CispoLoss(ClippedLoss, tag="cispo"):
     DEFAULT_CLIP = (1.0, 0.2)  # no lower bound, as published
     cispo_absolute: bool = False
     """Use eps_high itself, which must be given, as the upper bound, not 1 + eps_high."""
 
 
-class MovedLoss(Loss, frozen=True, kw_only=True):
+class MovedLoss(Loss):
     dppo_threshold: NonNegative = 0.2
     """Largest distance that a token's probability may move. With divergence kl, 0.05 is common."""
     dppo_high: NonNegative | None = None
@@ -516,16 +520,16 @@ class MovedLoss(Loss, frozen=True, kw_only=True):
     dppo_threshold."""
 
 
-class DppoLoss(MovedLoss, frozen=True, kw_only=True, tag="dppo"):
+class DppoLoss(MovedLoss, tag="dppo"):
     dppo_divergence: Literal["tv", "kl"] = "tv"
     """Distance of a token: tv, |pi - pi_prox|, or kl, the binary KL(pi_prox || pi)."""
 
 
-class IpoLoss(MovedLoss, frozen=True, kw_only=True, tag="ipo"):
+class IpoLoss(MovedLoss, tag="ipo"):
     pull: Pull = 0.0
 
 
-class SapoLoss(Loss, frozen=True, kw_only=True, tag="sapo"):
+class SapoLoss(Loss, tag="sapo"):
     sapo_tau_pos: PositiveFloat = 1.0
     """Temperature of the gate where the advantage is positive. Larger closes it faster."""
     sapo_tau_neg: PositiveFloat = 1.05
@@ -533,22 +537,22 @@ class SapoLoss(Loss, frozen=True, kw_only=True, tag="sapo"):
     ratio: Ratio = "token"
 
 
-class ToprLoss(Loss, frozen=True, tag="topr"):
+class ToprLoss(Loss, tag="topr"):
     pass
 
 
-class DroLoss(Loss, frozen=True, kw_only=True, tag="dro"):
+class DroLoss(Loss, tag="dro"):
     dro_beta: NonNegative = 0.05
     """Coefficient beta of the log ratio in A - beta log r. Larger keeps the policy closer."""
 
 
-class KlCovLoss(Loss, frozen=True, kw_only=True, tag="kl_cov"):
+class KlCovLoss(Loss, tag="kl_cov"):
     cov_share: CovShare = 2e-4
     cov_coefficient: NonNegative = 1.0
     """Weight of |log ratio| on the chosen tokens."""
 
 
-class ClipCovLoss(ClippedLoss, frozen=True, kw_only=True, tag="clip_cov"):
+class ClipCovLoss(ClippedLoss, tag="clip_cov"):
     cov_share: CovShare = 2e-4
     cov_lo: float = 1.0
     """Smallest covariance of tokens to choose from."""
@@ -556,19 +560,19 @@ class ClipCovLoss(ClippedLoss, frozen=True, kw_only=True, tag="clip_cov"):
     """Largest covariance of tokens to choose from."""
 
 
-class GpgLoss(Loss, frozen=True, tag="gpg"):
+class GpgLoss(Loss, tag="gpg"):
     pass
 
 
-class SftLoss(Loss, frozen=True, tag="sft"):
+class SftLoss(Loss, tag="sft"):
     pass
 
 
-class ReshapeLoss(Loss, frozen=True, tag="reshape"):
+class ReshapeLoss(Loss, tag="reshape"):
     """IS-reshape, whose keys are those of [reshape]."""
 
 
-class VespoLoss(Loss, frozen=True, kw_only=True, tag="vespo"):
+class VespoLoss(Loss, tag="vespo"):
     vespo_k_pos: Annotated[float, Meta(ge=1)] = 2.0
     """Exponent k of the weight W^k e^(l (1 - W)) where the advantage is at least 0."""
     vespo_l_pos: NonNegative = 3.0
@@ -579,13 +583,13 @@ class VespoLoss(Loss, frozen=True, kw_only=True, tag="vespo"):
     """Rate l of that weight where the advantage is negative."""
 
 
-class OaplLoss(Loss, frozen=True, kw_only=True, tag="oapl"):
+class OaplLoss(Loss, tag="oapl"):
     oapl_beta: PositiveFloat = 1e-3
     """Coefficient beta of the log ratio: a completion is pulled to a log ratio of A / beta. Larger
     moves the policy less."""
 
 
-class BandLoss(Loss, frozen=True, kw_only=True, tag="band"):
+class BandLoss(Loss, tag="band"):
     band_lo: NonNegative = 0.7
     """Smallest ratio to mu that counts. Tokens outside [band_lo, band_hi] get 0."""
     band_hi: PositiveFloat = 6.0
@@ -593,32 +597,32 @@ class BandLoss(Loss, frozen=True, kw_only=True, tag="band"):
     pull: Pull = 0.0
 
 
-class GepoLoss(Loss, frozen=True, tag="gepo"):
+class GepoLoss(Loss, tag="gepo"):
     pass
 
 
-class BapoLoss(Loss, frozen=True, kw_only=True, tag="bapo"):
+class BapoLoss(Loss, tag="bapo"):
     bapo_share: Share = 0.4
     """Share of the loss that tokens of positive advantage must have. The clip bounds move until
     they have it."""
 
 
-class MinproLoss(ClippedLoss, frozen=True, tag="minpro"):
+class MinproLoss(ClippedLoss, tag="minpro"):
     DEFAULT_CLIP = (0.2, 0.28)
 
 
-class GmpoLoss(ClippedLoss, frozen=True, tag="gmpo"):
+class GmpoLoss(ClippedLoss, tag="gmpo"):
     # in nats of a token's log-ratio
     DEFAULT_CLIP = (0.4, 0.4)
 
 
-class FunctionLoss(Loss, frozen=True, kw_only=True, tag="function"):
+class FunctionLoss(Loss, tag="function"):
     function: str = ""
     """Your own loss: module:function or file.py:function with the arguments of
     `asyncrl.losses.loss` (docs/extending.md). It sets loss.surrogate = function."""
 
 
-class Reshape(Section, frozen=True, kw_only=True):
+class Reshape(Section):
     """IS-reshape, with loss.surrogate = reshape and correction.proximal = behavior."""
 
     form: Form = "power"
@@ -666,7 +670,7 @@ class Reshape(Section, frozen=True, kw_only=True):
     """Budget of repair D, in nats per token."""
 
 
-class KLReward(Section, frozen=True, kw_only=True):
+class KLReward(Section):
     """KL to the reference subtracted from the reward, before the advantage."""
 
     coefficient: NonNegative = 0.0
@@ -693,7 +697,7 @@ class KLReward(Section, frozen=True, kw_only=True):
     """adaptive: samples over which the coefficient adapts. Larger is slower."""
 
 
-class KLLoss(Section, frozen=True, kw_only=True):
+class KLLoss(Section):
     """KL to the reference as a term of the loss."""
 
     coefficient: NonNegative = 0.0
@@ -723,7 +727,7 @@ class KLLoss(Section, frozen=True, kw_only=True):
     """prefix, prefix_full: upper bound of the prefix weights. inf: exact."""
 
 
-class KL(Section, frozen=True, kw_only=True):
+class KL(Section):
     """Towards a reference policy: in the reward, in the loss, or both at once."""
 
     preset: Literal["", "grpo", "dr_grpo", "rloo", "distill"] = ""
@@ -734,7 +738,7 @@ class KL(Section, frozen=True, kw_only=True):
     loss: KLLoss = KLLoss()
 
 
-class Stop(Section, frozen=True, kw_only=True):
+class Stop(Section):
     kl_max: NonNegative = 0.0
     """KL early stopping: how far the updates of one batch may move the policy, in nats per token.
     0: off."""

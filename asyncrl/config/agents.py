@@ -20,7 +20,7 @@ OPENENV = "openenv"
 HUBS = (VERIFIERS, GEM, GYMNASIUM, OPENENV)
 
 
-class AgentSource(Section, frozen=True, kw_only=True):
+class AgentSource(Section):
     """The source and the limits of sessions, which each part of a mixture may have."""
 
     env: str = ""
@@ -110,7 +110,7 @@ class AgentSource(Section, frozen=True, kw_only=True):
         return self.serve or self.starts_agents
 
 
-class AgentConfig(AgentSource, frozen=True, kw_only=True):
+class AgentConfig(AgentSource):
     host: str = "127.0.0.1"
     """Address on which the endpoint listens. Beyond loopback it needs a certificate or
     behind_proxy."""

@@ -13,7 +13,7 @@ from asyncrl.algorithms.settings import Section
 from asyncrl.contract.toml_writer import read_table
 
 
-class EngineInfo(Section, frozen=True, kw_only=True):
+class EngineInfo(Section, kw_only=True):
     """Facts about an engine that are known without importing it."""
 
     maker: str  # module with `make_engine(config)`, imported when a generator starts

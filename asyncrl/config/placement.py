@@ -7,19 +7,19 @@ from typing import Literal
 from asyncrl.algorithms.settings import Count, NonNegative, PositiveFloat, Section
 
 
-class HostPlacement(Section, frozen=True, kw_only=True):
+class HostPlacement(Section):
     cpus: PositiveFloat = 1.0
     """CPUs of each process."""
     gpus: NonNegative = 0.0
     """GPUs of each process."""
 
 
-class GeneratorPlacement(HostPlacement, frozen=True, kw_only=True):
+class GeneratorPlacement(HostPlacement):
     count: Count = 0
     """Generators on the cluster. 0: as `generators`."""
 
 
-class Placement(Section, frozen=True, kw_only=True):
+class Placement(Section):
     learner: HostPlacement = HostPlacement()
     """Resources of all learner ranks, and of the buffer beside them."""
     generator: GeneratorPlacement = GeneratorPlacement()

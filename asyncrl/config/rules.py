@@ -27,7 +27,7 @@ from asyncrl.contract.toml_writer import RawTable, read_table
 Problems = Iterator[str]  # each begins with its key
 
 
-class Rule(Section, frozen=True, kw_only=True):
+class Rule(Section):
     """A rule of rules.toml, which explains its fields."""
 
     text: str

@@ -7,7 +7,7 @@ from typing import Literal
 from asyncrl.algorithms.settings import Count, NonNegative, Positive, PositiveFloat, Section
 
 
-class JudgeConfig(Section, frozen=True, kw_only=True):
+class JudgeConfig(Section):
     url: str = ""
     """Address of an OpenAI-compatible server, up to /v1, that grades completions. Empty: no
     judge."""
@@ -45,7 +45,7 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     no limit."""
 
 
-class RewardModelConfig(Section, frozen=True, kw_only=True):
+class RewardModelConfig(Section):
     path: str = ""
     """Hugging Face directory of a sequence classifier with one label, which scores completions.
     Empty: none."""

@@ -8,7 +8,7 @@ from asyncrl.algorithms.settings import Count, NonNegative, Positive, Section, S
 from asyncrl.config import layers, load, rules
 
 
-class SftModel(Section, frozen=True, kw_only=True):
+class SftModel(Section):
     path: str
     """Hugging Face directory of the model to train."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -17,7 +17,7 @@ class SftModel(Section, frozen=True, kw_only=True):
     """Device: auto, cpu, cuda or cuda:N."""
 
 
-class SftData(Section, frozen=True, kw_only=True):
+class SftData(Section):
     train: str
     """Training data, JSONL or parquet: prompt and answer, or messages, one sample a line."""
     heldout: str = ""
@@ -28,7 +28,7 @@ class SftData(Section, frozen=True, kw_only=True):
     """Treatment of longer samples. stop: an error; skip: leave them out and report their number."""
 
 
-class SftTraining(Section, frozen=True, kw_only=True):
+class SftTraining(Section):
     steps: Positive = 100
     """Optimizer steps."""
     batch: Positive = 64
@@ -64,7 +64,7 @@ class SftTraining(Section, frozen=True, kw_only=True):
     """OpenMP threads."""
 
 
-class SftConfig(Section, frozen=True, kw_only=True):
+class SftConfig(Section, kw_only=True):
     """The config of supervised training.  `model.path` and `data.train` have no default."""
 
     name: str = ""

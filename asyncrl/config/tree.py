@@ -42,7 +42,7 @@ from asyncrl.config.scorers import JudgeConfig, RewardModelConfig
 from asyncrl.config.transports import TransportName
 
 
-class ModelConfig(Section, frozen=True, kw_only=True):
+class ModelConfig(Section):
     path: str
     """Hugging Face directory of the initial policy and its tokenizer, or hf://ORG/NAME[@REVISION],
     which is downloaded once."""
@@ -61,7 +61,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """Experts in each layer of that tiny model, of which a token uses 2. 0: a dense model."""
 
 
-class TaskSource(Section, frozen=True, kw_only=True):
+class TaskSource(Section):
     """The keys of a task that a run and a part of a mixture share."""
 
     name: str
@@ -85,7 +85,7 @@ class TaskSource(Section, frozen=True, kw_only=True):
     """Settings of a reasoning_gym:GENERATOR, for example max_terms = 3."""
 
 
-class CurriculumConfig(Section, frozen=True, kw_only=True):
+class CurriculumConfig(Section):
     """Pools of prompts by success rate, and how often the prompts of each pool are used."""
 
     easy: PositiveShare = 1.0
@@ -153,7 +153,7 @@ def explain_changed_steps(settings: Any, earlier_steps: int, number: int) -> str
     )
 
 
-class MixedTaskConfig(TaskSource, frozen=True, kw_only=True):
+class MixedTaskConfig(TaskSource):
     """A part of a mixture: a table `[[task.mixture]]`."""
 
     label: Annotated[str, Meta(pattern="^([a-z][a-z0-9-]*)?$")] = ""
@@ -193,13 +193,13 @@ class MixedTaskConfig(TaskSource, frozen=True, kw_only=True):
         return self.label or re.sub("[^a-z0-9]+", "-", self.name.lower()).strip("-")
 
 
-class TaskConfig(TaskSource, frozen=True, kw_only=True):
+class TaskConfig(TaskSource):
     mixture: list[MixedTaskConfig] = []
     """The parts of task `mixture`, each a table [[task.mixture]] with the keys of [task] and some
     more. See docs/prompts.md."""
 
 
-class RewardConfig(Section, frozen=True, kw_only=True):
+class RewardConfig(Section):
     function: str = ""
     """Reward function: module:function or file.py:function. Empty: the task's own reward."""
     functions: list[str] = []
@@ -256,7 +256,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
 LARGEST_BITMAP = (1 << 15) + 4
 
 
-class GeneratorConfig(Section, frozen=True, kw_only=True):
+class GeneratorConfig(Section):
     engine: EngineName = "embedded"
     """Inference engine that generates completions. `asyncrl engines` shows which work on this
     machine."""
@@ -319,7 +319,7 @@ class GeneratorConfig(Section, frozen=True, kw_only=True):
         return ENGINES[self.engine]
 
 
-class MeshConfig(Section, frozen=True, kw_only=True):
+class MeshConfig(Section):
     replicate: Positive = 1
     """FSDP2: copies of the model among the ranks. Each is divided among ranks that follow each
     other, and the copies add up their gradients. Links between machines then carry gradients alone,
@@ -328,7 +328,7 @@ class MeshConfig(Section, frozen=True, kw_only=True):
     """FSDP2: ranks that divide one copy. 0: learner.ranks / learner.mesh.replicate."""
 
 
-class LearnerConfig(Section, frozen=True, kw_only=True):
+class LearnerConfig(Section):
     backend: Literal["torch", "deepspeed", "fsdp2"] = "torch"
     """Training backend. With several ranks, torch keeps the whole model in each, while deepspeed
     and fsdp2 can divide it among them; fsdp2 is part of PyTorch."""
@@ -418,7 +418,7 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
         return self.ranks > 1 or self.backend != "torch"
 
 
-class LoraConfig(Section, frozen=True, kw_only=True):
+class LoraConfig(Section):
     rank: Count = 0
     """Rank of the LoRA adapters. Only the adapters are then trained and published. 0: train all
     weights."""
@@ -429,13 +429,13 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     except the output head."""
 
 
-class ExportConfig(Section, frozen=True, kw_only=True):
+class ExportConfig(Section):
     lora: Annotated[Literal["merged", "adapter"], read_with("lora.rank")] = "merged"
     """Content of RUN/model: base model and adapter merged into one model, or only the adapter in
     peft's format."""
 
 
-class AutoLimitConfig(Section, frozen=True, kw_only=True):
+class AutoLimitConfig(Section):
     """An adaptive limit, from 1 to `most`."""
 
     auto: Literal["ess"]
@@ -449,7 +449,7 @@ class AutoLimitConfig(Section, frozen=True, kw_only=True):
 USUAL_WAIT = 0.02  # staleness.wait = auto
 
 
-class StalenessConfig(Section, frozen=True, kw_only=True):
+class StalenessConfig(Section):
     max_lag: NonNegative | AutoLimitConfig = 2.0
     """Largest lag of a token, in versions: a whole number or inf. 0: synchronous. { auto = "ess",
     floor = 0.5, most = 16 } adapts it during the run. Raise it when the learner or the generators
@@ -501,7 +501,7 @@ class StalenessConfig(Section, frozen=True, kw_only=True):
         return self.max_lag.floor if isinstance(self.max_lag, AutoLimitConfig) else 0.0
 
 
-class WeightsConfig(Section, frozen=True, kw_only=True):
+class WeightsConfig(Section):
     in_flight: Literal["keep_kv", "recompute_kv", "between_groups"] = "keep_kv"
     """Treatment of unfinished completions when new weights arrive. keep_kv and recompute_kv
     continue them under the new weights (partial rollouts) with the old keys and values, or with
@@ -514,13 +514,13 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     takes the memory of one model."""
 
 
-class DurabilityConfig(Section, frozen=True, kw_only=True):
+class DurabilityConfig(Section):
     mode: Literal["memory", "process", "disk"] = "memory"
     """Failures that the buffer survives. memory: none, and its exit ends the run; process: any
     killed process; disk: also a power cut, because replies wait for the disk."""
 
 
-class EvaluationSetConfig(Section, frozen=True, kw_only=True):
+class EvaluationSetConfig(Section):
     """A further held-out set: a table `[[evaluation.sets]]`."""
 
     name: Annotated[str, Meta(pattern="^[a-z][a-z0-9-]*$")]
@@ -559,7 +559,7 @@ class EvaluationSetConfig(Section, frozen=True, kw_only=True):
         return tuple(self.pass_at) or tuple(dict.fromkeys((1, self.samples)))
 
 
-class EvaluationConfig(Section, frozen=True, kw_only=True):
+class EvaluationConfig(Section):
     every: Count = 20
     """Versions between evaluations. 0: only at the start and the end."""
     prompts: Positive = 256
@@ -587,7 +587,7 @@ class EvaluationConfig(Section, frozen=True, kw_only=True):
         return ["heldout", "ood", *(evaluation_set.name for evaluation_set in self.sets)]
 
 
-class WiresConfig(Section, frozen=True, kw_only=True):
+class WiresConfig(Section):
     address: str = ""
     """Address of the buffer: ipc:// or tcp://. Empty: ipc in the run directory. Use tcp for a run
     on several machines."""
@@ -612,7 +612,7 @@ class WiresConfig(Section, frozen=True, kw_only=True):
     loopback."""
 
 
-class WatchdogConfig(Section, frozen=True, kw_only=True):
+class WatchdogConfig(Section):
     multiple: Annotated[float, Meta(gt=1)] = 20.0
     """A step is overdue after this multiple of the median duration of the run's steps."""
     floor_s: PositiveFloat = 60.0
@@ -627,7 +627,7 @@ TrackerName = Literal["wandb", "trackio", "mlflow"]
 SampleRule = Literal["group", "best", "worst", "off_policy", "longest", "random"]
 
 
-class RecordConfig(Section, frozen=True, kw_only=True):
+class RecordConfig(Section):
     samples_every: Count = 10
     """Batches between the samples written to samples.jsonl. 0: none."""
     samples: Annotated[Count, read_with("samples_every")] = 4
@@ -668,7 +668,7 @@ class RecordConfig(Section, frozen=True, kw_only=True):
     """stream: batches between recorded weights. 0: only the initial ones."""
 
 
-class Config(Section, frozen=True, kw_only=True):
+class Config(Section, kw_only=True):
     """The config of a run.  `model.path` and `task.name` have no default."""
 
     name: str = ""

@@ -19,7 +19,7 @@ from asyncrl.config import load, rules
 from asyncrl.config.tree import Config, LoraConfig
 
 
-class TinkerModel(Section, frozen=True, kw_only=True):
+class TinkerModel(Section):
     path: str
     """Hugging Face directory of the base model and its tokenizer. Clients name it by this path, or
     by its last one or two parts."""
@@ -32,7 +32,7 @@ class TinkerModel(Section, frozen=True, kw_only=True):
     cookbook's format role_colon."""
 
 
-class ServerAddress(Section, frozen=True, kw_only=True):
+class ServerAddress(Section):
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Port = 8931
@@ -44,7 +44,7 @@ class ServerAddress(Section, frozen=True, kw_only=True):
     once, but a client that exits during requests may abort; python: slower, but exits cleanly."""
 
 
-class TinkerSampling(Section, frozen=True, kw_only=True):
+class TinkerSampling(Section):
     slots: Positive = 64
     """Sequences that are sampled at the same time."""
     context: Positive = 2048
@@ -55,7 +55,7 @@ class TinkerSampling(Section, frozen=True, kw_only=True):
     """OpenMP threads of the sampling process."""
 
 
-class TinkerTraining(Section, frozen=True, kw_only=True):
+class TinkerTraining(Section):
     micro_batch_tokens: Positive = 16384
     """Tokens of one forward pass, padded. Lower it when memory runs out; the result stays the
     same."""
@@ -66,7 +66,7 @@ class TinkerTraining(Section, frozen=True, kw_only=True):
     """OpenMP threads of the training process."""
 
 
-class TinkerStaleness(Section, frozen=True, kw_only=True):
+class TinkerStaleness(Section):
     max_lag: NonNegative = float("inf")
     """Largest lag of a trained token, in optimizer steps of its model: a whole number or inf."""
     on_exceed: Literal["refuse", "pace", "mask"] = "refuse"
@@ -89,18 +89,18 @@ REFUSAL = (
 )
 
 
-class TinkerLosses(Section, frozen=True, kw_only=True):
+class TinkerLosses(Section):
     stable_reinforce: Literal["", "importance_sampling", "ppo", "cispo", "dro", "gspo"] = ""
     """Loss that takes the place of stable_reinforce, whose definition is not published. Empty:
     stable_reinforce is refused."""
 
 
-class TinkerWeights(Section, frozen=True, kw_only=True):
+class TinkerWeights(Section):
     slots: Positive = 8
     """Versions of each model that samplers without a name can use. Older ones are deleted."""
 
 
-class TinkerLora(LoraConfig, frozen=True, kw_only=True):
+class TinkerLora(LoraConfig):
     """The section [lora] of a run with other defaults."""
 
     rank: Count = 32
@@ -110,7 +110,7 @@ class TinkerLora(LoraConfig, frozen=True, kw_only=True):
     """Scale of the adapters: their product is multiplied by alpha / rank."""
 
 
-class TinkerConfig(Section, frozen=True, kw_only=True):
+class TinkerConfig(Section, kw_only=True):
     """The complete config of a server.  `model.path` has no default."""
 
     name: str = ""

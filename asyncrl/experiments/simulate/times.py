@@ -127,7 +127,7 @@ def make_sequence_sampler(
     return sample_at_stage
 
 
-class TimeModel(Section, frozen=True, kw_only=True):
+class TimeModel(Section):
     """The times of a simulation, in seconds unless noted.
 
     The defaults are those of configs/demo.toml with one 2.5 GHz core a process.
