@@ -47,6 +47,7 @@ from actors.gateway.endpoint.replies import describe_token
 from actors.gateway.endpoint.requests import decode_body, parse_ids, parse_stops
 from actors.gateway.endpoint.web import HANDLERS, LARGEST_BODY, list_models, open_body
 from actors.gateway.refusals import TOO_LONG, CallRefused, build_refusal
+from asyncrl.config.layers import describe_values
 from asyncrl.config.tree import Config, GeneratorConfig, ModelConfig, TaskConfig
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Prompt
@@ -67,7 +68,6 @@ QUIET = ("user", "store", "metadata", "stream_options", "best_of")
 # options whose default changes nothing: key -> that value
 NEUTRAL: JsonObject = {
     "stream": False,
-    "suffix": None,
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "repetition_penalty": 1,
@@ -160,13 +160,13 @@ def parse_order(
                 prompts.append(parse_ids("prompt", prompt, vocabulary))
     tokens = fields.max_completion_tokens
     tokens = fields.max_tokens if tokens is None else tokens
+    longest = max(map(len, prompts))
     if tokens is None:  # a chat's response may fill the context
-        room = max(1, context - max(map(len, prompts)))
+        room = max(1, context - longest)
         tokens = room if chat else min(room, DEFAULT_TOKENS)
     stop = parse_stops(fields.stop)
     if not tokens and not (fields.echo and most_likely is not None):
         raise build_refusal("max_tokens", "0 needs echo = true and logprobs, to score the prompt")
-    longest = max(map(len, prompts))
     if len(prompts) * fields.count > MOST_COMPLETIONS:
         raise build_refusal(
             "n", f"asks for more than {MOST_COMPLETIONS} completions in one request"
@@ -188,9 +188,9 @@ def read_body(body: bytes) -> CompletionBody:
     Raises CallRefused for JSON of another form, and for an option that is not served.
     """
     raw = decode_body(body)
-    field_names = {field.encode_name for field in msgspec.structs.fields(CompletionBody)}
+    types = {field.encode_name: field.type for field in msgspec.structs.fields(CompletionBody)}
     for key, value in list(raw.items()):
-        if key in field_names and value is not None:
+        if key in types and value is not None:
             continue
         if key not in QUIET and value is not None and value != NEUTRAL.get(key):
             raise build_refusal(
@@ -200,8 +200,8 @@ def read_body(body: bytes) -> CompletionBody:
     try:
         return msgspec.convert(raw, CompletionBody)
     except msgspec.ValidationError as error:
-        message, _, key_path = str(error).partition(" - at `$.")
-        raise build_refusal(key_path.rstrip("`"), message) from error
+        key = str(error).rpartition("$.")[2].rstrip("`")
+        raise build_refusal(key, f"{raw[key]!r:.80}: give {describe_values(types[key])}") from error
 
 
 MOST_CONTEXT = 4096  # without --context

@@ -122,8 +122,8 @@ NO_CALL = {"role": "assistant", "tool_calls": [1]}
         ({"prompt": [1, 50]}, "prompt: give token ids in [0, 50)"),
         ({"prompt": "a", "max_tokens": 0, "echo": True}, SCORED),
         ({"prompt": "a", "max_tokens": 0, "logprobs": 1}, SCORED),
-        ({"prompt": "a", "max_tokens": -1}, "max_tokens: Expected `int` >= 0"),
-        ({"prompt": "a", "logprobs": 21}, "logprobs: Expected `int` <= 20"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens: -1: give a whole number of at least 0"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature: 'hot': give a number of at least 0"),
         (
             {"prompt": "a", "top_logprobs": 1},
             "top_logprobs: belongs to /v1/chat/completions; give logprobs a number",

@@ -777,10 +777,10 @@ def learner(tmp_path: Path, small_model: Path) -> Iterator[Callable[[], Learner]
     rundir.clean(tmp_path / "run")
 
 
-def test_the_model_is_exported_before_the_buffer_hears_the_goodbye(learner: MakeLearner) -> None:
-    """So whoever is killed after the buffer has said Finished leaves nothing undone."""
+def test_the_model_is_exported_before_the_goodbye_is_sent(learner: MakeLearner) -> None:
+    """A process that is killed after the buffer's `Finished` leaves no work undone."""
     one = learner()
-    one.core.state.number = 2  # a life that finds the last checkpoint at the last step
+    one.core.state.number = 2  # restarted from a checkpoint of the last step
     one.run_batches()
     assert one.finished
     assert one.socket.seen["LearnerGoodbye"] == ["model/config.json", "weights_digest"]

@@ -370,7 +370,7 @@ def test_samples_are_chosen_by_each_key_of_the_question(client: TestClient, run_
     assert batches("ticket=8") == [2] and batches("group_key=g7") == [7]
     assert batches("rule=longest") == [9] and batches("text=needle") == [3]
     assert batches("ticket=x&limit=1") == [69] and batches("rule=&limit=1") == [69]
-    assert batches("ticket=%C2%B2") == batches(""), "a digit that is no number"
+    assert batches("ticket=%C2%B2") == batches(""), "a superscript 2 is not a number"
     second = copy_run(run_dir, run_dir.parent / "second")
     write_lines(second / "token_samples.jsonl", [sample_row(99)])
     answer(client, "runs")

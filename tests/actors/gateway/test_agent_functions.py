@@ -340,7 +340,7 @@ def test_a_prompt_of_text_is_a_message_of_the_user() -> None:
     assert made == [{"role": "user", "content": "1+1="}]
 
 
-def test_the_first_cause_of_a_failed_load_is_told_with_what_to_do() -> None:
+def test_a_failed_load_names_its_first_cause_and_a_remedy() -> None:
     def wrapped(cause: BaseException) -> BaseException:
         outer, middle = RuntimeError("outer"), ValueError("middle")
         outer.__cause__, middle.__cause__ = middle, cause

@@ -111,7 +111,7 @@ class Harness:
             self.tokens = tokens
 
     def lease_to_train(self) -> dict[str, Any]:
-        """The next session that is no evaluation's; those are played."""
+        """Lease the next training session, and play the evaluations that come before it."""
         while (session := self.lease()) is not None and is_evaluation(session):
             self.play(session)
         assert session is not None
