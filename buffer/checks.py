@@ -29,6 +29,7 @@ from asyncrl.contract.messages import (
     LearnerProgress,
     LeaseRenewal,
     ModelShape,
+    SampleKey,
     TicketRequest,
     Trajectory,
 )
@@ -39,7 +40,7 @@ from asyncrl.transport import arrays
 from asyncrl.transport.arrays import cite
 from asyncrl.transport.message_checks import require
 from buffer.groups import Grant, StoreSettings
-from buffer.ledger import Key, Ledger
+from buffer.ledger import Ledger
 from buffer.state import StoreState
 
 TEXT_LENGTH = 1000  # of a wait
@@ -67,7 +68,7 @@ def check_delivery(
     samples: Sequence[Trajectory],
     model: ModelShape,
     blobs: Blobs = NO_BLOBS,
-) -> tuple[Sequence[Trajectory], dict[Key, BadMessage]]:
+) -> tuple[Sequence[Trajectory], dict[SampleKey, BadMessage]]:
     """Check the samples of a delivery; return the samples to accept and the errors of refused ones.
 
     A sample with an invalid outcome (its reward, its parts, a text) is refused alone and accepted

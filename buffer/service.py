@@ -57,7 +57,6 @@ from buffer import batches, checks, numbers
 from buffer.evaluation import EvaluationPlan, Evaluations, EvaluationSet
 from buffer.groups import make_store_settings
 from buffer.journal import RecordedStore
-from buffer.ledger import Key
 from buffer.mixer import make_mixer
 from buffer.sessions import PeerSessions, PeerState
 from buffer.store import ENOUGH, Store
@@ -516,7 +515,7 @@ class BufferService:
         self,
         producer: str,
         samples: Sequence[m.Trajectory],
-        refused: dict[Key, BadMessage],
+        refused: dict[m.SampleKey, BadMessage],
         entry: PeerState | None,
     ) -> None:
         """Count refused samples, each once however often it is sent; good samples offset them.

@@ -19,7 +19,7 @@ from asyncrl.contract.messages import Disposition, IntPair, Numbers, SampleKey, 
 from asyncrl.contract.versions import Label, PolicyTree, PolicyTreeState
 from buffer.evaluation import Evaluations, EvaluationsState
 from buffer.groups import Group, StoreSettings
-from buffer.ledger import Ledger, SampleFates, StrayAttempts
+from buffer.ledger import Ledger
 from buffer.mixer import MixtureState, TaskMixer
 
 FORMAT = 2
@@ -67,16 +67,13 @@ GROUPS = _make_packing(
     lambda groups: list(groups.values()),
     lambda _, saved: {group.ticket: group for group in saved},
 )
-DRAWN = _make_packing(
-    list[tuple[tuple[str, int], int]], _list_items, lambda _, saved: OrderedDict(saved)
-)
-FATES = _make_packing(
-    list[tuple[SampleKey, Disposition]],
-    _list_items,
-    lambda _, saved: SampleFates(REMEMBERED, saved),
-)
-ATTEMPTS = _make_packing(
-    list[tuple[IntPair, list[int]]], _list_items, lambda _, saved: StrayAttempts(STRAYS, saved)
+DRAWN, FATES, ATTEMPTS = (
+    _make_packing(list[pair], _list_items, lambda _, saved: OrderedDict(saved))  # type: ignore
+    for pair in (
+        tuple[tuple[str, int], int],
+        tuple[SampleKey, Disposition],
+        tuple[IntPair, list[int]],
+    )
 )
 TREE = _make_packing(PolicyTreeState, PolicyTree.snapshot, _restore)
 MIXER = _make_packing(MixtureState, TaskMixer.snapshot, _restore)
@@ -112,8 +109,10 @@ class StoreState:
     past: Ledger = field(default_factory=Ledger)
     # totals of an earlier buffer process, from the learner's checkpoint (`memory`)
     carried: Ledger = field(default_factory=Ledger)
-    gone: SampleFates = field(default_factory=lambda: SampleFates(REMEMBERED), metadata=FATES)
-    strays: StrayAttempts = field(default_factory=lambda: StrayAttempts(STRAYS), metadata=ATTEMPTS)
+    # of removed groups, for late copies; the newest last
+    gone: OrderedDict[SampleKey, Disposition] = field(default_factory=OrderedDict, metadata=FATES)
+    # (ticket, attempt) -> [tokens reported, delivered]
+    strays: OrderedDict[IntPair, list[int]] = field(default_factory=OrderedDict, metadata=ATTEMPTS)
     # tickets at or above the cursor that are trained in the checkpoint (completion order)
     skip: set[int] = field(default_factory=set, metadata=NUMBERS)
     completions: int = 0

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
 
 import msgspec
 
@@ -35,15 +37,16 @@ from asyncrl.contract.messages import (
     PolicyAnnouncement,
     Prompt,
     RewardFailure,
+    SampleKey,
     Ticket,
     Trajectory,
 )
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
-from buffer import batches, checks
+from buffer import batches, checks, state
 from buffer.evaluation import Evaluations
 from buffer.groups import MAX_DROPS, Grant, Group, Lease, LeaseTable, StoredSample, StoreSettings
-from buffer.ledger import Key, Ledger, StrayAttempt, sum_tokens
+from buffer.ledger import Ledger, sum_tokens
 from buffer.mixer import TaskMixer
 from buffer.rules import StoreRules
 
@@ -60,6 +63,13 @@ VERSIONS = 10_000  # known before the oldest checkpoint: a completion that spans
 # sixteen signals from outside.
 ENDS = {"ended": 0.0, "outside": 0.25, "killed": 1.0, "": 1.0, "crashed": 2.0}
 ENOUGH = 4.0
+
+
+def _remember(table: OrderedDict[Any, Any], entries: Mapping[Any, Any], limit: int) -> None:
+    """Add the newest entries of a table, and drop its oldest beyond `limit`."""
+    table.update(entries)
+    while len(table) > limit:
+        table.popitem(last=False)
 
 
 class Store(StoreRules):
@@ -323,7 +333,7 @@ class Store(StoreRules):
                         lease.expires = expires
                 elif tokens == 0 and lease is not None:
                     queued_leases.append(lease)
-            elif (stray := self.strays.get(ticket, attempt)) is not None:
+            elif (stray := self.strays.get((ticket, attempt))) is not None:
                 self._correct_stray(stray, tokens, 0)
         if has_progress:
             for lease in queued_leases:
@@ -349,16 +359,16 @@ class Store(StoreRules):
             sum_tokens(self.carried.compute_totals()) + self.drawn_before + sum(self.drawn.values())
         )
 
-    def _correct_stray(self, stray: StrayAttempt, reported: int, delivered: int) -> None:
+    def _correct_stray(self, stray: list[int], reported: int, delivered: int) -> None:
         """Correct the ledger for an attempt of a removed group that reports or delivers late.
 
         Its tokens were counted as lost.
 
         reported, delivered: its reported tokens in all, and the newly delivered ones."""
-        lost = max(0, stray.reported - stray.delivered)
-        delivered += stray.delivered
-        reported = max(delivered, reported, stray.reported)
-        self.strays.update(stray._replace(reported=reported, delivered=delivered))
+        lost = max(0, stray[0] - stray[1])
+        delivered += stray[1]
+        reported = max(delivered, reported, stray[0])
+        stray[:] = reported, delivered
         self.past.add("lost_with_process", reported - delivered - lost)
 
     def expire(self, now: float) -> int:
@@ -429,14 +439,14 @@ class Store(StoreRules):
         checks.check_sample(self, sample)
         return self.accept_sample(sample)
 
-    def is_delivered(self, key: Key) -> bool:
+    def is_delivered(self, key: SampleKey) -> bool:
         """Whether (ticket, sample, attempt) was delivered before."""
         ticket, sample, attempt = key
         if ticket >= EVAL_BASE:
             return attempt not in self.evaluations.leased_jobs
         group = self.find_group(ticket)
         if group is None:
-            return self.gone.get(key) is not None
+            return key in self.gone
         return (sample, attempt) in group.finals
 
     def is_complete(self, ticket: int) -> bool:
@@ -470,10 +480,10 @@ class Store(StoreRules):
             self.past.add("duplicate", sample.length, 1, sample.length, sample.reward)
             self.past.add("set_aside", sample.aside, int(sample.aside > 0), sample.aside)
             for attempt, tokens in sample.tokens_by_attempt:
-                stray = self.strays.get(sample.ticket, attempt)
+                stray = self.strays.get((sample.ticket, attempt))
                 if stray is not None:
                     self._correct_stray(stray, 0, tokens)
-            self.gone.add(key, "duplicate")
+            _remember(self.gone, {key: "duplicate"}, state.REMEMBERED)
             return "duplicate"
         if (earlier := self.find_disposition(group, sample)) is not None:
             return earlier
@@ -620,9 +630,10 @@ class Store(StoreRules):
         group.fold(self.past, trained=trained)
         if group.task:
             group.fold(self.mixer.state.past.setdefault(group.task, Ledger()), trained=trained)
-        self.gone.add_all(group.ticket, group.finals)
-        for attempt, (reported, delivered, _) in group.attempts.items():
-            self.strays.add(StrayAttempt(group.ticket, attempt, reported, delivered))
+        finals = {(group.ticket, *name): final for name, final in group.finals.items()}
+        _remember(self.gone, finals, state.REMEMBERED)
+        strays = {(group.ticket, x): counts[:2] for x, counts in group.attempts.items()}
+        _remember(self.strays, strays, state.STRAYS)
 
     # ---- the learner -----------------------------------------------------------------------------
 

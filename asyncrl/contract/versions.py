@@ -6,8 +6,7 @@ the learner.  Equal parents and equal digests are the same node, whatever the la
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta
@@ -56,68 +55,43 @@ class PolicyTree:
     """
 
     def __init__(self) -> None:
-        # epoch -> number -> policy; compact, because a run has a version for each batch
-        self._node: dict[int, dict[int, int]] = {}
-        self._parent = array("q")
+        self._policies: dict[Label, int] = {}
+        self._parent: list[int] = []
         self._depth: list[int] = []
         self._digest: list[str] = []
-        # a policy's newest child, and a child's next older sibling: to find a child by its digest
-        self._child = array("q")
-        self._sister = array("q")
-        self._root: dict[tuple[int, str], int] = {}  # by number and digest
+        # (parent, depth, digest) -> policy; several roots, of parent -1, may have equal weights
+        self._index: dict[tuple[int, int, str], int] = {}
         # cache for one `train`: token -> `compute_lag` minus the number; used for every sample
         self._cached_lags: dict[Label, int] = {}
         self._cached_for: Label | None = None
 
     def snapshot(self) -> PolicyTreeState:
         """Return the state for a snapshot of the store."""
-        labels = list(self._iterate_labels())
-        return PolicyTreeState(labels, list(self._parent), self._depth, self._digest)
+        return PolicyTreeState(
+            list(self._policies.items()), self._parent, self._depth, self._digest
+        )
 
     def restore(self, state: PolicyTreeState) -> None:
         """Take over the state of a snapshot."""
-        self._load_labels(state.labels)
-        self._parent = array("q", state.parents)
-        self._depth = list(state.depths)
-        self._digest = list(state.digests)
-        self.build_index()
-
-    def _load_labels(self, labels: Collection[tuple[Label, int]]) -> None:
-        self._node = {}
-        for label, policy in labels:
-            self._assign(label, policy)
-
-    def _assign(self, label: Label, policy: int) -> None:
-        """Let `label` name this policy."""
-        epoch, number = label
-        self._node.setdefault(epoch, {})[number] = policy
-
-    def _iterate_labels(self) -> Iterator[tuple[Label, int]]:
-        """Yield each label with its policy."""
-        for epoch, numbers in self._node.items():
-            for number, policy in numbers.items():
-                yield Label(epoch, number), policy
-
-    def _find_policy(self, label: Label) -> int:
-        """Find the policy of a label. Raises KeyError for an unknown label."""
-        epoch, number = label
-        return self._node[epoch][number]
+        labels, self._parent, self._depth, self._digest = state
+        self._policies = dict(labels)
+        self._cached_lags = {}
+        keys = zip(self._parent, self._depth, self._digest, strict=True)
+        self._index = {key: policy for policy, key in enumerate(keys)}
 
     def __contains__(self, label: Label) -> bool:
-        epoch, number = label
-        numbers = self._node.get(epoch)
-        return numbers is not None and number in numbers
+        return label in self._policies
 
     def get_digest(self, label: Label) -> str:
         """Return the digest registered under `label`. Raises KeyError for an unknown label."""
-        return self._digest[self._find_policy(label)]
+        return self._digest[self._policies[label]]
 
     def list_labels(self) -> list[Label]:
         """List all registered labels, sorted."""
-        return sorted(label for label, _ in self._iterate_labels())
+        return sorted(self._policies)
 
     def __len__(self) -> int:
-        return sum(map(len, self._node.values()))
+        return len(self._policies)
 
     def prune(self, below: int, keep: Collection[Label]) -> None:
         """Forget labels with numbers below `below` that are not in `keep`.
@@ -134,7 +108,7 @@ class PolicyTree:
         """
         remaining = [
             (label, policy)
-            for label, policy in self._iterate_labels()
+            for label, policy in self._policies.items()
             if label.number >= below or label in keep
         ]
         named = {policy for _, policy in remaining}
@@ -147,7 +121,7 @@ class PolicyTree:
                 needed_children[self._parent[policy]] += 1
         # new index of the policy or of its nearest ancestor that stays; the last entry: for roots
         new_index = [-1] * (size + 1)
-        parents = array("q")
+        parents: list[int] = []
         depths: list[int] = []
         digests: list[str] = []
         for policy in range(size):
@@ -159,36 +133,8 @@ class PolicyTree:
                 digests.append(self._digest[policy])
             else:
                 new_index[policy] = new_parent
-        self._load_labels([(label, new_index[policy]) for label, policy in remaining])
-        self._parent = parents
-        self._depth = depths
-        self._digest = digests
-        self.build_index()
-
-    def build_index(self) -> None:
-        """Build the index of policies by parent and digest.
-
-        Roots are also indexed by number, because several roots may have equal weights."""
-        self._cached_lags = {}
-        self._child = array("q")
-        self._sister = array("q")
-        self._root = {}
-        for policy, parent in enumerate(self._parent):
-            is_direct = self._depth[policy] - self._depth[parent] == 1
-            self._append_policy(policy, parent, is_direct=is_direct)
-
-    def _append_policy(self, policy: int, parent: int, *, is_direct: bool = True) -> None:
-        """Index the newest policy for `register`.
-
-        is_direct: no policies between it and its parent were pruned."""
-        sister = -1
-        if parent < 0:
-            self._root[self._depth[policy], self._digest[policy]] = policy
-        elif is_direct:
-            sister = self._child[parent]
-            self._child[parent] = policy
-        self._child.append(-1)
-        self._sister.append(sister)
+        labels = [(label, new_index[policy]) for label, policy in remaining]
+        self.restore(PolicyTreeState(labels, parents, depths, digests))
 
     def register(self, label: Label, parent: Label | None, digest: str) -> None:
         """Register a policy under a label; repeating it is harmless.
@@ -203,24 +149,18 @@ class PolicyTree:
                     f"{digest}"
                 )
             return
-        parent_policy = self._find_policy(parent) if parent is not None and parent in self else -1
-        if parent_policy < 0:
-            policy = self._root.get((label.number, digest), -1)
-        else:
-            policy = self._child[parent_policy]
-            while policy >= 0 and self._digest[policy] != digest:
-                policy = self._sister[policy]
-        if policy < 0:
-            policy = len(self._parent)
+        parent_policy = -1 if parent is None else self._policies.get(parent, -1)
+        key = parent_policy, label.number, digest
+        if key not in self._index:
+            self._index[key] = len(self._parent)
             self._parent.append(parent_policy)
             self._depth.append(label.number)
             self._digest.append(digest)
-            self._append_policy(policy, parent_policy)
-        self._assign(label, policy)
+        self._policies[label] = self._index[key]
 
     def add_alias(self, label: Label, original: Label) -> None:
         """Let `label` name the policy of `original`: a resumed learner's name for its weights."""
-        self._assign(label, self._find_policy(original))
+        self._policies[label] = self._policies[original]
         self._cached_lags = {}
 
     def compute_lag(self, token: Label, train: Label, number: int) -> int:
@@ -240,9 +180,9 @@ class PolicyTree:
 
     def _compute_lag_beyond_number(self, token: Label, train: Label) -> int:
         """Compute the lag minus the number."""
-        token_policy = self._find_policy(token)
+        token_policy = self._policies[token]
         ancestor = token_policy
-        train_ancestor = self._find_policy(train)
+        train_ancestor = self._policies[train]
         while ancestor != train_ancestor:
             # without a stored common root the distance follows from the depths alone
             if ancestor < 0 or train_ancestor < 0:
