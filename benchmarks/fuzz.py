@@ -14,7 +14,7 @@ bound a message's size (asyncrl/transport/sockets.py), which tests/ show.
 
 A mutant in EVERY is traced, and one that reaches lines of ours that none reached before becomes
 material for further ones.  --corpus writes the smallest mutants by which all those lines are
-reached, and the verdict on each, for tests/transport/test_fuzz_corpus.py.
+reached, and the verdict on each, for tests/transport/test_hostile_messages.py.
 
 Goals: no mutant raises anything but what its reader answers a peer with (what does is printed as
 hex), a million decode, and a reader's mutants leave at most GROWTH_MIB of memory behind."""

@@ -3,6 +3,7 @@ adaptive coefficient, the interpolation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from learner_step_kit import batch, core, model_dir, weights
 from transformers import get_scheduler
 
+from asyncrl.config import load
 from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import LearnerConfig, compute_learning_rate_share
-from asyncrl.contract.errors import AsyncrlError, ConfigError, DamagedDataError
+from asyncrl.contract.errors import AsyncrlError, ConfigError, DamagedDataError, NotFiniteError
+from asyncrl.experiments import serial
 from asyncrl.models.policy import build_model, copy_flat_bytes, load_weights, read_flat
 from asyncrl.models.weight_rounding import load_learner_policy
 from learner import checkpoint, step
@@ -187,3 +190,28 @@ def test_the_learner_trains_each_batch_at_its_rate(model_dir: Path) -> None:
     c = core(model_dir, learner=learner)
     rates = [c.train(batch(n, seed=n))["optim/lr"] for n in range(3)]
     assert rates == transformers_rates("linear", 2, 6)[:3] == [0.0, 0.15, 0.3]
+
+
+def run_that_raises(error: Exception) -> Callable[..., Any]:
+    class Raising:
+        def __init__(self, *_: object) -> None: ...
+
+        def run(self) -> None:
+            raise error
+
+        def make_record(self, seconds: float) -> dict[str, Any]:
+            return {"seconds": seconds}
+
+    return Raising
+
+
+def test_an_experiment_records_a_divergence_and_raises_everything_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = load.load("configs/demo.toml")
+    monkeypatch.setattr(serial, "SerialRun", run_that_raises(NotFiniteError("in other words")))
+    assert serial.run_serial(config, 1) == {"seconds": 0.0, "failed": "in other words"}
+    other = AsyncrlError("a lag that is not finite")
+    monkeypatch.setattr(serial, "SerialRun", run_that_raises(other))
+    with pytest.raises(AsyncrlError, match="a lag that is not finite"):
+        serial.run_serial(config, 1)

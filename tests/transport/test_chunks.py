@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import wait  # select.select knows no descriptor above 1023
@@ -17,7 +19,7 @@ import psutil
 import pytest
 import xxhash
 import zmq
-from process_kit import until
+from process_kit import ROOT, until
 
 from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.versions import Label
@@ -223,3 +225,32 @@ def test_a_connection_that_is_cut_is_not_waited_for(server: ChunkServer) -> None
         socket.create_connection(door.getsockname()).close()
         thread.join()
         door.close()
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    # last: benchmarks/learner.py must not hide the package
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    from lib import kept_pages
+
+    return kept_pages
+
+
+def test_a_kept_page_names_no_directory_of_the_machine(kept, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    made = tmp_path / "report.html"
+    made.write_text(f"ran {tmp_path}/r in {tmp_path.parent}/x")
+    kept.keep(made, tmp_path / "kept.html", {tmp_path: "runs", tmp_path.parent: "."})
+    assert (tmp_path / "kept.html").read_text() == "ran runs/r in ./x"
+
+
+def test_no_file_beside_the_results_is_above_a_megabyte() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "benchmarks/results"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
+    files = [ROOT / name for name in listed] or [
+        path for path in RESULTS.iterdir() if path.suffix != ".js"
+    ]
+    assert [path.name for path in files if path.stat().st_size > 2**20] == []

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -381,3 +383,31 @@ def test_no_message_ends_the_run(mode: str, tmp_path: Path) -> None:
         finally:
             rundir.clean(run_dir)
     assert committed > 20 and refused > 300
+
+
+CORPUS = defaultdict(list)
+for _line in (Path(__file__).parents[1] / "data" / "fuzz_corpus.tsv").read_text().splitlines():
+    _name, _verdict, _data = _line.split("\t")
+    CORPUS[_name].append((_verdict, bytes.fromhex(_data)))
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_each_mutant_gets_its_verdict(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    from lib.fuzz_targets import TARGETS
+
+    target = TARGETS[name]()
+    try:
+        found = [(target.feed(data), data) for _, data in CORPUS[name]]
+        honest = {target.feed(frame) for frame in target.frames}
+    finally:
+        target.close()
+    assert found == CORPUS[name]
+    assert "taken" in honest and {verdict for verdict, _ in CORPUS[name]} - {"taken"}
+
+
+def test_every_socket_has_a_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    from lib.fuzz_targets import TARGETS
+
+    assert list(CORPUS) == list(TARGETS)
