@@ -180,8 +180,7 @@ class ServeEngine(ProbedEngine):
         )
         command = shlex.join(build_command(config, "0.0.0.0", 8000))
         self.hint = f"VLLM_SERVER_DEV_MODE=1 {command}"
-        shared = Path("/dev/shm")
-        folder = settings.weights_dir or (str(shared) if shared.is_dir() else None)
+        folder = settings.weights_dir or (str(rundir.SHM) if rundir.SHM.is_dir() else None)
         prefix = f"asyncrl-{os.getuid()}-weights-"
         try:
             self.folder = tempfile.TemporaryDirectory(prefix=prefix, dir=folder)
@@ -203,8 +202,10 @@ class ServeEngine(ProbedEngine):
         self.client = httpx2.Client(**self._say_how())
         # in the loop a call would wait for its turn among hundreds of answers
         self.callers = ThreadPoolExecutor(2 * len(self.servers), "vllm-calls")
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="vllm-servers", daemon=True).start()
+        self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self.loop = self.runner.get_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
         self._for_each(functools.partial(self._in_thread, self._connect))
 
     def _say_how(self) -> dict[str, Any]:
@@ -296,11 +297,14 @@ class ServeEngine(ProbedEngine):
         return {}
 
     def close(self) -> None:
-        """End the servers of our own, and forget the weights."""
+        """End requests and the servers of our own, and forget the weights."""
         for server in self.servers:
             server.stop()
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.client.close()  # a lost server is looked for no longer
         self.callers.shutdown(wait=False, cancel_futures=True)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.runner.close()
         self.folder.cleanup()
 
     # ---- requests --------------------------------------------------------------------------------

@@ -476,6 +476,7 @@ class Generator(TicketHolder):
         if self.calls is not None:
             self.calls.close()
         self.leave()
+        getattr(self.engine, "close", list)()  # vLLM's engines have processes or threads
 
 
 def main(config: Config, run_dir: Path, index: int) -> bool:

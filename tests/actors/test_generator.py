@@ -268,7 +268,7 @@ def test_told_that_the_run_is_over_it_ends_without_a_word(make: MakeGenerator) -
     g.socket.inbox.append(tickets(g, announcement(1), finished=True))
     g.loop()
     g.close()
-    assert [type(x) for x in g.socket.said] == [m.GeneratorHello]
+    assert [type(x) for x in g.socket.said] == [m.GeneratorHello] and g.engine.closed
 
 
 def end_run(run_dir: Path, steps: int) -> None:

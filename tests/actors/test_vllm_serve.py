@@ -226,9 +226,11 @@ def test_requests_of_a_broken_server_go_to_another_until_it_is_back(
         e.close()
 
 
-def test_weights_arrive_amid_answers_and_an_aborted_one_is_left(
+def test_weights_arrive_amid_answers_and_nothing_of_an_ended_one_is_left(
     model: tuple[Path, policy.PolicyModel], played: Callable[[], Played]
 ) -> None:
+    """Ended one by one, or all with the engine: asyncio complains of a task that is forgotten amid
+    its work."""
     path, policy_model = model
     one = played()
     e = engine(path, one)
@@ -251,8 +253,13 @@ def test_weights_arrive_amid_answers_and_an_aborted_one_is_left(
         update = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
         swaps = [path for path in one.asked if path != "/inference/v1/generate"][-5:]
         assert swaps == [*update, "/resume"]
+        one.gate.clear()
+        e.add([request(t, 0, [4, 5, 6]) for t in range(3)])
+        while sum(e.count_tokens().values()) < 6:
+            e.step()
     finally:
         e.close()
+    assert e.loop.is_closed() and not asyncio.all_tasks(e.loop)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ class Engine:
         self.rows: dict[tuple[int, int, int], CompletionRequest] = {}
         self.loads: list[Label] = []
         self.aborted: list[tuple[int, int, int]] = []
+        self.closed = False
 
     @property
     def active(self) -> int:
@@ -62,6 +63,9 @@ class Engine:
 
     def collect_metrics(self) -> dict[str, float]:
         return {"prefix/hits": 4.0}
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class Wire:
