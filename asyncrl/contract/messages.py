@@ -77,7 +77,7 @@ LOST = tuple(
 Disposition = LedgerLine | Literal["accepted", "evaluated"]
 
 
-class Prompt(Struct, frozen=True, array_like=True, omit_defaults=True):
+class Prompt(Struct, frozen=True, array_like=True):
     """A prompt. Made by asyncrl.tasks.
 
     Generators read `text`; reward functions read `answer` and `meta`."""

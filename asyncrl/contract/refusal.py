@@ -11,7 +11,7 @@ import os
 from asyncrl.contract.errors import AsyncrlError
 
 VARIABLE = "ASYNCRL_REFUSAL_FD"
-MOST_BYTES = 32_768  # of a message; a pipe holds 65,536 without a reader
+MOST_BYTES = 65_536  # of a message: a pipe holds them without a reader
 _pipes: list[int] = []  # the pipe of this process, until it is used
 
 
@@ -33,7 +33,7 @@ def send_refusal(error: AsyncrlError) -> None:
         return
     try:
         os.write(
-            _pipes.pop(), json.dumps([error.exit_code, str(error)[: MOST_BYTES // 8]]).encode()
+            _pipes.pop(), json.dumps([error.exit_code, str(error)[: MOST_BYTES // 16]]).encode()
         )
     except OSError:
         pass  # the supervisor is gone

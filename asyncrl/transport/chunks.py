@@ -42,7 +42,7 @@ ANYWHERE = ("0.0.0.0", "*", "::")  # hosts to listen at, not to connect to
 _encoder = msgspec.msgpack.Encoder()
 
 
-class _ChunkRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+class _ChunkRequest(msgspec.Struct, frozen=True):
     """A generator's request to the chunk server.
 
     offset: of the chunk in bytes; below 0: the layout of the weights, or the list of files.

@@ -84,17 +84,34 @@ class Baseline:
         of the files that run anything of the file or speak of its module."""
         start, end = statement(text, first, last)
         here = self.lines.get(path, {})
+        users: set[str] = set()
         found = {t for n in range(start, end + 1) for t in here.get(n, ())}
         if start == 0:
             files = {t.split("::")[0] for tests in here.values() for t in tests}
             files |= {f for f in {t.split("::")[0] for t in self.seconds} if mentions(f, path)}
             found = {t for t in self.seconds if t.split("::")[0] in files}
-        return self._in_order(found, path, function_at(text, first, last))
+            users = self._running(name_at(text, first, last))
+        return self._in_order(found, path, function_at(text, first, last), users)
 
-    def _in_order(self, tests: Collection[str], path: str, function: str) -> list[str]:
+    def _running(self, name: str) -> set[str]:
+        """Return the tests that run a line with this name."""
+        word = re.compile(rf"\b{name}\b")
+        return {
+            t
+            for path, lines in self.lines.items()
+            if (ROOT / path).exists()
+            for n, line in enumerate((ROOT / path).read_text().splitlines(), 1)
+            if n in lines and word.search(line)
+            for t in lines[n]
+        }
+
+    def _in_order(
+        self, tests: Collection[str], path: str, function: str, users: Collection[str]
+    ) -> list[str]:
         """Put killers of the function's mutants first, then those of the file's other mutants.
 
-        Then come the files that speak of the module, and the others, the quickest first."""
+        Then come `users`, the files that speak of the module, and the others, the quickest first.
+        """
         by_function = self.killers.get(path, {})
         of_function = by_function.get(function, Counter())
         of_file = sum(by_function.values(), Counter[str]())
@@ -106,9 +123,9 @@ class Baseline:
         place = {t: i for i, t in enumerate(self.seconds)}
         speaks = {f: mentions(f, path) for f in whole}
 
-        def order(t: str) -> tuple[bool, float, str, int]:
+        def order(t: str) -> tuple[bool, bool, float, str, int]:
             file = t.split("::")[0]
-            return not speaks[file], whole[file], file, place[t]
+            return t not in users, not speaks[file], whole[file], file, place[t]
 
         return begin + sorted(set(tests) - set(begin), key=order)
 
@@ -148,6 +165,18 @@ def function_at(text: str, first: int, last: int) -> str:
         if begin <= first and last <= end
     ]
     return max(holding)[1] if holding else ""
+
+
+def name_at(text: str, first: int, last: int) -> str:
+    """Return the name of the class that holds these lines, else of the constant."""
+    for node in ast.parse(text).body:
+        if node.lineno <= first and last <= (node.end_lineno or 0):
+            for part in ast.walk(node):
+                if isinstance(part, ast.ClassDef):
+                    return part.name
+                if isinstance(part, ast.Name):
+                    return part.id
+    return r"\Z."  # nowhere
 
 
 def statement(text: str, first: int, last: int) -> tuple[int, int]:

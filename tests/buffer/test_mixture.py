@@ -17,7 +17,7 @@ from asyncrl.contract.versions import Label
 from buffer.evaluation import EvaluationPlan, Evaluations
 from buffer.groups import StoreSettings
 from buffer.journal import RecordedStore
-from buffer.mixer import DRY, TaskMixer
+from buffer.mixer import TaskMixer
 from buffer.numbers import compute_task_metrics
 from buffer.store import Store
 
@@ -198,7 +198,7 @@ def test_a_task_that_runs_dry_is_named_and_does_not_hold_up_the_others() -> None
     trained = play(store, 6, rewards)
     assert set(trained) == {"a", "c"}
     (line,) = store.mixer.events
-    assert line.startswith(f"task b runs dry: its last {DRY} groups were all removed (the last one")
+    assert line.startswith("task b runs dry: its last 32 groups were all removed (the last one")
     assert "filtered" in line
     assert store.mixer.compute_metrics(6)["task/b_dry"] == 1
     check_ledgers(store)
@@ -248,6 +248,9 @@ def test_a_generated_task_is_in_one_pool() -> None:
     def rewards(prompt: Prompt) -> tuple[float, float]:
         return (1.0, 1.0) if prompt.task == "easy" else (0.0, 1.0)
 
+    made = mixer(parts)
+    made.on_complete("easy", 0, (1.0, 1.0))
+    assert made.state.passed == {"easy": {0: 0.5 + 0.5 / 16}}
     trained = play(store_of(mixer(parts)), 30, rewards)
     assert shares(trained[20 * GROUPS :])["easy"] == pytest.approx(0.2, abs=0.02)
 

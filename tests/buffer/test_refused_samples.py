@@ -264,11 +264,20 @@ def test_a_reward_function_is_checked_for_the_same(value: Any, why: str) -> None
 def test_bounds_of_outcomes_are_what_the_buffer_takes() -> None:
     from asyncrl.transport import arrays
 
-    assert outcomes.LARGEST_REWARD < arrays.REWARD
-    outcomes.check_number(outcomes.LARGEST_REWARD, "reward")
-    outcomes.check_parts({str(i): 0.0 for i in range(outcomes.MOST_PARTS)})
-    outcomes.check_parts({"x" * outcomes.NAME_LENGTH: 0.0})
-    outcomes.check_reason("x" * outcomes.REASON_LENGTH)
+    assert arrays.REWARD == 1e18
+    for check, most, beyond in (
+        (lambda value: outcomes.check_number(value, "reward"), 1e15, 1e15 + 1),
+        (
+            outcomes.check_parts,
+            {str(i): 0.0 for i in range(256)},
+            {str(i): 0.0 for i in range(257)},
+        ),
+        (outcomes.check_parts, {"x" * 200: 0.0}, {"x" * 201: 0.0}),
+        (outcomes.check_reason, "x" * 65_536, "x" * 65_537),
+    ):
+        check(most)
+        with pytest.raises(ValueError, match=r"more than|at most"):
+            check(beyond)
     assert BadMessage("x").reason == "message"
 
 

@@ -45,6 +45,7 @@ def test_every_character_that_acts_is_escaped() -> None:
             assert shown.isprintable() and re.fullmatch(r"a\\[xunrtU0-9a-f]+b", shown), ascii(c)
     assert escape_line("na\u00efve \u6f22\u5b57") == "na\u00efve \u6f22\u5b57"
     assert format_last_frame(ValueError("never raised")) == ""
+    assert [len(escape_line("x" * length)) for length in (300, 301)] == [300, 303]
     assert escape_line("\x1b" * 1000).count("x1b") <= 76 and escape_line(EVIL * 99).endswith("...")
 
 

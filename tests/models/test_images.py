@@ -78,7 +78,9 @@ def test_a_blob_is_checked_by_its_head_and_its_digest() -> None:
         (images.index_by_digest([encoded("JPEG")]), "^an image that is not a PNG$"),
         (images.index_by_digest([encoded("PNG", "L")]), "not a PNG of 8-bit RGB pixels$"),
         (images.index_by_digest([blob[:16] + b"\0" * 8 + blob[24:]]), "0 x 0 pixels"),
-        (images.index_by_digest([bytes(images.MOST_BYTES + 1)]), "at most"),
+        (images.index_by_digest([bytes((8 << 20) + 1)]), "at most 8388608"),
+        (images.index_by_digest([bytes(8 << 20)]), "^an image that is not a PNG$"),
+        (images.index_by_digest([blob[:16] + b"\0\0\x10\1" * 2 + blob[24:]]), "4097 x 4097 pixels"),
     ):
         with pytest.raises(ValueError, match=said):
             images.check_blobs(bad)

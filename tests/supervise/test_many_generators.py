@@ -18,7 +18,6 @@ from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
-from buffer import service
 from buffer.groups import Group
 from buffer.service import BufferService
 from buffer.sessions import NAMES
@@ -206,9 +205,7 @@ def test_one_question_to_the_store_serves_all_that_wait(waiting: Any) -> None:
         made.answer()
     told = [(peer, x) for peer, x in sent if isinstance(x, m.TicketGrant)]
     assert told[0][0] == b"generator-2" and told[0][1].tickets
-    assert [peer for peer, _ in told[1:]] == [
-        f"generator-{n}".encode() for n in range(3, 3 + service.MOST_NOTIFIED)
-    ]
+    assert [peer for peer, _ in told[1:]] == [f"generator-{n}".encode() for n in range(3, 3 + 64)]
     assert not any(x.tickets for _, x in told[1:])
     assert all(x.announcement.label == (1, 1) for _, x in told)
     # who asks later with older weights is told at once, once

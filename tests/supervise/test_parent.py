@@ -100,9 +100,9 @@ def test_a_refusal_arrives_once_with_its_exit_code(pipe: tuple[int, int]) -> Non
 
 
 def test_a_long_refusal_is_cut_and_still_read(pipe: tuple[int, int]) -> None:
-    refusal.send_refusal(ConfigError("\u00e9" * 100_000))
+    refusal.send_refusal(ConfigError("\U0001f600" * 100_000))
     error = refusal.read_refusal(pipe[0])
-    assert error is not None and str(error) == "\u00e9" * 4096
+    assert error is not None and str(error) == "\U0001f600" * 4096
 
 
 def test_without_a_supervisor_nothing_is_sent(pipe: tuple[int, int]) -> None:

@@ -157,7 +157,7 @@ def test_as_many_files_as_the_system_permits(
     monkeypatch.setattr(connection_guard, "next_descriptor", lambda: 96)
     guard = connection_guard.ConnectionGuard(None)
     assert asked == raised
-    assert guard.most == (96 + 2000 if hard == 4096 else 96 + connection_guard.CONNECTIONS)
+    assert guard.most == (96 + 2000 if hard == 4096 else 96 + 6000)
 
 
 def test_a_process_that_may_open_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,7 +275,7 @@ def test_there_are_fewer_connections_than_files(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (257, 257))
     assert http_server.count_allowed_connections() == 128
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
-    assert http_server.count_allowed_connections() == http_server.CONNECTIONS
+    assert http_server.count_allowed_connections() == 4096
 
 
 ROUTES = [

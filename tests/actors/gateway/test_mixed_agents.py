@@ -22,7 +22,7 @@ from models_kit import model_fixture
 from process_kit import ENV, PATIENT, ROOT, RUN_SEED
 
 from actors.gateway.process import make_source
-from actors.gateway.service import HOPELESS, Gateway, WaitCause
+from actors.gateway.service import Gateway, WaitCause
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract import messages as m
@@ -161,7 +161,7 @@ def test_failures_are_counted_and_named_by_task(gateway: Any) -> None:
     asked = SimpleNamespace(name="2.0.2", ticket=gateway.held[2, 2].ticket, opened=0.0)
     why = m.RewardFailure("data", "no service")
     lines = gateway.log_change = Mock()
-    for _ in range(HOPELESS - 1):
+    for _ in range(7):
         gateway.count(played, "")
         gateway.count(asked, why)
     with pytest.raises(ConfigError) as ended:
