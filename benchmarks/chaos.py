@@ -88,7 +88,7 @@ def warm(model: Path, topology: str = "tickets") -> None:
     for name in (
         "actors.engine_embedded",
         "actors.gateway.environment_worker",
-        "actors.gateway.process",
+        "actors.gateway.environment_sessions",
         "actors.generator",
         "actors.reward_worker",
         "asyncrl.cli.processes",

@@ -470,7 +470,7 @@ class SessionsEndRecord(JournalRecord, tag="end"):
 
 
 class SampleRecord(JournalRecord, tag="deliver"):
-    """A delivered sample."""
+    """A delivered sample, in older journals."""
 
     trajectory: Trajectory
     images: dict[str, bytes] = {}  # older journals lack it
@@ -678,7 +678,7 @@ class RecordedStore(Store):
                     [source.trajectory] if isinstance(source, SampleRecord) else source.samples
                 ):
                     checks.check_sample(self, sample)
-                    super().accept_sample(sample, source.images)
+                    self.accept_sample(sample, source.images)
             except AsyncrlError as error:
                 raise DamagedDataError(f"the journal cannot be replayed: {error}") from error
         else:
@@ -713,18 +713,12 @@ class RecordedStore(Store):
         encoded: bytes | memoryview = b"",
         images: Blobs = NO_IMAGES,
     ) -> list[Disposition]:
-        accept = super().accept_sample
-        dispositions = [accept(sample, images) for sample in samples]
+        dispositions = super().accept_samples(samples, encoded, images)
         if encoded:
             self.journal.append(_DELIVERY_HEAD, encoded)
         else:
             self._record(FrameRecord(list(samples), dict(images)))
         return dispositions
-
-    def accept_sample(self, sample: Trajectory, images: Blobs = NO_IMAGES) -> Disposition:
-        disposition = super().accept_sample(sample, images)
-        self._record(SampleRecord(sample, dict(images)))
-        return disposition
 
 
 def _make_recorder(kind: type, change: Callable[..., object]) -> Callable[..., object]:

@@ -437,7 +437,7 @@ class Store(StoreRules):
 
         Raises BadMessage if no ticket asked for it or no learner registered its weights."""
         checks.check_sample(self, sample)
-        return self.accept_sample(sample)
+        return self.accept_samples([sample])[0]
 
     def is_delivered(self, key: SampleKey) -> bool:
         """Whether (ticket, sample, attempt) was delivered before."""

@@ -25,7 +25,7 @@ from asyncrl.models import adapters, memory, policy
 from asyncrl.models.devices import bind_learner
 from asyncrl.models.policy import compute_weights_digest, export
 from asyncrl.models.tokenizer import load_tokenizer
-from asyncrl.records import atomic_write, machine_memory, process_log
+from asyncrl.records import atomic_write, machine_memory, process_log, rundir
 from asyncrl.records.trace import Tracer
 from asyncrl.transport import keys, message_checks
 from asyncrl.transport.sockets import BufferPeer
@@ -76,7 +76,8 @@ class Learner(BufferPeer):
         for version, data in sorted(earlier_versions.items()):
             self.publisher.publish_bytes(version, data)
         self.digest = self.publisher.publish(self.number)
-        self.ring = self.publisher.list_held_versions(earlier_versions)
+        labels = self.publisher.ring.list_labels()
+        self.ring = sorted(pair for pair in labels.items() if pair[0].number in earlier_versions)
         self.core.measure.read_weights = self.publisher.read_weights
         super().__init__(config, run_dir, keys.LEARNER)
         self.silent_since = self.waiting_since
@@ -182,7 +183,9 @@ class Learner(BufferPeer):
             # the run has not ended (again): an earlier export is not its result
             if self.number < self.config.learner.steps:
                 (self.run_dir / "weights_digest").unlink(missing_ok=True)
-            self.publisher.remove_earlier()
+            # readers that still map an earlier ring keep it
+            rings = rundir.list_numbered(self.publisher.directory.parent, r"epoch_(\d+)")
+            rundir.remove([path for epoch, path in rings.items() if epoch < self.epoch])
             steps = self.config.learner.steps
             self.log_change(f"follows epoch {self.epoch} from version {self.number} of {steps}")
         elif (
@@ -336,15 +339,9 @@ class Learner(BufferPeer):
             "memory/learner_mb": machine_memory.read_resident_bytes() / 2**20,
         }
         self.mark = now
-        self.cursor = BatchCursor(
-            next_ticket=batch.next_ticket,
-            ledger=batch.ledger,
-            trained_above=batch.trained_above,
-            limit=batch.limit,
-            window=batch.window,
-            mixture=batch.mixture,
-            parent=[self.epoch, self.number - 1],
-        )
+        cursor = msgspec.convert(batch, BatchCursor, from_attributes=True)
+        parent = [self.epoch, self.number - 1]
+        self.cursor = msgspec.structs.replace(cursor, parent=parent)
         commit = m.Commit(
             self.epoch,
             batch.number,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -73,11 +73,6 @@ class Publisher:
             str(self.directory),
             self.server.address if self.server else "",
         )
-
-    def remove_earlier(self) -> None:
-        """Remove the rings of lower epochs; readers that still map one keep it."""
-        rings = rundir.list_numbered(self.directory.parent, r"epoch_(\d+)")
-        rundir.remove([directory for epoch, directory in rings.items() if epoch < self.epoch])
 
     def publish(self, number: int) -> str:
         """Write the model's weights as version `number`; return their digest.
@@ -164,14 +159,6 @@ class Publisher:
         if not equal_labels:
             return b""
         return self.ring.read_part(max(equal_labels), digest, 0, self.ring.size)[1]
-
-    def list_held_versions(self, numbers: Container[int]) -> list[tuple[Label, str]]:
-        """Return (label, digest) of the `numbers` that the ring holds."""
-        return sorted(
-            (label, digest)
-            for label, digest in self.ring.list_labels().items()
-            if label.number in numbers
-        )
 
     def close(self) -> None:
         if self.server is not None:

@@ -1,9 +1,9 @@
 """The gateway: plays sessions of agents and turns their calls into trajectories.
 
-- process: the gateway process
 - service: the gateway, which takes tickets, submits calls and delivers trajectories
 - session_source: the interface of a source of sessions
-- environment_sessions: sessions in environments, which environment_pool runs in worker processes
+- environment_sessions: the gateway process, and sessions in environments, which environment_pool
+  runs in worker processes
 - session_api: sessions over HTTP, in the event loop of http_gateway
 - endpoint: the HTTP server, the routes and the bodies of the model APIs
 - agents: programs and functions that play sessions over HTTP

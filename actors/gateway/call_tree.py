@@ -72,14 +72,20 @@ class CallNode:
     # chat.py: length, digest and closing of the turn
     rendered_turn: tuple[int, bytes, str] | None = None
 
+    @property
+    def path(self) -> list[CallNode]:
+        """The nodes from the root to this one."""
+        node: CallNode | None = self
+        nodes = []
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
     def build_prompt(self) -> ndarray:
         """Return the ids of the whole prompt, int32 [P]."""
-        pieces = [self.tail]
-        node = self.parent
-        while node is not None:
-            pieces += [node.ids, node.tail]
-            node = node.parent
-        return np.concatenate(pieces[::-1])
+        earlier = (ids for node in self.path[:-1] for ids in (node.tail, node.ids))
+        return np.concatenate([*earlier, self.tail])
 
     def build_token_ids(self) -> ndarray:
         """Return the prompt and the sampled ids, int32 [P + T]."""
@@ -91,12 +97,7 @@ class CallNode:
 
     def list_images(self) -> list[str]:
         """Return the digests of the images of the whole prompt."""
-        digest_lists = [self.images]
-        node = self.parent
-        while node is not None:
-            digest_lists.append(node.images)
-            node = node.parent
-        return [name for part in digest_lists[::-1] for name in part]
+        return [name for node in self.path for name in node.images]
 
     @property
     def own_reads(self) -> int:
@@ -111,14 +112,8 @@ class CallNode:
 
         Each token has those of the first call that read it; None: not recorded.
         """
-        pieces = []
-        node: CallNode | None = self
-        while node is not None:
-            if node.routed is None:
-                return None
-            pieces.append(node.routed)
-            node = node.parent
-        return RoutedExperts.join(pieces[::-1])
+        pieces = [node.routed for node in self.path if node.routed is not None]
+        return RoutedExperts.join(pieces) if len(pieces) == len(self.path) else None
 
 
 # ---- messages ------------------------------------------------------------------------------------

@@ -1,13 +1,18 @@
-"""Sessions that the gateway plays: in environments (agent.env, agent.tools), or of one call."""
+"""The gateway process, and the sessions that it plays by itself.
+
+These are sessions in environments (agent.env, agent.tools), or of one call."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import socket
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from actors.gateway.call_tree import CallNode
@@ -17,6 +22,7 @@ from actors.gateway.refusals import TOO_LONG, CallRefused
 from actors.gateway.service import Episode, Gateway, SessionSource, WaitCause, compute_env_seed
 from actors.gateway.sessions import SessionCall, SessionPlayers
 from actors.schedule import LeasedTicket
+from asyncrl.config.tree import Config
 from asyncrl.tasks.evaluation_sets import resolve_reward_configs
 
 SHOWN = 40  # characters shown of tool names
@@ -50,6 +56,10 @@ class LocalSource(SessionSource):
             while grant.waiting and self.gateway.free_sessions > 0:
                 self.open(grant, grant.waiting.pop(0), first=True)
 
+    def explain_queue(self, part: str) -> WaitCause:
+        sessions = self.gateway.config.agent.sessions
+        return WaitCause("place", f"a place: agent.sessions = {sessions}")
+
     @abstractmethod
     def open(self, grant: LeasedTicket, sample: int, *, first: bool) -> None:
         """Begin a session of a sample."""
@@ -82,15 +92,8 @@ class SingleCompletions(LocalSource):
         elif session.state == "open" and session.judge(now):
             self.gateway.submit(episode)
 
-    def on_drop(self, episode: Episode) -> None:
-        pass
-
     def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
         return WaitCause("reward", "the reward of its answer", limit, left_s)
-
-    def explain_queue(self, part: str) -> WaitCause:
-        sessions = self.gateway.config.agent.sessions
-        return WaitCause("place", f"a place: agent.sessions = {sessions}")
 
 
 class EnvironmentSource(LocalSource):
@@ -251,9 +254,6 @@ class EnvironmentSource(LocalSource):
             text += f", behind that of session {name} in the same process"
         return WaitCause("environment", text, limit, left_s)
 
-    def explain_queue(self, part: str) -> WaitCause:
-        return WaitCause("place", f"a place: agent.sessions = {self.agent.sessions}")
-
     def close(self) -> None:
         self.pool.close()
 
@@ -263,3 +263,38 @@ def describe_request(answer: dict[str, Any] | None) -> str:
     calls = (answer or {}).get("tool_calls") or ()
     names = ascii(", ".join(str(call["function"]["name"]) for call in calls)[:SHOWN])[1:-1]
     return f"its tool {names}" if names else "the step of its environment"
+
+
+# ---- the process ---------------------------------------------------------------------------------
+
+
+def make_source(gateway: Gateway, part: str) -> SessionSource:
+    """Make the source of a part's sessions; all parts with agents over HTTP share one."""
+    agent = gateway.agents[part]
+    if not agent.http:
+        return (EnvironmentSource if agent.uses_sessions else SingleCompletions)(gateway, part)
+    from actors.gateway.session_api import SessionApi
+
+    shared = (source for source in gateway.sources.values() if isinstance(source, SessionApi))
+    return next(shared, None) or SessionApi(gateway)
+
+
+def main(config: Config, run_dir: Path, index: int) -> bool:
+    """Run gateway `index`.
+
+    Returns True when the run is finished, False when SIGTERM ended the process.
+    """
+    over_http = any(agent.http for agent in config.agents.values())
+    if over_http:  # before the heap is frozen
+        from actors.gateway import http_gateway
+    gateway = Gateway(config, run_dir, index, source=make_source)
+
+    def play() -> None:
+        gc.collect()
+        gc.freeze()  # before any session waits: later collections skip these objects
+        if over_http:
+            asyncio.run(http_gateway.serve(gateway))
+        else:
+            gateway.loop()
+
+    return gateway.run_until_signal(play)

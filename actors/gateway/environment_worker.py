@@ -11,7 +11,6 @@ The order tells the parent which session a process was busy with when it hangs o
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Mapping
 from functools import partial
@@ -23,6 +22,7 @@ from msgspec import Struct
 
 from actors.gateway.hubs import stepped, tools
 from actors.gateway.hubs.tools import LONGEST, ToolLoop
+from actors.reward_worker import check_number
 from asyncrl.config.agents import RANDOM, SELF
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
@@ -128,14 +128,6 @@ def resolve_opponent(path: str) -> games.Opponent | None:
 
 
 # ---- environments --------------------------------------------------------------------------------
-
-
-def check_number(value: Any, name: str) -> float:
-    """Convert to a finite float.  Raises ValueError."""
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} is {number}, not a finite number")
-    return number
 
 
 def check_observation(obs: Any) -> Observation:

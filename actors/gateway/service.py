@@ -14,7 +14,6 @@ open session up to the session's deadline, because no token is sampled while a t
 
 from __future__ import annotations
 
-import gc
 import math
 import socket
 import time
@@ -122,10 +121,6 @@ class SessionSource(ABC):
         """
 
     @abstractmethod
-    def on_drop(self, episode: Episode) -> None:
-        """Forget an episode that was delivered or lost."""
-
-    @abstractmethod
     def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
         """Describe the wait of an open session without an open call.
 
@@ -151,6 +146,9 @@ class SessionSource(ABC):
 
     def on_progress(self, session: Session, ticket: Ticket | None = None) -> None:
         """Record that a session's tokens are reported or sent, or its new ticket."""
+
+    def on_drop(self, episode: Episode) -> None:
+        """Forget an episode that was delivered or lost."""
 
     def close(self) -> None:
         """End the processes that the source has started."""
@@ -289,11 +287,6 @@ class Gateway(TicketHolder):
         self.sources: dict[str, SessionSource] = {}  # part -> source; parts may share one
         for part in self.agents:
             self.sources[part] = source(self, part)
-
-    def warm_up(self) -> None:
-        """Freeze the heap before any session waits: later garbage collections skip its objects."""
-        gc.collect()
-        gc.freeze()
 
     # ---- the loop --------------------------------------------------------------------------------
 

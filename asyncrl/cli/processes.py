@@ -143,7 +143,7 @@ def run_process(name: str, config: Any, run_dir: Path, index: int, *, moved: boo
                 "agent.serve, agent.command or agent.function"
             )
         with pause_collection():
-            from actors.gateway.process import main as start_gateway
+            from actors.gateway.environment_sessions import main as start_gateway
         return start_gateway(config, run_dir, index)
     with pause_collection():
         import torch  # noqa: F401  # the engine needs it

@@ -18,7 +18,7 @@ from asyncrl.records import stream
 from asyncrl.records.metrics import OPTIMIZER_STEPS
 from asyncrl.records.stream import MIB, RecordedStep, RecordingHeader, RecordingWriter
 from learner import checkpoint
-from learner.records.batch_log import BatchLog
+from learner.records.sample_log import BatchLog
 from learner.step import LearnerCore
 
 

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from gateway_door_kit import config  # noqa: F401
 
 import asyncrl
-from actors.gateway import process, service
+from actors.gateway import environment_sessions, service
 from actors.gateway.environment_sessions import EnvironmentSource, SingleCompletions
 from actors.gateway.session_api import SessionApi
 from asyncrl.config.agents import AgentConfig
@@ -46,11 +47,7 @@ class Gateway(service.Gateway):
     number = 0
     turns = 0
     closed = False
-    warm = False
     by: tuple[type, ...] = ()  # what makes its sessions
-
-    def warm_up(self) -> None:
-        type(self).warm = True  # the real one freezes the heap of this process
 
     def step(self) -> bool:
         type(self).turns += 1
@@ -71,7 +68,10 @@ class Gateway(service.Gateway):
 def made(monkeypatch: pytest.MonkeyPatch, run_dir: Path, number: int) -> type[Gateway]:
     (run_dir / "run_id").write_text("run")
     kind = type("Gateway", (Gateway,), {"number": number})
-    monkeypatch.setattr(process, "Gateway", kind)
+    monkeypatch.setattr(environment_sessions, "Gateway", kind)
+    monkeypatch.setattr(
+        environment_sessions, "gc", Mock()
+    )  # which would freeze this process's heap
     return kind
 
 
@@ -81,8 +81,8 @@ def test_a_signal_ends_the_process_after_its_turn(
 ) -> None:
     kind = made(monkeypatch, tmp_path, number)
     monkeypatch.delenv("ASYNCRL_SUPERVISED", raising=False)
-    assert process.main(either, tmp_path, 2) is False
-    assert kind.closed and kind.warm and kind.turns == 3
+    assert environment_sessions.main(either, tmp_path, 2) is False
+    assert kind.closed and kind.turns == 3
     assert kind.by == (SessionApi if either.agent.http else EnvironmentSource,)
     assert signal.getsignal(signal.SIGINT) is signal.getsignal(signal.SIGTERM)
 
@@ -97,7 +97,7 @@ def test_a_mixture_of_agents_has_a_source_for_each(
     ]
     task = msgspec.convert({"name": "mixture", "mixture": parts}, type(config.task))
     mixture = msgspec.structs.replace(config, task=task, agent=AgentConfig())
-    assert process.main(mixture, tmp_path, 0) is False
+    assert environment_sessions.main(mixture, tmp_path, 0) is False
     assert kind.by == (SingleCompletions, EnvironmentSource) and kind.closed
 
 
@@ -109,7 +109,7 @@ def test_the_run_s_end_ends_the_process(
     monkeypatch.setenv("ASYNCRL_SUPERVISED", "1")
     kept = tmp_path / "sessions-0" / "1.0.1"
     kept.parent.mkdir(mode=0o700)
-    assert process.main(either, tmp_path, 0) is True and kind.closed
+    assert environment_sessions.main(either, tmp_path, 0) is True and kind.closed
     assert kept.exists() != either.agent.http, "no session over HTTP goes on"
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "its supervisor ends it"
     assert callable(signal.getsignal(signal.SIGTERM))

@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 from models_kit import model_fixture
 from process_kit import ENV, PATIENT, ROOT, RUN_SEED
 
-from actors.gateway.process import make_source
+from actors.gateway.environment_sessions import make_source
 from actors.gateway.service import Gateway, WaitCause
 from asyncrl.cli import main
 from asyncrl.config import load
