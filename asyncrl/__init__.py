@@ -49,7 +49,7 @@ packages form layers, and each imports only from the layers below it:
 - `viewer`: the page of runs in a browser, and samples in the terminal, only from a run's files.
 - `experiments`: `serial` (the whole system in one process: read it first), `compare` (compare and
   sweep: many runs, and whether they differ significantly), `simulate` (a run in simulated time with
-  the buffer's real store), `replay` (of the batches that `learner.records.recorder` saved), `lab`
+  the buffer's real store), `replay` (of the batches that `learner.publisher` saved), `lab`
   (estimators against exact gradients), `diagnose` (logs of other frameworks).
 - `supervise`: starts, watches, stops and reports one run; `hosts`: starts processes on machines.
 - `actors`, `buffer`, `learner`.

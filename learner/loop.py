@@ -30,9 +30,8 @@ from asyncrl.records.trace import Tracer
 from asyncrl.transport import keys, message_checks
 from asyncrl.transport.sockets import BufferPeer
 from learner import checkpoint
-from learner.publisher import Publisher
-from learner.records.recorder import Recorder, StepLog
-from learner.records.sample_log import SampleLog
+from learner.publisher import Publisher, Recorder, StepLog
+from learner.sample_log import SampleLog
 from learner.state import BatchCursor
 from learner.step import LearnerCore
 

@@ -29,7 +29,7 @@ from learner import gradients
 from learner.backend import TorchBackend
 from learner.batch import PackedBatch, pack, split_micro_batches, split_minibatches
 from learner.critic import Critic
-from learner.records.sample_log import SampleLog
+from learner.sample_log import SampleLog
 from learner.split import SplitMeter, measure_move
 from learner.state import LearnerState, WeightAverage
 

@@ -1,6 +1,6 @@
 """The gateway: plays sessions of agents and turns their calls into trajectories.
 
-- service: the gateway, which takes tickets, submits calls and delivers trajectories
+- service: the gateway, which takes tickets, routes calls and delivers trajectories
 - session_source: the interface of a source of sessions
 - environment_sessions: the gateway process, and sessions in environments, which environment_pool
   runs in worker processes
@@ -10,6 +10,5 @@
 - sessions: one sample with several calls, its limits, retries and end (pure)
 - call_tree: how calls continue each other, and the training sequences (pure)
 - chat: messages to token ids, and back
-- call_router: assigns calls to generators; generator_calls is the generator's side
 - recovery: open sessions on disk, for a restart
 """

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 # name -> the module with `serve` and `connect`, imported when a learner or a generator starts
 TRANSPORTS: dict[str, str] = {
-    "auto": "asyncrl.transport.tcp",  # or the ring, if the generator can map it
-    "shared_memory": "asyncrl.transport.tcp",  # also serves chunks if it has an address
-    "tcp": "asyncrl.transport.tcp",
+    "auto": "asyncrl.transport.chunks",  # or the ring, if the generator can map it
+    "shared_memory": "asyncrl.transport.chunks",  # also serves chunks if it has an address
+    "tcp": "asyncrl.transport.chunks",
     "nccl": "asyncrl.transport.gpu_pairs",
     "gloo": "asyncrl.transport.gpu_pairs",
 }

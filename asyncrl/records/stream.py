@@ -1,6 +1,6 @@
 """A run's recorded stream on disk, which `asyncrl replay` trains on again.
 
-The learner writes it (learner/records/recorder.py), one file per incarnation.
+The learner writes it (learner/publisher.py), one file per incarnation.
 
 ```
 RUN/recording/epoch_E.log             a RecordingHeader, then a RecordedStep per batch, each as

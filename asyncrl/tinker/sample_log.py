@@ -1,7 +1,7 @@
 """Log some trained datums of a model with every token: MODEL/token_samples.jsonl.
 
 `asyncrl samples` and `asyncrl watch` read it as they read the learner's
-(`learner.records.sample_log`). A server receives no rewards, so rules that choose by reward are
+(`learner.sample_log`). A server receives no rewards, so rules that choose by reward are
 absent.
 """
 
@@ -19,7 +19,7 @@ import xxhash
 from asyncrl.records import jsonl
 from asyncrl.tinker.messages import Datum
 from asyncrl.tinker.sequences import SampledRun
-from learner.records.sample_log import FILE, build_row, build_sequence
+from learner.sample_log import FILE, build_row, build_sequence
 
 # the defaults of record.samples_every and record.token_samples_mib of a run
 EVERY = 10

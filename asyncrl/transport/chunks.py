@@ -24,9 +24,9 @@ from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.transport import keys, message_checks
 from asyncrl.transport.file_server import FileEntry, FileServer
-from asyncrl.transport.ring import Rows
+from asyncrl.transport.ring import Rows, WeightRing
 from asyncrl.transport.sockets import UNDECODABLE, ListeningSocket, receive_frames
-from asyncrl.transport.weight_transport import WeightsServer
+from asyncrl.transport.weight_transport import WeightsClient, WeightsServer
 
 CHUNK_BYTES = 1 << 20
 AHEAD = 4  # chunks that a client requests ahead of the one it reads
@@ -405,3 +405,32 @@ def find_buffer(config: Config, source: WeightsSource, name: str) -> str:
         return ""
     finally:
         client.close()
+
+
+# ---- the transport `tcp` -------------------------------------------------------------------------
+
+
+def serve(config: Config, ring: WeightRing) -> ChunkServer | None:
+    """Start the learner's chunk server, if `wires.weights_address` is set."""
+    if not config.wires.weights_address:
+        return None
+    return ChunkServer(
+        config.wires.weights_address,
+        ring.rows,
+        ring.read_part,
+        config.wires.curve_dir,
+        FileServer(config),
+    )
+
+
+def connect(config: Config, source: WeightsSource, name: str) -> WeightsClient:
+    """Connect generator `name` to the learner's chunk server.
+
+    Raises PeerUnreachable when the learner serves no chunks."""
+    if not source.address:
+        raise PeerUnreachable(
+            f"the learner's weights are on host {source.host} in {source.directory}, which this "
+            "host cannot read; set wires.weights_address to a tcp address of the learner"
+        )
+    address = reachable_address(source.address, config.wires.address)
+    return ChunkClient(address, config.wires.connect_s, config.wires.curve_dir, name)

@@ -189,7 +189,7 @@ class Generator:
     """A generator's readers: tickets, acknowledgements, calls of a gateway."""
 
     def __init__(self) -> None:
-        from actors.gateway.generator_calls import CallTurn
+        from actors.generator import CallTurn
 
         sampling = m.SamplingSettings(1.0, 1.0, 0, 4)
         prompt = np.arange(3, 9, dtype="<i4").tobytes()
@@ -317,8 +317,7 @@ class Calls:
 
     def __init__(self) -> None:
         kit = from_tests()
-        from actors.gateway.call_router import CallRouter
-        from actors.gateway.service import Gateway
+        from actors.gateway.service import CallRouter, Gateway
 
         self.scripted = kit.Scripted(limits=kit.SessionLimits(max_calls=0, rows=0))
         sampling = m.SamplingSettings(1.0, 1.0, 0, 4)

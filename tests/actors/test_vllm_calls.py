@@ -22,7 +22,7 @@ from vllm_kit import flat, vllm_config
 from actors import engine_vllm
 from actors.engine import Completion, CompletionRequest
 from actors.engine_vllm import BLOCK, VllmEngine
-from actors.gateway.generator_calls import CallTurn
+from actors.generator import CallTurn
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label

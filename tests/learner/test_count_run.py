@@ -23,7 +23,7 @@ from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.supervise import preflight
 from asyncrl.supervise.report import run_page, token_samples
 from learner.batch import pack
-from learner.records.sample_log import SampleLog
+from learner.sample_log import SampleLog
 from learner.step import LearnerCore
 
 SHORT = (

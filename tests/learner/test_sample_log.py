@@ -1,4 +1,4 @@
-"""learner/records/sample_log.py: the samples that a run logs with every token."""
+"""learner/sample_log.py: the samples that a run logs with every token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from learner_step_kit import GROUPS, SIZE, batch, core, model_dir  # noqa: F401
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.records import jsonl
-from learner.records.recorder import StepLog
-from learner.records.sample_log import FILE, SampleLog, choose_samples, decode_pieces
+from learner.publisher import StepLog
+from learner.sample_log import FILE, SampleLog, choose_samples, decode_pieces
 
 
 def logged(c: Any, run_dir: Path, *batches: int) -> list[dict[str, Any]]:

@@ -183,7 +183,7 @@ class Drawing:
 
 @dataclass
 class Engine:
-    """A generator that draws calls: actors/gateway/generator_calls.py, with the engine reckoned."""
+    """A generator that draws calls: actors/generator.py, with the engine reckoned."""
 
     name: str
     session: int = 1

@@ -22,7 +22,7 @@ from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 from asyncrl.records import rundir
-from asyncrl.transport import gpu_pairs, sockets, tcp, weight_transport
+from asyncrl.transport import chunks, gpu_pairs, sockets, weight_transport
 from asyncrl.transport.sockets import IN_PLACE_BYTES, BufferSocket, PeerSocket
 from learner.publisher import Publisher
 
@@ -149,12 +149,12 @@ def test_a_learner_without_an_address_serves_no_chunks(tmp_path: Path) -> None:
 def test_who_cannot_reach_the_learner_is_told_what_to_set() -> None:
     away = WeightsSource(1, "elsewhere", "/not/here", "")
     with pytest.raises(PeerUnreachable, match=r"elsewhere in /not/here.*set wires\.weights_addr"):
-        tcp.connect(config("auto"), away, "generator-0")
+        chunks.connect(config("auto"), away, "generator-0")
     with pytest.raises(PeerUnreachable, match=r"on host elsewhere: weights\.transport = gloo"):
         gpu_pairs.connect(config("gloo"), away, "generator-0")
     beside = load.load("demo", ["wires.address='tcp://127.0.0.1:1'"])
     everywhere = msgspec.structs.replace(away, address="tcp://*:2")
-    client: Any = tcp.connect(beside, everywhere, "generator-0")
+    client: Any = chunks.connect(beside, everywhere, "generator-0")
     assert client.address == "tcp://127.0.0.1:2"
     client.close()
     assert away.host != socket.gethostname()

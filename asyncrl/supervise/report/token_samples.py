@@ -1,6 +1,6 @@
 """Read, filter and order the samples of token_samples.jsonl, and format them as colored text.
 
-`learner/records/sample_log.py` writes the file. `asyncrl/tinker/sample_log.py` writes that of a
+`learner/sample_log.py` writes the file. `asyncrl/tinker/sample_log.py` writes that of a
 Tinker server's model, without rewards, weights and clips.
 """
 

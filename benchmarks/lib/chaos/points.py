@@ -122,7 +122,7 @@ def recorded(hook: Hook, role: str) -> None:
 def generator(hook: Hook, role: str) -> None:
     from actors import generator as module
     from actors.engine_embedded import EmbeddedEngine
-    from actors.gateway.generator_calls import CallTurn
+    from actors.generator import CallTurn
 
     recorded(hook, role)
     before(CallTurn, "finish", lambda *_: hook.worked(role))

@@ -9,9 +9,9 @@ import pytest
 from gateway_calls_kit import AT, call
 
 from actors.engine import CompletionRequest, build_engine, draw_uniform_rows
-from actors.gateway import call_router
-from actors.gateway.call_router import REMEMBERED, CallRouter
-from actors.gateway.generator_calls import REPORT_S, CallPeer, CallTurn
+from actors.gateway import service
+from actors.gateway.service import REMEMBERED, CallRouter
+from actors.generator import REPORT_S, CallPeer, CallTurn
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError
@@ -151,7 +151,7 @@ def test_a_cut_call_is_told_to_its_generator_and_one_that_waits_is_over() -> Non
 
 
 def test_more_generators_than_a_gateway_serves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_router, "MOST_GENERATORS", 2)
+    monkeypatch.setattr(service, "MOST_GENERATORS", 2)
     two = board("a", "b")
     assert two.on_report(b"c", said("c", 1, []), 1.0) == m.Refusal(
         "c is refused: this gateway has 2 generators", 2
