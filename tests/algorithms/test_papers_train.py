@@ -11,10 +11,20 @@ from learner_step_kit import GROUPS, SIZE, batch_with_parts, weights
 from process_kit import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import reference_pages
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
 
-from asyncrl.config import load
+import msgspec
+import pytest
+import reference_pages
+from process_kit import Ended
+
+from asyncrl.config import bundled_configs, load
 from asyncrl.models.policy import build_model
+from asyncrl.records import metrics
+from asyncrl.supervise import run as runner
 from learner.step import LearnerCore
 
 AROUND = (
@@ -60,3 +70,53 @@ def test_the_settings_of_a_paper_train(models: dict[str, Path], option: list[str
         assert math.isfinite(row["loss/policy"])
     after = weights(learner)
     assert bool(after.isfinite().all()) and not bool((after == before).all())
+
+
+MIS = "correction.preset=mis"
+
+
+@pytest.mark.parametrize("name", bundled_configs.list_names())
+def test_a_run_of_every_shipped_config_can_go_on_with_mis(name: str, tmp_path: Path) -> None:
+    """Its resolved config gives every key, so the preset must take the place of those it is about
+    and of no other."""
+    before = load.load(f"configs/{name}.toml")
+    (tmp_path / "config.toml").write_text(load.dump(before))
+    after = runner.resolve_resume(tmp_path, [MIS])
+    assert load.load(tmp_path / "config.toml") == after, "what the processes read"
+    correction = after.correction
+    assert (correction.level, correction.bound) == ("token", "truncate")
+    assert (correction.reject, correction.veto) == ("ratio", "ratio")
+    assert correction.proximal == "recompute", "its weights are pi_prox / mu"
+    changed = {
+        field
+        for field in msgspec.structs.asdict(before)
+        if getattr(before, field) != getattr(after, field)
+    }
+    assert changed == {"correction"}
+
+
+def test_a_run_whose_engine_differs_goes_on_as_its_sign_advises(
+    asyncrl: Callable[..., Ended],
+) -> None:
+    """For real, the command as the sign gives it: weights that cut and reject from there on."""
+    small = ("learner.groups=8", "evaluation.final_prompts=8", "learner.checkpoint_every=2")
+    words = ("learner.steps=4", "record.split_every=1", "generator.mantissa_bits=1")
+    done = asyncrl("run", *small, *words, "name='off'").check()
+    (advised,) = {
+        found
+        for sign in done.json["signs"]
+        if sign["name"] == "engine_mismatch"
+        and (
+            found := "".join(
+                re.findall(r"`asyncrl run --resume RUN --set (\S+)`", json.dumps(sign))
+            )
+        )
+    }
+    assert advised == MIS
+    run_dir = Path(done.json["run_dir"])
+    resumed = asyncrl("run", "--resume", str(run_dir), advised, "learner.steps=8")
+    assert resumed.code == 0 and resumed.json["steps"] == 8, resumed.err[-3000:]
+    rows = [r for r in metrics.read(run_dir) if "reward/mean" in r]
+    weights = [r["is/mean_weight"] for r in rows]
+    assert set(weights[:4]) == {1.0} and all(x != 1.0 for x in weights[4:]), "1: no correction"
+    assert any(r["is/zero_share"] > 0 for r in rows[4:]), "what is off by so much is rejected"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from bench_rivals_kit import program
+from process_kit import run_command
 
 from actors.generator import Generator
 from actors.ticket_holder import TicketHolder
@@ -176,3 +177,20 @@ def test_the_stand_in_of_a_buffer_has_all_that_a_generator_asks_of_its_socket(
     sample = m.Trajectory(0, 0, 1, tokens, tokens, tokens, b"\1" * 8, [], 1.0, {}, "length", 1.0)
     stand_in.send(m.Delivery("g", 1, 1, [sample]))
     assert stand_in.recv(0.0).acks == [(0, 0, 1, "accepted")]
+
+
+MODES = ("memory", "process", "disk")
+
+
+def test_the_cpu_of_a_batch_is_judged_against_the_bare_store_of_the_same_run() -> None:
+    done = run_command([sys.executable, "benchmarks/buffer.py", "--quick", "--json"]).check()
+    found = json.loads(done.out.splitlines()[-1])
+    goals = {goal["figure"]: goal for goal in found["goals"]}
+    assert set(found["times"]) == {*MODES, "queue", "bare store"}
+    assert found["bare_store_ms"] > 0
+    for mode in MODES:
+        goal = goals[f"{mode}: CPU of a batch over the bare store's, last third"]
+        assert goal["goal"] == "<= 5" and goal["met"] == (goal["value"] <= 5)
+        last_ms = found["cpu"][mode]["last_ms"]
+        assert goal["value"] == pytest.approx(last_ms / found["bare_store_ms"], rel=0.02)
+        assert goals[f"{mode}: samples/s over the socket"]["of_queue"] > 0

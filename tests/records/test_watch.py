@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from click.testing import CliRunner
 from starlette.testclient import TestClient
 from watch_kit import (
     MARKUP,
-    client,  # noqa: F401
+    client,  # noqa: F401  # noqa: F401
     metric_row,
-    run_dir,  # noqa: F401
+    run_dir,  # noqa: F401  # noqa: F401
     sample_row,
     write_lines,
 )
@@ -25,10 +27,12 @@ from watch_kit import (
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import jsonl
+from asyncrl.records import jsonl, process_log, rundir
 from asyncrl.records.health_checks import BOUND_RULES, Finding
+from asyncrl.records.process_log import ProcessIncarnation
 from asyncrl.supervise import doctor
-from asyncrl.supervise.report import advice, plots, run_page
+from asyncrl.supervise.report import advice, plots, run_page, run_view
+from asyncrl.supervise.report.run_view import RunView
 from asyncrl.supervise.report.series import Series, downsample, smooth_values
 from asyncrl.supervise.report.token_samples import (
     SHADES,
@@ -39,6 +43,7 @@ from asyncrl.supervise.report.token_samples import (
 )
 from asyncrl.transport.http_server import ListenAddress
 from asyncrl.viewer import run_search, server
+from asyncrl.viewer.app import POLICY, WatchApp
 
 
 def steps(series: Series) -> list[int]:
@@ -492,3 +497,552 @@ def test_every_rule_is_in_the_docs() -> None:
     assert len(rules) == 10
     for rule in rules:
         assert f"`{rule}`" in page, rule
+
+
+FINISHED = {"finished": True, "steps": 10**6}
+
+
+def answer(client: TestClient, question: str) -> Any:
+    reply = client.get(f"/api/{question}")
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    return reply.json()
+
+
+def copy_run(run_dir: Path, to: Path) -> Path:
+    shutil.copytree(run_dir, to)
+    return to
+
+
+def append(path: Path, *rows: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_summary(run_dir: Path, **given: Any) -> dict[str, Any]:
+    summary = dict.fromkeys(run_view.SUMMARY_KEYS) | given
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    return summary
+
+
+def wait_for_summary(run: RunView) -> dict[str, Any]:
+    until = time.monotonic() + 300
+    while not run.read_summary():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return run.read_summary()
+
+
+def test_the_row_of_a_run_has_its_newest_numbers(client: TestClient, run_dir: Path) -> None:
+    evals = {"eval/heldout": 0.75, "lag/mean": 1.5}
+    append(run_dir / "metrics.jsonl", metric_row(30, **evals))
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("no json\n")
+    append(run_dir / "token_samples.jsonl", {"batch": 5})
+    (row,) = answer(client, "runs")
+    assert row == {
+        "id": "first",
+        "path": str(run_dir),
+        "state": "stopped",
+        "problem": "",
+        "step": 31,
+        "steps": load.load(run_dir / "config.toml").learner.steps,
+        "seconds": 15.0,
+        "accuracy": 0.75,
+        "reward": 0.53,
+        "lag": 1.5,
+        "rows": 31,
+        "samples": 4,
+        "summed_up": False,
+        "damaged": 2,
+    }
+
+
+def test_an_evaluation_at_the_end_is_not_a_step(client: TestClient, run_dir: Path) -> None:
+    """Its row has the version, which is the number of batches before it."""
+    append(run_dir / "metrics.jsonl", {"step": 30, "t": 15.5, "eval/heldout": 0.75})
+    (row,) = answer(client, "runs")
+    assert row["step"] == 30 and row["accuracy"] == 0.75
+
+
+def test_a_run_without_a_step_has_none(client: TestClient, run_dir: Path) -> None:
+    (run_dir / "metrics.jsonl").unlink()
+    (row,) = answer(client, "runs")
+    assert (row["step"], row["seconds"], row["rows"]) == (0, 0.0, 0)
+    assert row["accuracy"] is None and row["reward"] is None and row["lag"] is None
+
+
+@pytest.mark.parametrize("name", ["supervisor", "buffer"])
+def test_a_run_runs_while_its_supervisor_or_its_buffer_does(
+    client: TestClient, run_dir: Path, name: str
+) -> None:
+    states = lambda: [row["state"] for row in answer(client, "runs")]  # noqa: E731
+    if name == "supervisor":
+        held = rundir.RunLock(run_dir)
+    else:
+        held = ProcessIncarnation(run_dir, name, alone=True)
+    assert states() == ["running"]
+    held.close() if isinstance(held, rundir.RunLock) else held.end(0)
+    assert states() == ["stopped"]
+    (run_dir / "buffer_summary.json").write_text(json.dumps(FINISHED))
+    assert states() == ["stopped"], "it has not written its model"
+    (run_dir / "weights_digest").write_text("abc")
+    assert states() == ["finished"]
+
+
+def test_an_unreadable_run_says_why_and_has_no_steps(client: TestClient, run_dir: Path) -> None:
+    (run_dir / "config.toml").write_text("[learner]\nsteps = 'many'\n")
+    (row,) = answer(client, "runs")
+    assert (row["state"], row["steps"]) == ("unreadable", 0) and "learner.steps" in row["problem"]
+
+
+def test_settings_are_read_again_when_their_file_changes(run_dir: Path) -> None:
+    run = RunView("first", run_dir)
+    first = run.config
+    assert run.config is first, "and not before"
+    path = run_dir / "config.toml"
+    path.write_text(path.read_text() + "\n")
+    assert run.config is not first and run.config == first
+    text, status = path.read_text(), path.stat()
+    path.write_text(text.replace("seed = 0", "seed = 1"))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert run.config.seed == 1
+    path.unlink()
+    with pytest.raises(ConfigError, match="the run directory was removed"):
+        run.config  # noqa: B018
+
+
+def test_a_run_in_progress_is_summed_up_beside_the_answers(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_view, "COMPOSE_S", 3600.0)
+    run = RunView("first", run_dir)
+    assert not run.describe_state()["summed_up"]
+    found = wait_for_summary(run)
+    assert found["wall_s"] == 14.5 and run.describe_state()["summed_up"]
+    append(run_dir / "metrics.jsonl", metric_row(30))
+    assert run.read_summary() is found, "an hour later at the earliest: it costs"
+    assert run._next_summary > time.monotonic() + run_view.COMPOSE_S / 2
+    run._next_summary = 0.0
+    until = time.monotonic() + 300
+    while run.read_summary()["wall_s"] < 15:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_what_a_run_wrote_at_its_end_is_its_summary(run_dir: Path) -> None:
+    written = write_summary(run_dir, heldout_end=0.5)
+    assert RunView("first", run_dir).read_summary() == written
+
+
+def test_a_summary_that_lacks_keys_is_composed_anew(run_dir: Path) -> None:
+    (run_dir / "summary.json").write_text('{"heldout_end": 0.5}')
+    found = wait_for_summary(RunView("first", run_dir))
+    assert found["wall_s"] == 14.5 and found["heldout_end"] is None
+
+
+def test_a_run_that_cannot_be_summed_up_has_no_summary(run_dir: Path) -> None:
+    run = RunView("first", run_dir)
+    wait_for_summary(run)
+    (run_dir / "config.toml").unlink()
+    began = time.monotonic()
+    run._compose()
+    now = time.monotonic()
+    assert run.read_summary() == {}
+    assert began + run_view.COMPOSE_S <= run._next_summary
+    assert run._next_summary <= now + max(
+        run_view.COMPOSE_S, (now - began) / run_view.COMPOSE_SHARE
+    )
+
+
+def test_the_health_checks_of_a_run_in_progress_are_those_of_its_composed_summary(
+    run_dir: Path,
+) -> None:
+    run = RunView("first", run_dir)
+    run._summary = {"signs": [{"name": "odd", "said": "it was odd", "try_this": "nothing"}]}
+    run._next_summary = math.inf
+    (fired,) = run.list_advice(run.read_summary()["signs"])[1]
+    assert fired.name == "check odd"
+
+
+def test_the_last_batches_of_a_finished_run_give_no_advice(run_dir: Path) -> None:
+    """Its generators had no more tickets: they idle without a limit of the speed."""
+    idle = {"time/learner_idle_share": 0.0, "time/generator_idle_share": 0.0}
+    last = 1 + int(load.load(run_dir / "config.toml").staleness.limit)
+    late = idle | {"time/generator_idle_share": 1.0}
+    rows = [metric_row(step, **(idle if step < 20 else late)) for step in range(20 + last)]
+    write_lines(run_dir / "metrics.jsonl", rows)
+    run = RunView("first", run_dir)
+    run._next_summary = math.inf
+    run.refresh()
+    rules = lambda: [finding.name for finding in run.list_advice([])[0]]  # noqa: E731
+    assert "generators_wait" in rules()
+    (run_dir / "buffer_summary.json").write_text(json.dumps(FINISHED))
+    (run_dir / "weights_digest").write_text("abc")
+    assert "balanced" in rules()
+
+
+def test_the_overview_has_the_figures_of_the_summary(client: TestClient, run_dir: Path) -> None:
+    slow = {"time/reward_wait_share": 0.5, "reward/queue": 9.0, "reward/call_s": 2.0}
+    slow |= {"reward/workers": 1.0, "link/ack_s": 3.0}
+    append(run_dir / "metrics.jsonl", metric_row(30, **slow))
+    sign = {"name": "odd", "said": "it was odd", "try_this": "nothing"}
+    summary = {
+        "heldout_start": 0.25,
+        "heldout_end": 0.5,
+        "ood_end": None,
+        "wall_s": 15.0,
+        "steps": 31,
+        "lag": {"mean": 1.25, "max": 2, "limit": 4},
+        "speed": {
+            "generator_tokens_per_s": 1000.0,
+            "learner_tokens_per_s": 900.0,
+            "idle_share": {"generator": 0.1, "learner": 0.2},
+        },
+        "signs": [sign],
+    }
+    write_summary(run_dir, **summary)
+    answer(client, "runs")
+    seen = answer(client, "overview")["first"]
+    for text in ("0.250", "0.500", "1.25", "2 / 4", "1,000 tok/s", "900 tok/s", "10% / 20%"):
+        assert f">{text}</b>" in seen
+    rewards, link = "rewards hold the generators up", "the link holds deliveries up"
+    places = [seen.index(x) for x in (rewards, link, "health check odd fired: it was odd")]
+    assert places == sorted(places)
+    (run_dir / "summary.json").write_text("{}")
+    (run_dir / "metrics.jsonl").unlink()
+    answer(client, "runs")
+    assert "<li" not in answer(client, "overview")["first"]
+
+
+def test_the_ledger_is_that_of_the_summary(client: TestClient, run_dir: Path) -> None:
+    run = RunView("first", run_dir)
+    run._next_summary = math.inf  # none is composed meanwhile
+    assert run.list_ledger(run.read_summary()) == []
+    line = {"tokens": 9, "samples": 2, "mean_length": 4.5, "mean_reward": 0.5, "upto_8": 9}
+    lines = {"ledger": {"generated": 12, "trained": 9}, "ledger_lines": {"trained": line}}
+    write_summary(run_dir, **lines, failures={"reward": 2})
+    tables = {block.id: block.rows for block in run.list_ledger(run.read_summary())}
+    assert tables == {
+        "ledger": [
+            ("generated", "12", "", "", "", ""),
+            ("trained", "9", "75.00%", "2", "4.5", "0.500"),
+        ],
+        "by-length": [("5 to 8", "9", "100.00%")],
+        "failures": [("reward", "2")],
+    }
+    shown = answer(client, "ledger")["first"]
+    assert "<td>75.00%</td>" in shown and "Failed samples" in shown
+
+
+def test_processes_with_restarts_host_and_memory(client: TestClient, run_dir: Path) -> None:
+    for pid in (11, 12):
+        process_log.append_event(run_dir, "generator-0", pid, "began", host="one")
+        process_log.append_event(run_dir, "generator-0", pid, "ended", code=1, why="lost")
+    process_log.append_event(run_dir, "generator-0", 13, "began", host="two")
+    process_log.append_event(run_dir, "generator-0", 13, "ended", code=0)
+    append(
+        process_log.get_path(run_dir), {"at": 0.0, "name": "rewards", "pid": 9, "event": "began"}
+    )
+    learner = ProcessIncarnation(run_dir, "learner", alone=False)
+    rows = {row["name"]: row for row in answer(client, "processes")["first"]}
+    generator = rows["generator-0"]
+    assert (generator["restarts"], generator["host"], generator["pid"]) == (2, "two", 13)
+    assert generator["memory_mb"] is None and "exit code 0" in generator["said"]
+    assert (rows["learner"]["restarts"], rows["learner"]["pid"]) == (0, os.getpid())
+    assert rows["learner"]["alive"] and 10 < rows["learner"]["memory_mb"] < 10**5
+    assert (rows["rewards"]["host"], rows["rewards"]["pid"]) == ("", 9), "of an older version"
+    never = rows["buffer"]
+    assert (never["restarts"], never["host"], never["pid"]) == (0, "", None)
+    learner.end(0)
+    rows = {row["name"]: row for row in answer(client, "processes")["first"]}
+    assert rows["learner"]["memory_mb"] is None and rows["learner"]["pid"] == os.getpid()
+
+
+def test_the_memory_of_a_process_that_is_not_here_is_unknown() -> None:
+    own = run_view.measure_resident_mb(os.getpid())
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    assert own == pytest.approx(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, rel=0.2)
+    assert run_view.measure_resident_mb(None) is None
+    assert run_view.measure_resident_mb(2**30) is None
+
+
+def test_plots_by_page_axis_and_smoothing(client: TestClient, run_dir: Path) -> None:
+    rows = [metric_row(step) | {"reward/mean": float(step % 2)} for step in range(30)]
+    write_lines(run_dir / "metrics.jsonl", rows)
+    answer(client, "runs")
+
+    def reward(query: str) -> dict[str, list[float]]:
+        drawn = answer(client, f"plots{query}")
+        return dict(next(x for p in drawn for x in p["lines"] if x["metric"] == "reward/mean"))
+
+    assert reward("") == reward("?page=overview&axis=step&smooth=0")
+    assert reward("")["x"] == list(range(30)) and reward("")["y"][:3] == [0, 1, 0]
+    assert reward("?axis=time")["x"] == [step / 2 for step in range(30)]
+    wave = lambda line: max(line["y"][20:]) - min(line["y"][20:])  # noqa: E731
+    smoothed = [wave(reward(f"?smooth={share}")) for share in (0, 0.5, 0.9, 0.99)]
+    assert smoothed == sorted(smoothed, reverse=True) and len(set(smoothed)) == 4
+    assert reward("?smooth=7") == reward("?smooth=0.99"), "at most"
+    assert reward("?smooth=-1") == reward("?smooth=0"), "at least"
+
+
+def test_the_lags_of_each_run_have_a_plot_of_their_own(client: TestClient, run_dir: Path) -> None:
+    titles = lambda query: [p["title"] for p in answer(client, f"plots?{query}")]  # noqa: E731
+    title = plots.plot_lag_over_time([]).title
+    assert title in titles("page=staleness") and title not in titles("page=overview")
+    second = copy_run(run_dir, run_dir.parent / "second")
+    third = copy_run(run_dir, run_dir.parent / "third")
+    (third / "trained.jsonl").unlink()
+    answer(client, "runs")
+    of_lags = [t for t in titles("page=staleness") if t.startswith(title)]
+    assert of_lags == [f"{title}: first", f"{title}: second"], "the third has trained nothing"
+    assert titles("page=staleness&runs=second").count(title) == 1
+    two = [t for t in titles("page=staleness&runs=first|second") if t.startswith(title)]
+    assert two == of_lags
+    updates = [{"step": 0, "update": n, "optim/grad_norm": 1.0} for n in range(2)]
+    append(second / "optimizer_steps.jsonl", *updates)
+    norms = [t for t in titles("page=learner") if t.startswith("Each optimizer step")]
+    assert norms and norms == [t for t in titles("page=learner&run=second") if t in norms]
+    assert not [t for t in titles("page=learner&run=first") if t in norms]
+    for run in ("first", "second"):
+        append(
+            run_dir.parent / run / "metrics.jsonl",
+            *(metric_row(s, **{"optim/grad_norm": s}) for s in (30, 31)),
+        )
+    answer(client, "runs")
+    assert set(norms) < set(titles("page=learner")), "below those of the batches"
+
+
+def test_samples_are_chosen_by_each_key_of_the_question(client: TestClient, run_dir: Path) -> None:
+    rows = [
+        sample_row(n, n, n / 4, lag_mean=float(n), group_key=f"g{n}", rules=["random"])
+        for n in range(70)
+    ]
+    rows[9]["rules"] = ["longest"]
+    rows[3]["sequences"][0]["pieces"] = ["1", "needle", "<eos>"]
+    (run_dir / "token_samples.jsonl").unlink()
+    answer(client, "runs")
+    assert answer(client, "samples")["none"] == (
+        "This run has logged no samples yet: it logs some of every record.samples_every-th batch "
+        "(record.token_samples)."
+    )
+    write_lines(run_dir / "token_samples.jsonl", rows)
+    answer(client, "runs")
+
+    def batches(query: str) -> list[int]:
+        found = answer(client, f"samples?{query}")
+        assert (found["all"], found["shades"]) == (70, SHADES)
+        return [row["batch"] for row in found["rows"]]
+
+    assert batches("") == list(range(69, 9, -1)), "the newest 60"
+    assert batches("limit=2") == [69, 68] and batches("sort=reward&limit=1") == [69]
+    assert batches("step=..1") == [1, 0] and batches("step=5") == [5]
+    assert batches("reward=0.5..0.75") == [3, 2] and batches("lag=..1") == [1, 0]
+    assert batches("ticket=8") == [2] and batches("group_key=g7") == [7]
+    assert batches("rule=longest") == [9] and batches("text=needle") == [3]
+    assert batches("ticket=x&limit=1") == [69] and batches("rule=&limit=1") == [69]
+    assert batches("ticket=%C2%B2") == batches(""), "a superscript 2 is not a number"
+    second = copy_run(run_dir, run_dir.parent / "second")
+    write_lines(second / "token_samples.jsonl", [sample_row(99)])
+    answer(client, "runs")
+    (row,) = answer(client, "samples?run=second")["rows"]
+    assert row["batch"] == 99
+
+
+def test_one_sample_with_its_tokens(client: TestClient) -> None:
+    assert answer(client, "sample?number=0")["batch"] == 0
+    assert answer(client, "sample?number=3")["sequences"][0]["tokens"] == [3, 4, 1]
+    for question, number in (("sample", -1), ("sample?number=-1", -1), ("sample?number=4", 4)):
+        reply = client.get(f"/api/{question}")
+        assert reply.status_code == 400
+        assert reply.json() == {"error": f"sample {number}: the run has 4 samples"}
+
+
+def test_settings_of_runs_and_in_what_they_differ(client: TestClient, run_dir: Path) -> None:
+    seen = answer(client, "config")
+    assert seen["runs"]["first"]["task.name"] == "sort" and seen["differences"] == []
+    second = copy_run(run_dir, run_dir.parent / "second")
+    path = second / "config.toml"
+    text = path.read_text().replace("name = 'sort'", "name = 'rle'")
+    path.write_text(text.replace('name = "sort"', 'name = "rle"') + "\n[added]\nkey = 1\n")
+    answer(client, "runs")
+    assert answer(client, "config")["differences"] == [
+        {"key": "added.key", "values": {"first": None, "second": 1}},
+        {"key": "task.name", "values": {"first": "sort", "second": "rle"}},
+    ]
+    chosen = answer(client, "config?run=second")
+    assert list(chosen["runs"]) == ["second"] and chosen["differences"] == []
+    path.write_text("model = [")
+    reply = client.get("/api/config?run=second")
+    assert reply.status_code == 400 and reply.json()["error"].startswith(f"{path}: ")
+
+
+def test_logs_the_newest_attempt_first_and_their_end_alone(
+    client: TestClient, run_dir: Path
+) -> None:
+    (run_dir / "logs" / "attempt_2").mkdir()
+    long = run_dir / "logs" / "attempt_2" / "learner.log"
+    long.write_bytes(b"begin\n" + b"x" * 3000 + b"\n" + b"\xff" * 70_000 + b"\nend")
+    (run_dir / "supervisor.log").write_text("")
+    (run_dir / "notes.txt").write_text("no log")
+    seen = answer(client, "logs")
+    assert seen["files"] == [
+        "supervisor.log",
+        "logs/attempt_2/learner.log",
+        "logs/attempt_1/learner.log",
+    ]
+    assert (seen["file"], seen["text"]) == ("supervisor.log", "")
+    text = answer(client, "logs?file=logs/attempt_2/learner.log")["text"]
+    assert text.endswith("\nend") and "begin" not in text and len(text) < 2100
+    first = answer(client, "logs?file=logs/attempt_1/learner.log")["text"]
+    assert first.startswith("starting\n") and "\x1b" not in first and "<script>" in first
+    long.write_bytes(b"a" * (run_view.LOG_BYTES - 5) + b"\nlast")
+    assert RunView("", run_dir).read_log_tail("logs/attempt_2/learner.log").startswith("aaa")
+    shutil.rmtree(run_dir / "logs")
+    (run_dir / "supervisor.log").unlink()
+    assert answer(client, "logs") == {"files": [], "file": "", "text": ""}
+
+
+def test_questions_name_runs_in_their_order(client: TestClient, run_dir: Path) -> None:
+    copy_run(run_dir, run_dir.parent / "second")
+    copy_run(run_dir, run_dir.parent / "third")
+    answer(client, "runs")
+    for query, ids in (
+        ("", ["first", "second", "third"]),
+        ("?runs=third|first", ["third", "first"]),
+        ("?run=second", ["second"]),
+        ("?run=second&runs=third", ["third"]),
+    ):
+        assert list(answer(client, f"ledger{query}")) == ids
+    reply = client.get("/api/ledger?runs=first|none")
+    assert reply.json() == {"error": "no run of this page is named none"}
+
+
+@pytest.mark.parametrize("question", ["samples", "sample?number=0", "logs"])
+def test_a_question_about_one_run_before_there_is_any(tmp_path: Path, question: str) -> None:
+    reply = TestClient(WatchApp([tmp_path], expected=True).build_application()).get(
+        f"/api/{question}"
+    )
+    assert (reply.status_code, reply.json()) == (400, {"error": "this page has no run yet"})
+
+
+def test_a_new_run_of_a_known_name_goes_by_its_path(client: TestClient, run_dir: Path) -> None:
+    moved = run_dir.parent / "moved" / "first"
+    copy_run(run_dir, moved)
+    shutil.rmtree(run_dir)
+    rows = answer(client, "runs")
+    assert [row["id"] for row in rows] == ["first", str(moved)]
+    assert [row["state"] for row in rows] == ["unreadable", "stopped"]
+    assert list(answer(client, f"config?run={moved}")["runs"]) == [str(moved)]
+
+
+def test_runs_are_found_up_to_three_levels_below_and_by_age(run_dir: Path) -> None:
+    top = run_dir.parent
+    places = ("old", "a/b/deep", "a/b/c/too_deep", "no_run", "no_settings", "first/checkpoints/run")
+    old, deep, too_deep, no_run, no_settings, inside = (
+        copy_run(run_dir, top.parent / "made" / place) for place in places
+    )
+    top = top.parent / "made"
+    first = copy_run(run_dir, top / "second")
+    (old / "run_id").unlink()
+    (no_run / "run_id").unlink()
+    (no_run / "metrics.jsonl").unlink()
+    (no_settings / "config.toml").unlink()
+    for seconds, path in enumerate((old, deep, first)):
+        os.utime(path / "config.toml", (seconds, seconds))
+    found = run_search.find_runs([top])
+    assert [run.path for run in found][:3] == [old, deep, first] and found[3:][0].path == inside
+    assert [run.id for run in found] == ["old", "deep", "second", "run"]
+    shutil.copy(first / "config.toml", inside.parents[1])
+    shutil.copy(first / "run_id", inside.parents[1])
+    assert inside not in [run.path for run in run_search.find_runs([top])], "it belongs to its run"
+    deep = [Path(f"/{x}/a/b/c/d/e/f") for x in "xy"]
+    assert run_search._choose_names(deep) == ["/x/a/b/c/d/e/f", "/y/a/b/c/d/e/f"]
+    again = run_search.find_runs([first, top, too_deep])
+    assert len({run.path for run in again}) == len(again) == 5 and again[0].path == first
+    for place, message in ((top / "absent", "no such directory"), (no_run, "no run directory")):
+        with pytest.raises(ConfigError, match=message):
+            run_search.find_runs([top, place])
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(run_dir: Path) -> None:
+    top = run_dir.parent
+    for folder in ("x/seed", "y/seed"):
+        copy_run(run_dir, top / folder)
+    names = [run.id for run in run_search.find_runs([top])]
+    assert sorted(names) == ["runs/first", "x/seed", "y/seed"]
+
+
+def test_every_reply_carries_the_policy_that_runs_no_foreign_script(client: TestClient) -> None:
+    for place in ("/", "/api/runs", "/static/watch.js", "/static/none", "/api/plots?page=x"):
+        headers = client.get(place).headers
+        assert headers["content-security-policy"] == POLICY
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+    rules = {rule.split()[0]: rule.split()[1:] for rule in POLICY.split("; ")}
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == ["'none'"]
+    assert rules["frame-ancestors"] == ["'none'"] and rules["script-src"] == ["'self'"]
+    assert rules["connect-src"] == rules["font-src"] == ["'self'"]
+    assert rules["style-src"] == ["'self'", "'unsafe-inline'"]
+    assert rules["img-src"] == ["'self'", "data:", "blob:"]
+
+
+def test_a_file_that_is_not_the_page_s_is_not_there(client: TestClient) -> None:
+    reply = client.get("/static/none")
+    assert (reply.status_code, reply.text) == (404, "no such file")
+    assert reply.headers["content-type"].startswith("text/plain")
+    assert client.get("/static/..%2fapp.py").status_code == 404
+    assert client.get("/").headers["content-type"].startswith("text/html")
+
+
+def test_the_token_is_asked_for_and_kept_by_the_browser_alone(run_dir: Path) -> None:
+    guarded = TestClient(
+        WatchApp([run_dir], token="sécret").build_application(), follow_redirects=False
+    )
+    for query in ("", "?token=wrong", "?token=%ff"):
+        assert guarded.get(f"/api/runs{query}").status_code == 403
+    refused = guarded.get("/")
+    assert refused.status_code == 403 and refused.headers["content-type"].startswith("text/plain")
+    assert refused.text == "asyncrl watch: open the address that it printed, with its token\n"
+    opened = guarded.get("/?token=s%C3%A9cret")
+    assert opened.status_code == 303 and opened.headers["location"] == "/", "without the token"
+    cookie = opened.headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie
+    assert guarded.get("/api/runs").status_code == 200
+    wrong = TestClient(WatchApp([run_dir], token="secret").build_application())
+    wrong.cookies.set("asyncrl_watch", "other")
+    assert wrong.get("/api/runs").status_code == 403
+    wrong.cookies.set("asyncrl_watch", "secret")
+    assert wrong.get("/api/runs").status_code == 200
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml", "buffer_summary.json"])
+def test_a_deeply_nested_file_hides_its_own_run_only(run_dir: Path, name: str) -> None:
+    copy_run(run_dir, run_dir.parent / "second")
+    nested = "a = " * (name == "config.toml") + "[" * 100_000
+    (run_dir.parent / "second" / name).write_text(nested + "\n")
+    shown = answer(TestClient(WatchApp([run_dir.parent]).build_application()), "runs")
+    assert [row["state"] for row in shown if row["id"] == "first"] == ["stopped"]
+
+
+def test_links_out_of_a_run_are_no_logs(client: TestClient, run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "logs").mkdir(exist_ok=True)
+    (tmp_path / "secret.log").write_text("secret")
+    (run_dir / "logs" / "link.log").symlink_to(tmp_path / "secret.log")
+    assert "logs/link.log" not in answer(client, "logs")["files"]
+    assert client.get("/api/logs?file=logs/link.log").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("host", "header", "status"),
+    [
+        *(("127.0.0.1", name, 200) for name in ("127.0.0.1:80", "localhost", "[::1]:7860")),
+        *(("127.0.0.1", name, 421) for name in ("evil.example:80", "127.0.0.1.evil.example", "")),
+        ("", "server.example:7860", 200),
+    ],
+)
+def test_a_page_of_this_machine_is_asked_by_its_names(
+    run_dir: Path, host: str, header: str, status: int
+) -> None:
+    page = TestClient(WatchApp([run_dir], host=host).build_application())
+    assert page.get("/api/runs", headers={"host": header}).status_code == status
