@@ -342,7 +342,8 @@ def test_a_pickle_is_refused_unread(name: str, tmp_path: Path) -> None:
         ("", "", "no metric of verl, TRL, prime-rl"),
         ('{"step": 1, "loss": 2}\n[1]\n', "", "1 damaged or torn lines"),
         ('{"step": 1, "reward": 2}\n', "rllib", "--as rllib: choose one of verl"),
-        ('{"step": 1, "reward": 2}\n', "verl", "nothing can be judged"),
+        ('{"step": 1, "reward": 2}\n', "verl", "m.jsonl has metrics of"),
+        ('{"step": 1, "version_stats/sample_staleness_theta_avg": 2}\n', "", "can be judged"),
     ],
 )
 def test_a_file_that_says_nothing_is_one_error(

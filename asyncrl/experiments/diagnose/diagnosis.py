@@ -205,8 +205,9 @@ def format_result(result: JsonObject) -> str:
     lines = ["Findings", *(f"- {text}" for text in list_findings(result))]
     for table in make_tables(result):
         lines += ["", table.as_text()]
-    lines += ["", "How to read them"]
-    return "\n".join(lines + [f"- {note}" for note in result["notes"] or ["no notes"]])
+    if result["notes"]:
+        lines += ["", "How to read them"]
+    return "\n".join(lines + [f"- {note}" for note in result["notes"]])
 
 
 def write_page(path: Path, log: RunLog, result: JsonObject) -> None:

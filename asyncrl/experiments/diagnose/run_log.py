@@ -26,8 +26,10 @@ from asyncrl.records import jsonl, metrics
 
 MOST = 10_000  # steps of a metric that are kept, at least half of them if there are more
 LONGEST = 1 << 27  # bytes of one TensorBoard event
-LOG_FILE = re.compile(r"(trainer_state\.json|\.jsonl|\.csv)(\.gz)?$|events\.out\.tfevents")
-SKIPPED = re.compile(r"(traces|completions|samples|summaries)\.jsonl|/rollouts/")
+LOG_FILE = re.compile(  # of metrics, by its path
+    r"(?!.*((traces|completions|samples|summaries)\.jsonl|/rollouts/))"
+    r".*((trainer_state\.json|\.jsonl|\.csv)(\.gz)?$|events\.out\.tfevents[^/]*$)"
+)
 TOKEN_FILE = re.compile(r"(?:train_data_step(\d+)|step_(\d+)/rank_\d+)\.jsonl(?:\.gz)?$")
 PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
 Column = dict[int, float]  # step -> value, in order
@@ -114,8 +116,7 @@ def read(path: Path, name: str = "") -> RunLog:
     log = RunLog(path)
     files = [path]
     if path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if LOG_FILE.search(file.name)]
-        files = [file for file in files if not SKIPPED.search(file.as_posix())]
+        files = [file for file in sorted(path.rglob("*")) if LOG_FILE.match(file.as_posix())]
     # each checkpoint has the whole history so far
     states = [file for file in files if file.name.startswith("trainer_state")]
     newest = max(states, key=lambda file: file.stat().st_size, default=None)
@@ -133,6 +134,8 @@ def read(path: Path, name: str = "") -> RunLog:
             f"file or directory with the metrics of a run{'; '.join(['', *log.notes])}"
         )
     log.framework = name or found.most_common(1)[0][0]
+    if not found[log.framework]:
+        raise ConfigError(f"--as {name}: {path} has metrics of {', '.join(found)}; leave out --as")
     refused = {x: "of another framework" for x in log.columns if log.framework not in match_name(x)}
     for pattern, reason in log.description.refused.items():
         refused |= {x: reason for x in log.columns if log.description.matches(pattern, x)}
