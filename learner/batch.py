@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
@@ -64,6 +64,9 @@ class PackedBatch(LossBatch):
     routed: list[RoutedExperts | None]  # of each row; None: not recorded
     places: list[int]  # index of each sample in the batch's samples
     images: list[list[bytes]]  # of each row: the blobs of its image tokens
+    # loss.center: of each policy that sampled: the row of `states` of each token, -1: none [N],
+    # states [n, H] and head [V, H]
+    sampling: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def list_rows(self, samples: Sequence[int]) -> list[int]:
         """Return the rows of `samples`, in their order."""
@@ -118,9 +121,9 @@ class PackedBatch(LossBatch):
 
     def to_device(self, device: torch.device) -> PackedBatch:
         """Move the loss's tensors to `device`; returns self."""
-        for field in fields(LossBatch):
-            if isinstance(value := getattr(self, field.name), Tensor):
-                setattr(self, field.name, value.to(device))
+        for name in (x.name for x in fields(LossBatch)):
+            if isinstance(value := getattr(self, name), Tensor):
+                setattr(self, name, value.to(device))
         return self
 
 

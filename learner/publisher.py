@@ -58,7 +58,7 @@ class Publisher:
         layout = core.layout
         slots = config.weights.slots + self.depth
         self.window = 0  # earlier versions that no evaluation may displace
-        if config.correction.proximal == "version":
+        if config.reads_versions:
             self.window = int(config.staleness.limit)
             # a resumed learner needs all that the ring held
             self.depth = max(self.depth, config.weights.slots - 1)

@@ -8,7 +8,9 @@ learner's start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -145,8 +147,21 @@ class SplitMeter:
         nan: of lag 0, or of a version whose weights are no longer held.
         """
         version = torch.full_like(packed.behavior, torch.nan)
+        for model, places, answers_of_version in self.load_versions(batch, packed, answers):
+            logprobs = self.forward(model, packed, answers_of_version)
+            version[places] = logprobs[places].to(version.dtype)
+        return version
+
+    def load_versions(
+        self, batch: Batch, packed: PackedBatch, answers: Sequence[int]
+    ) -> Iterator[tuple[PolicyModel, Tensor, list[int]]]:
+        """Load the weights of each earlier version that sampled tokens of `answers`.
+
+        Yields the model with its weights, valid until the next one, the positions of its tokens
+        among N, and the answers that have them.  Weights that are no longer held are left out.
+        """
         token_lag = packed.token_lag.cpu()
-        spans: dict[tuple[Label, str], list[tuple[int, int, int]]] = {}
+        spans: dict[tuple[Label, str], list[tuple[int, Tensor]]] = {}
         for answer in answers:
             for span in batch.samples[packed.places[answer]].list_spans():
                 begin, stop = (
@@ -154,39 +169,32 @@ class SplitMeter:
                 )
                 if stop > begin and bool((token_lag[begin:stop] > 0).any()):
                     version_key = (Label(*span.label), span.digest)
-                    spans.setdefault(version_key, []).append((answer, begin, stop))
-        for version_key, places in sorted(spans.items()):
-            version_answers = sorted({answer for answer, _, _ in places})
-            if (
-                logprobs := self.compute_logprobs_under(version_key, packed, version_answers)
-            ) is not None:
-                for _, begin, stop in places:
-                    version[begin:stop] = logprobs[begin:stop].to(version.dtype)
-        return version
+                    spans.setdefault(version_key, []).append((answer, torch.arange(begin, stop)))
+        for version_key, places in sorted(spans.items(), key=itemgetter(0)):
+            data = self.read_weights(*version_key) if self.read_weights else b""
+            if not data:
+                continue
+            found = torch.cat([x for _, x in places]).to(packed.seq.device)
+            with self.use_weights(data) as model:
+                yield model, found, sorted({answer for answer, _ in places})
 
-    def compute_logprobs_under(
-        self, version: tuple[Label, str], packed: PackedBatch, answers: list[int]
-    ) -> Tensor | None:
-        """Return log-probabilities [N] of `answers` under `version`, (label, digest).
-
-        Returns None when its weights are no longer held.
-        """
-        data = self.read_weights(*version) if self.read_weights else b""
-        if not data:
-            return None
+    @contextmanager
+    def use_weights(self, data: bytes | bytearray) -> Iterator[PolicyModel]:
+        """A model that has the flat weights `data` inside the block."""
+        flat = read_flat(memoryview(bytearray(data)), self.layout)
         if self.model.adapter is not None and not self.distributed:
-            flat = read_flat(memoryview(bytearray(data)), self.layout)
             own = [tensor for _, tensor in list_named_weights(self.model)]
             with adapters.replace_values(own, list(flat.values())):
-                return self.forward(self.model, packed, answers)
+                yield self.model
+            return
         if self.shadow is None:
             self.shadow = load_learner_policy(self.config.model.path, self.config)
             if self.model.adapter is not None:
                 adapters.attach(self.shadow, self.config.lora, self.config.seed)
             self.shadow.exact = self.model.exact
             self.shadow.exact_length = self.model.exact_length
-        load_weights(self.shadow, read_flat(memoryview(bytearray(data)), self.layout))
-        return self.forward(self.shadow, packed, answers)
+        load_weights(self.shadow, flat)
+        yield self.shadow
 
     # ---- reference -------------------------------------------------------------------------------
 

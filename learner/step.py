@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from asyncrl.algorithms import advantages, diagnostics, kl, ratios, settings
+from asyncrl.algorithms import advantages, correction, diagnostics, kl, ratios, settings
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.settings import KLLoss, KLReward
 from asyncrl.config.tree import Config, compute_learning_rate_share
@@ -123,6 +125,7 @@ class LearnerCore:
         if config.lora.rank:
             adapters.attach(self.model, config.lora, config.seed)
         self._load_references()
+        self.centers = config.loss.center != "off"
         self.full_kl = config.kl.loss.coefficient > 0 and config.kl.loss.off_policy == "prefix_full"
         if self.full_kl and (
             self.model.fast is None or self.reference is None or self.reference.fast is None
@@ -131,11 +134,15 @@ class LearnerCore:
                 "kl.loss.off_policy: prefix_full needs a model of the packed forward (Llama, "
                 "Qwen2, Qwen3, Mistral, Qwen3-MoE, Mixtral), also as its reference; use prefix"
             )
-        if config.advantage.name == "otb" and self.model.fast is None:
-            raise ConfigError(
-                "advantage.name: otb needs a model of the packed forward (Llama, Qwen2, Qwen3, "
-                "Mistral, Qwen3-MoE, Mixtral); use another"
-            )
+        for key, is_on in (
+            ("advantage.name: otb", config.advantage.name == "otb"),
+            ("loss.center", self.centers),
+        ):
+            if is_on and self.model.fast is None:
+                raise ConfigError(
+                    f"{key} needs a model of the packed forward (Llama, Qwen2, Qwen3, Mistral, "
+                    "Qwen3-MoE, Mixtral); use another"
+                )
         self.layout = build_manifest(self.model)  # before a backend partitions the parameters
         self.backend = make_backend(config, self.model)
         # one process computes the loss on the model's device and never waits for it; several ranks
@@ -146,10 +153,9 @@ class LearnerCore:
         )
         self.measure = SplitMeter(config, self.model, self.layout, self._forward)
         self.state = LearnerState(beta=config.kl.reward.coefficient)
-        correction = config.correction
         self.average = None
-        if isinstance(correction, settings.AveragedCorrection):
-            self.average = WeightAverage(self.backend, correction.ema_half_life)
+        if isinstance(config.correction, settings.AveragedCorrection):
+            self.average = WeightAverage(self.backend, config.correction.ema_half_life)
         self.reported: set[str] = set()
         self.trained_samples: set[int] = set()  # of the batch, by any optimizer step
         self.sample_log: SampleLog | None = None  # set by the owner of a run directory
@@ -334,6 +340,8 @@ class LearnerCore:
             self.reported.add(remark)
         self._set_proximal(batch, packed)
         self._add_gradient_norms(packed)
+        if self.centers:
+            self._add_sampling_states(batch, packed)
         if self.reference is not None:
             packed.reference = self._forward(self.reference, packed)
         if self.reward_reference is not None and self.reward_reference is not self.reference:
@@ -518,7 +526,9 @@ class LearnerCore:
                 packed,
                 micro,
                 entropy=True,
-                hidden=self.full_kl or (self.critic is not None and self.critic.trunk is None),
+                hidden=self.full_kl
+                or self.centers
+                or (self.critic is not None and self.critic.trunk is None),
             )
             part = packed.find_token_positions(micro)
             values = None
@@ -527,6 +537,7 @@ class LearnerCore:
                     values = self.critic.compute_values(packed, micro, output.hidden)
                 values = values.to(self.loss_device)
             step_kl = self._compute_step_kl(packed, micro, output.hidden) if self.full_kl else None
+            center = self._compute_center(packed, micro, output.hidden) if self.centers else None
             if not is_real:  # every rank makes as many passes as the busiest one
                 outputs = [x for x in (output.logprobs, values, step_kl) if x is not None]
                 zero_loss = torch.stack([x.sum().to(self.loss_device) * 0.0 for x in outputs]).sum()
@@ -544,6 +555,7 @@ class LearnerCore:
                 entropy=entropy,
                 values_now=values,
                 step_kl=step_kl,
+                center=center,
             )
             self.backend.accumulate(loss, is_last=is_last)
             step_loss.add_sums(sums, micro_sums)
@@ -682,21 +694,65 @@ class LearnerCore:
 
         hidden [n, H] holds the policy's states.
         """
-        assert (
-            self.reference is not None
-            and self.model.fast is not None
-            and self.reference.fast is not None
-        )
+        assert self.model.fast is not None and self.reference is not None
         with torch.no_grad():
             ref = self._run(self.reference, packed, samples, entropy=False, hidden=True).hidden
-        return packed_forward.compute_step_kl(
+        return packed_forward.compute_vocabulary_term(
+            kl.compute_exact_kl,
             self.model.fast,
             hidden,
-            self.reference.fast,
-            ref,
+            (ref, self.reference.hf.get_output_embeddings().weight),
             packed.get_token_temperature(samples),
             packed.build_support_table(samples, hidden.device),
         )
+
+    @torch.no_grad()
+    def _add_sampling_states(self, batch: Batch, packed: PackedBatch) -> None:
+        """Add the states and heads of the versions that sampled, for score centering.
+
+        Tokens of lag 0 were sampled by the learner's start.  Its center has no gradient before the
+        batch's second optimizer step.
+        """
+        everything = list(range(packed.count))
+        versions = self.measure.load_versions(batch, packed, everything)
+        if self.config.learner.epochs * self.config.learner.minibatches > 1:
+            newest = torch.nonzero(packed.token_lag == 0)[:, 0]
+            versions = itertools.chain([(self.model, newest, everything)], versions)
+        for model, places, answers in versions:
+            rows = torch.full_like(packed.seq, -1)
+            rows[places] = torch.arange(len(places), device=rows.device)
+            head = model.hf.get_output_embeddings().weight.detach().clone()
+            states = head.new_zeros(len(places), head.shape[1])
+            for micro in self._split_micro_batches(model, packed, answers):
+                found = rows[packed.find_token_positions(micro)]
+                hidden = self._run(model, packed, micro, entropy=False, hidden=True).hidden
+                states[found[found >= 0]] = hidden[found >= 0].to(states)
+            packed.sampling.append((rows, states, head))
+
+    def _compute_center(
+        self, packed: PackedBatch, samples: Sequence[int], hidden: Tensor
+    ) -> Tensor:
+        """Return the center of each token's score [n] with gradient, 0 where it is not known."""
+        loss = self.config.loss
+        assert self.model.fast is not None and isinstance(loss, settings.ReinforceLoss)
+        top = loss.center_top if loss.center == "top" else 0
+        term = partial(correction.compute_score_center, c=self.config.correction, top=top)
+        temperature = packed.get_token_temperature(samples)
+        part = packed.find_token_positions(samples)
+        center = hidden.new_zeros(len(part), dtype=torch.float32)
+        for rows, states, head in packed.sampling:
+            (chosen,) = torch.nonzero(rows[part] >= 0, as_tuple=True)
+            if not len(chosen):
+                continue
+            values = packed_forward.compute_vocabulary_term(
+                term,
+                self.model.fast,
+                hidden[chosen],
+                (states[rows[part[chosen]]], head),
+                temperature[chosen],
+            )
+            center = center.index_put((chosen,), values)
+        return center
 
     def _drop_gradient(self) -> None:
         self.backend.drop_gradient()

@@ -87,6 +87,35 @@ def apply_bound(w: Tensor, bound: str, lo: float, hi: float) -> Tensor:
     return choose_function("correction.bound", BOUNDS, bound)(w, lo, hi)
 
 
+def compute_score_center(
+    logs: Tensor, sampled_logs: Tensor, c: Correction, top: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return the center C [n] of score centering, and its gradient by the logits [n, V].
+
+    C = sum over v in H of sg(m(v) q(v) - alpha p(v)) log p(v), whose gradient is what that of
+    m(y) log p(y) is expected to be under q.  m is the bounded weight of p / q (level none: 1).  H
+    is the vocabulary, alpha then 0; or its `top` likeliest tokens under q, beyond which q is taken
+    for rho p, rho = (1 - sum_H q) / max(1 - sum_H p, 1e-6) and alpha = rho m(1 / rho)
+    (arXiv 2609.20807).
+
+    Args:
+        logs, sampled_logs: [n, V], log p of the policy, log q of the weights that sampled.
+    """
+
+    def bound(w: Tensor) -> Tensor:
+        lo, hi = DEFAULT_BOUNDS["token"]
+        lo, hi = lo if c.lo is None else c.lo, hi if c.hi is None else c.hi
+        return torch.ones_like(w) if c.level == "none" else apply_bound(w, c.bound, lo, hi)
+
+    p, q = logs.exp(), sampled_logs.exp()
+    factor = bound((logs - sampled_logs).clamp(-CLAMP, CLAMP).exp()) * q
+    if 0 < top < logs.shape[1]:
+        inside = torch.zeros_like(q).scatter_(1, q.topk(top).indices, 1.0)
+        rho = ((1 - (inside * q).sum(-1)) / (1 - (inside * p).sum(-1)).clamp(min=1e-6)).clamp(min=0)
+        factor = inside * (factor - (rho * bound(1 / rho))[:, None] * p)
+    return (factor * logs).sum(-1), factor - factor.sum(-1, keepdim=True) * p
+
+
 def compute_mean_weight(w: Tensor, mask: Tensor, seq: Tensor, n: int, level: str) -> Tensor:
     """Return the divisor of self-normalization (Owen 2013, chapter 9), a scalar.
 

@@ -56,6 +56,18 @@ def estimate_low_var_kl(x: Tensor) -> Tensor:
     return estimate_k3(x).clamp(-10, 10)
 
 
+def compute_exact_kl(logs: Tensor, ref_logs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return KL(theta || ref) [n] over the vocabulary, and its gradient by the logits [n, V].
+
+    Args:
+        logs, ref_logs: [n, V], log-probabilities; -inf where a token is not in the support.
+    """
+    gap = torch.where(logs == -torch.inf, 0.0, logs - ref_logs)
+    p = logs.exp()
+    kl = (p * gap).sum(-1)
+    return kl, p * (gap - kl[:, None])
+
+
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": estimate_k1,
     "k2": estimate_k2,

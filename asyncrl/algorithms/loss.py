@@ -479,6 +479,7 @@ def compute_micro_loss(
     entropy: Tensor | None = None,
     values_now: Tensor | None = None,
     step_kl: Tensor | None = None,
+    center: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of one micro-batch (its share of the step) and the sums for the metrics.
 
@@ -489,6 +490,7 @@ def compute_micro_loss(
         values_now: [n] with gradient, or None.
         step_kl: [n] with gradient, the exact KL(theta || ref) of each step, for
             kl.loss.off_policy = prefix_full.
+        center: [n] with gradient, of each token's score, for loss.center.
     """
     b = prep.batch
     c = prep.config
@@ -554,6 +556,7 @@ def compute_micro_loss(
         entropy=entropy,
         values_now=values_now,
         step_kl=step_kl,
+        center=center,
     )
     view = diagnostics.DiagnosticTokens(
         seq=b.seq[part],
@@ -586,8 +589,9 @@ def _compute_extra_terms(
     entropy: Tensor | None,
     values_now: Tensor | None,
     step_kl: Tensor | None,
+    center: Tensor | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the terms added to the policy loss: entropy, KL, reshape's KL penalty, value loss."""
+    """Return the terms added to the policy loss: center, entropy, KL, reshape's KL, value loss."""
     b = prep.batch
     c = prep.config
     total = lp.new_zeros(())
@@ -599,6 +603,9 @@ def _compute_extra_terms(
     def apply_weights(x: Tensor) -> Tensor:
         return (zero_others(x) * factor).sum()
 
+    if center is not None:
+        scale = prep.advantage[part] * prep.staleness_weight[part] * c.loss.coefficient
+        total = total + apply_weights(scale * center)
     if entropy is not None and c.loss.entropy:
         sums["loss/entropy"] = apply_weights(entropy)
         total = total - c.loss.entropy * sums["loss/entropy"]

@@ -451,6 +451,10 @@ class Loss(Section, tag_field="surrogate"):
     def surrogate(self) -> str:
         return str(self.__struct_config__.tag)
 
+    @property
+    def center(self) -> str:
+        return "off"
+
 
 class ClippedLoss(Loss):
     eps_low: NonNegative | None = None
@@ -498,7 +502,12 @@ class VanillaLoss(Loss, tag="vanilla"):
 
 
 class ReinforceLoss(Loss, tag="reinforce"):
-    pass
+    center: Literal["off", "exact", "top"] = "off"
+    """Subtract what the score of a token is expected to be under the weights that sampled it, so
+    that a constant in the advantage does not move the policy. exact: over the vocabulary; top:
+    over its center_top likeliest tokens, the others being as likely as in the policy."""
+    center_top: Annotated[int, Meta(ge=1, le=100_000), read_with("center", "top")] = 20
+    """top: number of tokens."""
 
 
 class GspoLoss(ClippedLoss, tag="gspo"):

@@ -134,11 +134,12 @@ def _check_staleness(config: Config) -> Problems:
             "zero"
         )
     versions = config.staleness.limit + 2
-    if config.correction.proximal == "version" and config.weights.slots < versions < math.inf:
+    if config.reads_versions and config.weights.slots < versions < math.inf:
+        key = "loss.center" if config.loss.center != "off" else "correction.proximal = version"
         yield (
-            f"weights.slots: {config.weights.slots}; correction.proximal = version needs the "
+            f"weights.slots: {config.weights.slots}; {key} needs the "
             f"weights of max_lag + 2 = {versions:g} versions; raise weights.slots, lower "
-            "staleness.max_lag, or use recompute"
+            "staleness.max_lag, or leave it out"
         )
 
 

@@ -726,6 +726,11 @@ class Config(Section, kw_only=True):
         return any(agent.uses_sessions for agent in self.agents.values())
 
     @property
+    def reads_versions(self) -> bool:
+        """Whether the learner needs the weights of the versions that sampled a batch."""
+        return self.correction.proximal == "version" or self.loss.center != "off"
+
+    @property
     def support_bytes(self) -> int:
         """The most bytes per token that a message needs for the tokens it was sampled from."""
         if self.generator.top_k > 0:

@@ -95,7 +95,7 @@ class SerialRun:
             make_mixer(config, task),
         )
         self.ring: dict[Label, tuple[bytearray, str]] = {}  # flat weights and their digest
-        if config.correction.proximal == "version":
+        if config.reads_versions:
             self.core.measure.read_weights = self.read_weights
         self.loaded: Label | None = None  # the version in the engine
         self.clock = 0  # decode steps

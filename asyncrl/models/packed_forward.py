@@ -382,78 +382,71 @@ class _PickedLogprobs(Function):
         return gh, gw, None, None, None, None
 
 
-class _StepKL(Function):
-    """Exact KL(theta || ref) over the vocabulary at each state, computed in chunks.
+# log-probabilities [n, V] of the policy and of another -> a value of each state [n], and its
+# gradient by the policy's logits [n, V]
+VocabularyTerm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-    The reference gets no gradient.
+
+class _VocabularySum(Function):
+    """A term of two policies' distributions at each state, computed in chunks.
+
+    The other policy gets no gradient.
     """
 
     @staticmethod
     def _compute_chunk(
-        s: slice, tensors: Sequence[Tensor], support: SupportTable | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return probabilities [n, V], log-ratios [n, V] and KL [n] of a chunk."""
-        hidden, weight, ref_hidden, ref_weight, scale = tensors
+        s: slice, tensors: Sequence[Tensor], support: SupportTable | None, term: VocabularyTerm
+    ) -> tuple[Tensor, Tensor]:
+        hidden, weight, other_hidden, other_weight, scale = tensors
         a = log_softmax((hidden[s] @ weight.T).float() * scale[s, None], -1)
-        b = log_softmax((ref_hidden[s] @ ref_weight.T).float() * scale[s, None], -1)
-        if support is None:
-            gap = a - b
-        else:
+        b = log_softmax((other_hidden[s] @ other_weight.T).float() * scale[s, None], -1)
+        if support is not None:
             a, b = (support.renormalize(logs, s.start) for logs in (a, b))
-            gap = torch.where(a == -torch.inf, 0.0, a - b)
-        p = a.exp()
-        return p, gap, (p * gap).sum(-1)
+        return term(a, b)
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        ref_hidden: Tensor,
-        ref_weight: Tensor,
-        scale: Tensor,
-        support: SupportTable | None,
+        ctx: Any, support: SupportTable | None, term: VocabularyTerm, *tensors: Tensor
     ) -> Tensor:
-        ctx.step = max(1, LOGIT_CHUNK // weight.shape[0])
-        ctx.support = support
-        tensors = hidden, weight, ref_hidden, ref_weight, scale
+        ctx.step = max(1, LOGIT_CHUNK // tensors[1].shape[0])
+        ctx.compute = partial(_VocabularySum._compute_chunk, support=support, term=term)
         ctx.save_for_backward(*tensors)
-        chunks = (slice(at, at + ctx.step) for at in range(0, len(hidden), ctx.step))
-        return torch.cat([_StepKL._compute_chunk(s, tensors, support)[2] for s in chunks])
+        chunks = (slice(at, at + ctx.step) for at in range(0, len(tensors[0]), ctx.step))
+        return torch.cat([ctx.compute(s, tensors)[0] for s in chunks])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden, weight, _, _, scale = ctx.saved_tensors
         gh = torch.empty_like(hidden)
         gw = torch.zeros_like(weight)
         for at in range(0, len(hidden), ctx.step):
             s = slice(at, at + ctx.step)
-            p, gap, k = _StepKL._compute_chunk(s, ctx.saved_tensors, ctx.support)
-            d = (p * (gap - k[:, None]) * (grads[0][s] * scale[s])[:, None]).to(hidden.dtype)
+            d = ctx.compute(s, ctx.saved_tensors)[1]
+            d = (d * (grads[0][s] * scale[s])[:, None]).to(hidden.dtype)
             gh[s] = d @ weight
             gw += d.T @ hidden[s]
-        return gh, gw, None, None, None, None
+        return None, None, gh, gw, None, None, None
 
 
-def compute_step_kl(
+def compute_vocabulary_term(
+    term: VocabularyTerm,
     lay: ModelLayout,
     hidden: Tensor,
-    ref: ModelLayout,
-    ref_hidden: Tensor,
+    other: tuple[Tensor, Tensor],
     temperature: Tensor,
     support: SupportTable | None = None,
 ) -> Tensor:
-    """KL(theta || ref) of the next token at each state [N], in nats, with gradient.
+    """Return `term` of the trained policy and another one at each state [N], with gradient.
 
     hidden: [N, H], states of the trained model
-    ref_hidden: [N, H], states of the reference
+    other: states [N, H] and head [V, H] of the other one
     temperature: [N]
-    support: of the N positions; the KL is then the one over their kept tokens
+    support: of the N positions; both policies are then normalized over their kept tokens
     """
-    heads = lay.hf.get_output_embeddings().weight, ref.hf.get_output_embeddings().weight
     scale = 1.0 / temperature.to(hidden.device, float32)
-    return _StepKL.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden, heads[0], ref_hidden.detach(), heads[1].detach(), scale, support
+    head = lay.hf.get_output_embeddings().weight
+    return _VocabularySum.apply(  # type: ignore[no-any-return, no-untyped-call]
+        support, term, hidden, head, *(x.detach() for x in other), scale
     )
 
 

@@ -70,6 +70,14 @@ ARMS["ppo-grpo"] = [
         if key.startswith(("advantage.", "loss.reduction"))
     ),
 ]
+# score centering (arXiv 2609.20807) and the same without it
+CENTER = ["loss.surrogate=reinforce", "loss.center=exact", "weights.slots=80"]
+ARMS |= {
+    "none": ["loss.surrogate=gpg", "correction.proximal=behavior"],
+    "center": [*CENTER, "correction.proximal=behavior"],
+    "center-top": [*CENTER, "loss.center=top", "correction.proximal=behavior"],
+    "center-tis": [*CENTER, "correction.proximal=recompute", "correction.level=token"],
+}
 # at pi = mu and before a batch's second update these have the gradient of PPO with their advantage
 # and reduction
 ALIKE = (BASE, "vespo", "dis", "m2po-published", "minpro", "gmpo", "bapo", "opsm", "dppo-kl")

@@ -18,7 +18,6 @@ from actors.engine import Completion
 from actors.engine_embedded import make_engine
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.versions import Label
 from asyncrl.experiments.serial import run_serial
 from asyncrl.models import policy
 from asyncrl.models.weight_rounding import (
@@ -173,13 +172,10 @@ def test_earlier_versions_share_the_rounding(model: Path) -> None:
     )
     flat = bytearray(policy.count_flat_bytes(core.layout))
     policy.write_flat(core.model, memoryview(flat))
-    core.measure.read_weights = lambda label, digest: bytes(flat)
     packed = core._pack_batch(learner_step_kit.batch())
-    everyone = list(range(packed.count))
-    found = core.measure.compute_logprobs_under((Label(1, 0), ""), packed, everyone)
-    with torch.no_grad():
-        own = core._forward(core.model, packed, everyone)
-    assert found is not None and torch.equal(found, own)
+    with core.measure.use_weights(flat) as earlier:
+        found = core._forward(earlier, packed)
+    assert torch.equal(found, core._forward(core.model, packed))
 
 
 def test_the_shipped_config_has_no_mismatch_but_that_of_the_sums(sort_model: Path) -> None:

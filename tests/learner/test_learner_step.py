@@ -31,9 +31,16 @@ from asyncrl.config import load
 from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import LearnerConfig, compute_learning_rate_share
 from asyncrl.contract.errors import AsyncrlError, ConfigError, DamagedDataError, NotFiniteError
-from asyncrl.contract.messages import Batch
+from asyncrl.contract.messages import Batch, VersionSpan
+from asyncrl.contract.versions import Label
 from asyncrl.experiments import serial
-from asyncrl.models.policy import build_model, copy_flat_bytes, load_weights, read_flat
+from asyncrl.models.policy import (
+    build_model,
+    copy_flat_bytes,
+    count_flat_bytes,
+    load_weights,
+    read_flat,
+)
 from asyncrl.models.weight_rounding import load_learner_policy
 from learner import checkpoint, step
 from learner.batch import pack
@@ -193,6 +200,88 @@ def test_prefix_full_is_the_plain_formula_on_both_models_logits(
         c.train(b)
         assert torch.allclose(weights(c) - before, -0.1 * exact, atol=1e-6)
         assert float(exact.norm()) > 1e-3
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize(
+    "center, bound",
+    [("exact", "none"), ("exact", "clip"), ("exact", "mask"), ("top", "none"), ("top", "truncate")],
+)
+def test_score_centering_is_the_formula_on_both_models_logits(
+    model_dir: Path, tmp_path: Path, center: str, bound: str, epochs: int
+) -> None:
+    """One SGD step less that without centering is lr times the gradient of the mean of A C, C of
+    the formula over transformers' own logits of the policy and of the weights that sampled.
+
+    With two steps on a batch, tokens of lag 0 are centered on the start, on which C has no
+    gradient: the first step moves the policy as if alone, the second does not."""
+    build_model(tmp_path / "sampled", "abcdefgh", hidden=32, layers=2, seed=5)
+    sampled = core(tmp_path / "sampled")
+    flat = bytearray(count_flat_bytes(sampled.layout))
+    sampled.backend.write_flat(memoryview(flat))
+    made = batch(reward=1.0)
+    lags = [[(0, sample.length, place % 2)] for place, sample in enumerate(made.samples)]
+    made = msgspec.structs.replace(made, token_lags=lags)
+    for sample in made.samples:
+        sample.spans = [VersionSpan(Label(1, 0), "", 0, sample.length, Label(1, 0))]
+    corrected: dict[str, Any] = {"level": "none"}
+    if bound != "none":
+        corrected = {"level": "token", "bound": bound, "hi": 1.02}
+        corrected |= {} if bound == "truncate" else {"lo": 0.98}
+    moved = []
+    for keys in ({}, {"center": center} | ({"center_top": 3} if center == "top" else {})):
+        c = core(
+            model_dir,
+            loss={"surrogate": "reinforce", **keys},
+            correction=corrected,
+            advantage={"name": "reinforce", "baseline": "none"},
+            staleness={"max_lag": 1},
+            learner={"epochs": epochs, "micro_batch_tokens": 40},
+        )
+        c.measure.read_weights = lambda label, digest: flat
+        before = weights(c)
+        c.train(made)
+        moved.append(weights(c) - before)
+    model = core(model_dir).model
+    total, packed = torch.zeros(()), pack(made)
+    bounds = {
+        "none": torch.ones_like,
+        "clip": lambda w: w.clamp(0.98, 1.02),
+        "truncate": lambda w: w.clamp(max=1.02),
+        "mask": lambda w: w * (w >= 0.98) * (w <= 1.02),
+    }[bound]
+    for place, (p, r) in enumerate(zip(packed.prompts, packed.responses, strict=True)):
+        ids = torch.from_numpy(np.concatenate([p, r]).astype(np.int64))[None]
+        at = slice(len(p) - 1, len(p) + len(r) - 1)
+        here, there = (
+            torch.log_softmax(m.hf(input_ids=ids).logits[0, at], -1) for m in (model, sampled.model)
+        )
+        p_now, q = here.detach().exp(), there.detach().exp()
+        chosen = q >= q.topk(3).values[:, -1:] if center == "top" else torch.ones_like(q).bool()
+        rho = (q * ~chosen).sum(-1, keepdim=True) / (p_now * ~chosen).sum(-1, keepdim=True)
+        rest = rho * bounds(1 / rho) * p_now if center == "top" else 0.0
+        factor = chosen * (bounds(p_now / q) * q - rest)
+        total = total + place % 2 * (factor * here).sum()
+    (total / len(packed.seq)).backward()
+    exact = torch.cat([p.grad.flatten() for p in model.hf.parameters()])
+    assert float(exact.norm()) > 1e-3
+    is_equal = torch.allclose(moved[1] - moved[0], -0.1 * exact, atol=1e-6)
+    assert is_equal == (epochs == 1)
+
+
+def test_score_centering_is_refused_where_it_cannot_work(model_dir: Path) -> None:
+    on = ["loss.surrogate=reinforce", "loss.center=exact", "correction.proximal=recompute"]
+    for more, message in (
+        (["learner.backend=fsdp2", "learner.ranks=2"], "hidden states in one process"),
+        (["correction.level=sequence"], "knows bounded weights of single tokens"),
+        (["correction.bound=none"], "the weights need no center"),
+        (["generator.top_p=0.9"], "over the whole vocabulary"),
+        (["weights.slots=2", "staleness.max_lag=4"], "loss.center needs the weights of max_lag"),
+        (["staleness.max_lag=inf"], "need the weights of all versions"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load.load("configs/demo.toml", [*on, *more])
+    assert load.load("configs/demo.toml", on).reads_versions
 
 
 def test_prefix_full_is_refused_where_it_cannot_work() -> None:

@@ -269,9 +269,8 @@ def test_an_earlier_version_is_measured_in_place(model_dir: Path) -> None:
     learner.backend.write_flat(memoryview(flat))
     learner.train(batch(0))
     digest = policy.compute_weights_digest(learner.model)
-    learner.measure.read_weights = lambda label, digest: bytes(flat)
-    found = learner.measure.compute_logprobs_under((Label(1, 0), ""), packed, everyone)
-    assert found is not None and torch.equal(found, before)
+    with learner.measure.use_weights(flat) as earlier:
+        assert torch.equal(learner._forward(earlier, packed, everyone), before)
     assert policy.compute_weights_digest(learner.model) == digest and learner.measure.shadow is None
     assert not torch.equal(learner._forward(learner.model, packed, everyone), before)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from actors.decoder import sample
 from actors.engine_generic import GenericEngine
+from asyncrl.algorithms import kl
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import ModelShape, TrainingSequence
 from asyncrl.contract.sampled_support import HEAD, MOST_TOKENS, SampledSupport
@@ -253,7 +254,9 @@ def test_kl_and_energies_are_those_over_the_support(model: policy.PolicyModel) -
     p = a.exp()
     safe = torch.where(mask, a, 0.0) - torch.where(mask, b, 0.0)
     expected = (p * safe).sum(-1)
-    got = packed_forward.compute_step_kl(lay, hidden, lay, other, scale, table)
+    got = packed_forward.compute_vocabulary_term(
+        kl.compute_exact_kl, lay, hidden, (other, weight), scale, table
+    )
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
     found, wanted = (torch.autograd.grad(x.sum(), hidden)[0] for x in (got, expected))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)

@@ -223,10 +223,8 @@ def batch(core: LearnerCore, number: int, off: float) -> Batch:
     lags = [[(0, 8, 1)]] * len(samples)
     made = Batch(1, number, samples, [1] * len(samples), [0] * len(samples), lags, {}, 4, {})
     packed = pack(made)
-    own = core.measure.compute_logprobs_under(
-        Label(1, number - 1), packed, list(range(packed.count))
-    )
-    assert own is not None
+    with core.measure.use_weights(core.measure.read_weights(Label(1, number - 1), "")) as earlier:
+        own = core._forward(earlier, packed)
     for sample, first in zip(samples, packed.offsets[:-1], strict=True):
         of_sample = own[int(first) : int(first) + 8] + off
         sample.behavior_logprobs = of_sample.numpy().astype("<f4").tobytes()

@@ -172,7 +172,7 @@ def test_a_loss_without_data_adds_nothing(trainer: ServedModels, method: str) ->
     assert trainer.handle(ForwardBackward("m", [], "cross_entropy", {})) == ScoreResult([], 0.0)
     earlier = {"method": "ppo", "correction.proximal": "version"}
     refused = trainer.handle(ForwardBackward("m", [], "ppo", earlier))
-    assert "version is more than a loss" in refused.error
+    assert "version or ema and loss.center are more than a loss" in refused.error
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, log_softmax
 
 from asyncrl.algorithms import correction, ratios, surrogates
 from asyncrl.algorithms.settings import AveragedCorrection, Correction, RecomputedCorrection
@@ -30,6 +30,12 @@ from asyncrl.records.jsonl import JsonObject
 
 DISTANCES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
 LAGS = range(5)
+# a correction with score centering on so many symbols, 0: on all
+CENTERED = {
+    "none, centered": ("none", 0),
+    "none, centered on 1": ("none", 1),
+    "token truncate, centered": ("token truncate", 0),
+}
 HISTORY = 16  # versions before the samples', for ema
 # KL between neighboring versions, and of mu to its version, in nats a token
 STEP, ROUNDING = 0.01, 0.001
@@ -106,8 +112,9 @@ class StaleSamples:
         self.lp = space.compute_logprobs(theta if proximal is None else proximal)
         self.log_rho = ratios.subtract(self.lp, space.compute_logprobs(mu))
         log_r = ratios.subtract(space.compute_logprobs(theta), self.lp)
-        adv = (right - (self.p * right).sum())[space.seq]
-        self.coefficient = surrogates.compute_ppo(log_r, adv).coefficient
+        self.mu = mu
+        self.adv = (right - (self.p * right).sum())[space.seq]
+        self.coefficient = surrogates.compute_ppo(log_r, self.adv).coefficient
         self.exact = differentiate(lambda t: space.compute_probability(t) * right, theta)[0]
 
     def compute_weights(self, c: Correction) -> Tensor:
@@ -126,8 +133,10 @@ class StaleSamples:
         # if everything is rejected, the weights are 0, as in the learner
         return w.weight / torch.where(mean > 0, mean, 1.0)
 
-    def judge(self, c: Correction) -> dict[str, float]:
+    def judge(self, c: Correction, top: int | None = None) -> dict[str, float]:
         """Return bias, variance and weight statistics of a correction.
+
+        With score centering on `top` symbols (0: on all).
 
         - relative_bias, cosine, relative_variance: of `ResponseSpace.judge`
         - mean_weight: mean weight of a token
@@ -137,6 +146,10 @@ class StaleSamples:
         s = self.space
         w = self.compute_weights(c)
         rows = s.compute_gradient_rows(self.theta, w * self.coefficient)
+        if top is not None:
+            logs, sampled = (log_softmax(table, -1) for table in (self.theta, self.mu))
+            slope = correction.compute_score_center(logs, sampled, c, top)[1]
+            rows = rows - self.adv[:, None] * slope[s.place]
         judged = s.judge(rows, self.p, self.exact)
         del judged["variance"]
         chance = self.p[s.seq] / s.length
@@ -200,6 +213,7 @@ def measure(vocabulary: int, length: int, seeds: int, say: Callable[[str], None]
             by_seed.append(
                 {
                     d: {name: case.judge(c) for name, c in corrections.items()}
+                    | {n: case.judge(corrections[of], top) for n, (of, top) in CENTERED.items()}
                     for d, case in cases.items()
                 }
             )

@@ -173,7 +173,7 @@ class Replay:
 
     def make_core(self, config: Config) -> LearnerCore:
         core = LearnerCore(make_single_process_config(config, self.initial), self.weights / "model")
-        if config.correction.proximal == "version":
+        if config.reads_versions:
             core.measure.read_weights = lambda _, digest: self.flat.get(digest, bytearray())
         return core
 

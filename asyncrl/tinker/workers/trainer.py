@@ -124,10 +124,10 @@ def resolve_method(options: Options) -> Config:
         (*BEYOND, "kl.loss.coefficient", "kl.reward.coefficient"),
         load.build,  # a server repeats the calls that an earlier version took
     )
-    if config.correction.proximal in ("version", "ema"):
+    if config.correction.proximal in ("version", "ema") or config.loss.center != "off":
         raise ConfigError(
-            f"loss_fn_config.correction.proximal: {config.correction.proximal} is more than a "
-            "loss, as it needs earlier weights; use recompute"
+            "loss_fn_config: correction.proximal = version or ema and loss.center are more than a "
+            "loss, as they need earlier weights; leave them out"
         )
     return config
 
