@@ -555,18 +555,21 @@ def build_command(config: Config, host: str, port: int) -> list[str]:
     """Return the command of a server for this config."""
     settings = config.generator
     shape = load_text_config(config.model.path)
-    slots = -(-settings.slots // (settings.own_servers or 1))
+    slots = -(-settings.slots // (len(settings.servers) or settings.own_servers or 1))
+    width = settings.tensor_parallel or 1
+    heads = getattr(shape, "num_key_value_heads", None) or width
+    cache = count_cache_bytes(config, shape, slots) // min(width, heads)
     options = {
         "model": str(Path(config.model.path).resolve()),
         "host": host,
         "port": port,
         "dtype": choose_dtype(config),
         "seed": config.seed,
-        "tensor-parallel-size": settings.tensor_parallel or 1,
+        "tensor-parallel-size": width,
         "max-model-len": settings.context,
         "max-num-seqs": slots + 1,
         "block-size": BLOCK,
-        "kv-cache-memory-bytes": count_cache_bytes(config, shape, slots),
+        "kv-cache-memory-bytes": cache,  # of each GPU
         "gpu-memory-utilization": 0.05,  # only a check at the start
         "logprobs-mode": "processed_logprobs",
         "max-logprobs": 1,

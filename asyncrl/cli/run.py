@@ -73,6 +73,14 @@ def run(
         if (origin := origins.get("learner.lr", "")).startswith("default"):
             print_progress(f"learner.lr = {config.learner.lr:g}: {origin}")
         run_dir = rundir.choose_directory(config, str(source))
+    if config.placement.nodes:
+        if not dry_run:
+            raise ConfigError(
+                "placement.nodes: such a run is only planned, with --dry-run; docs/machines.md has "
+                "the commands for each host"
+            )
+        emit(_plan_cluster(config, as_json), as_json)
+        return
     if dry_run:
         print(load.dump(config))
         print(
@@ -104,6 +112,25 @@ def run(
         code, summary = runner.run(config, run_dir, resume=resume is not None, on=on)
     emit(summary if as_json or not summary else shorten_summary(summary), as_json)
     sys.exit(code)
+
+
+def _plan_cluster(config: Any, as_json: bool) -> dict[str, Any]:
+    """Plan a run on a cluster, and simulate its lag at the speeds that the plan assumes."""
+    from asyncrl.experiments.simulate import times, what_if
+    from asyncrl.supervise.hosts import cluster
+
+    plan = cluster.make_plan(config)
+    time_model = times.merge_times(times.TimeModel(), plan.times, "placement")
+    [outcome] = what_if.simulate_seeds(config, time_model, 1, evaluate=False)
+    sizes = {name: getattr(plan, name) for name in ("learner_gpu", "server_gpu", "swap")}
+    return {
+        **{f"place {index}": placed.describe() for index, placed in enumerate(plan.placement, 1)},
+        "parameters": plan.parameters,
+        **{name: used if as_json else cluster.describe_bytes(used) for name, used in sizes.items()},
+        "lag": {key: outcome[f"lag_{key}"] for key in ("mean", "p95", "max")},
+        "tokens_per_s": outcome["tokens_per_s"],
+        "limited_by": what_if.describe_limiting_side(outcome),
+    }
 
 
 def _split_gpus(source: str, sets: tuple[str, ...], count: int) -> tuple[str, ...]:

@@ -347,8 +347,9 @@ def _check_evaluation_set(config: Config, eval_set: EvaluationSetConfig) -> Prob
 def _check_devices(config: Config) -> Problems:
     """Check the GPUs of the ranks, and the keys that only some engines read."""
     gpus, mesh, ranks = config.learner.gpus, config.learner.mesh, config.learner.ranks
-    if gpus and (len(gpus) != ranks or len(set(gpus)) < len(gpus)):
-        yield (f"learner.gpus: {gpus} for {ranks} rank(s) (learner.ranks); each needs its own GPU")
+    here = min(ranks, config.placement.gpus_per_node) if config.placement.nodes else ranks
+    if gpus and (len(gpus) != here or len(set(gpus)) < len(gpus)):
+        yield f"learner.gpus: {gpus} for {here} rank(s) of a host; each needs its own GPU"
     if mesh.replicate * (mesh.shard or max(1, ranks // mesh.replicate)) != ranks:
         yield (
             f"learner.mesh: {mesh.replicate} copies of {mesh.shard or 'equally many'} ranks are "

@@ -304,7 +304,7 @@ class GeneratorConfig(Section):
     own_servers: Count = 0
     """vLLM's server: how many the generator starts. 0: one, or none beside `servers`."""
     tensor_parallel: Count = 0
-    """vLLM's server: GPUs that divide each of the generator's own servers. 0: one."""
+    """vLLM's server: GPUs that divide each server. 0: one."""
     weights_dir: str = ""
     """vLLM's server: directory for the file by which servers get new weights; each must be able to
     read it. Empty: this machine's shared memory, which servers elsewhere cannot read."""

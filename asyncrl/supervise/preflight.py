@@ -30,6 +30,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import TEMPLATE_COLUMNS, Prompt
 from asyncrl.contract.printable import escape_line
 from asyncrl.models import devices, fetch
+from asyncrl.supervise.hosts.cluster import WIDTHS, make_plan
 from asyncrl.tasks.data.row_objects import KEYS
 from asyncrl.tasks.data.rows import find_files, read_rows
 
@@ -38,7 +39,6 @@ MOST_PROMPTS = 2000  # most checked prompts of a fixed split
 SCORED = 8  # reference answers that `run_checks` scores, and `preflight` two
 MARKER = ".warm_start"  # a file of this name in the folder at `model.path` allows a warm start
 NAMED_CHARACTERS = 240  # length of the list of missing characters in a message
-WIDTHS = {"float32": 4, "bfloat16": 2}  # bytes per number
 # chat calls of OpenAI's and Anthropic's clients, and the URLs that they request
 CHAT_CALL = re.compile(
     r"\.chat\.completions\b|\.(responses|messages)\.(create|parse|stream)$"
@@ -223,7 +223,9 @@ def check_versions(subject: Subject) -> str:
 
 
 def check_devices(subject: Subject) -> str:
-    """Check that the GPUs in the config exist."""
+    """Check that the GPUs in the config exist, or that a cluster's would suffice."""
+    if subject.config.placement.nodes:
+        return "; ".join(placed.describe() for placed in make_plan(subject.config).placement)
     if problem := devices.find_missing_gpus(subject.config):
         raise ConfigError(problem)
     return "; ".join(devices.describe_placement(subject.config))

@@ -3,6 +3,7 @@ see, and that nothing starts."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -17,7 +18,8 @@ from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import WeightsSource
-from asyncrl.models import devices
+from asyncrl.models import devices, policy
+from asyncrl.supervise.hosts import cluster
 
 NO_GPU = ENV | {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -41,6 +43,103 @@ def test_dry_run(name: str, said: list[str]) -> None:
     argv = [sys.executable, "-m", "asyncrl.cli", "run", f"configs/{name}.toml"]
     done = run_command([*argv, "--dry-run"], env=NO_GPU)
     assert done.code == 0 and ", ".join(said) in done.err, done.err
+
+
+SEVEN_BILLION = {  # the shapes of Qwen2.5-7B
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+
+
+def run_cluster(path: Path, *sets: str, words: tuple[str, ...] = ("--dry-run", "--json")) -> None:
+    chosen = [w for item in (f"model.path={str(path)!r}", *sets) for w in ("--set", item)]
+    main.main(["run", "cluster", *chosen, *words], standalone_mode=False)
+
+
+def test_a_cluster_is_planned_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From config.json alone.  A layer has 2 x 3584 x (3584 + 512) + 3 x 3584 x 18944 weights,
+    4,608 biases and two norms of 3584; the tables have 2 x 152064 x 3584.  A server keeps 16,528
+    blocks of 32 tokens of 2 x 28 x 4 x 128 numbers of two bytes."""
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN_BILLION))
+    run_cluster(tmp_path, "learner.steps=8", "learner.groups=8")
+    made = json.loads(capsys.readouterr().out.splitlines()[-1])
+    places = [made[f"place {number}"] for number in range(1, 13)]
+    assert places[3:6] == [
+        "node 4 GPUs 0-7: learner ranks 24 to 31",
+        "node5 GPUs 0-3: server http://node5:8000",
+        "node5 GPUs 4-7: server http://node5:8001",
+    ]
+    assert made["parameters"] == 28 * 233_057_792 + 2 * 544_997_376 + 3584 == 7_615_616_512
+    part = 4 * 7_615_616_512 / 8
+    assert made["learner_gpu"] == {
+        "weights": part,
+        "gradients": part,
+        "optimizer": 2 * part,
+        "gathered layers": 2 * 2 * (2 * 544_997_376 + 3584 + 2 * 233_057_792),
+        "references": 0,
+    }
+    cache = 16_528 * 32 * 2 * 28 * 4 * 128 * 2 / 4
+    assert made["server_gpu"] == {"weights": 2 * 7_615_616_512 / 4, "KV cache": cache}
+    assert made["swap"] == {"file": 15_231_233_024, "read by servers": 32 * 15_231_233_024}
+    assert 0 <= made["lag"]["mean"] <= made["lag"]["max"] <= 4
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            "placement.gpu_gib=19",
+            r"gpu_gib: 19, but 20\.0 GiB \(weights 3\.5 GiB, .*\) are needed on each GPU of a "
+            r"learner rank: raise learner\.mesh\.shard of backend fsdp2 \(now 8\)",
+        ),
+        (
+            "generator.slots=16384",
+            r"of a server: raise generator\.tensor_parallel \(now 4\), or lower",
+        ),
+        (
+            "generator.tensor_parallel=8",
+            r"http://node5:8001 is server 2 of its host, each with 8 GPU",
+        ),
+        (
+            "placement.nodes=7",
+            r"nodes: 7, but 32 ranks .* take 4 and the servers .* 4; set it to 8",
+        ),
+        ("lora.rank=4", "is planned for generator.servers and learner.backend = torch or fsdp2"),
+        ("learner.mesh={tensor=2}", "learner.mesh.tensor"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(
+    change: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN_BILLION))
+    for sets, words, wanted in (
+        ((change,), ("--dry-run",), said),
+        ((), (), "such a run is only planned"),
+    ):
+        with pytest.raises(SystemExit):
+            run_cluster(tmp_path, *sets, words=words)
+        [line] = capsys.readouterr().err.splitlines()
+        assert re.search(wanted, line), line
+
+
+@pytest.mark.parametrize("family", cluster.ARCHITECTURES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_counted_by_their_shapes(family: str, tied: bool, tmp_path: Path) -> None:
+    """And divided among no ranks by the backend torch."""
+    model = policy.build_model(tmp_path, "abcdefgh", kv_heads=2, tied=tied, family=family)
+    count = sum(parameter.numel() for parameter in model.hf.parameters())
+    layer, outside = cluster.count_parameters(policy.load_text_config(tmp_path))
+    assert 2 * layer + outside == count
+    sets = [f"model.path={str(tmp_path)!r}", "learner.ranks=1", "learner.gpus=[0]"]
+    sets += ["learner.mesh.shard=1", "learner.mesh.replicate=1", "learner.backend=torch"]
+    made = cluster.make_plan(load.load("cluster", [*sets, "model.dtype=float32"]))
+    assert list(made.learner_gpu.values()) == [4 * count, 4 * count, 8 * count, 0, 0]
 
 
 def test_without_cuda_the_run_says_so_before_anything_starts(tmp_path: Path) -> None:

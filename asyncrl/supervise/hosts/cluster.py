@@ -1,0 +1,178 @@
+"""A plan of a run on a cluster: what runs where, the memory of each GPU, the bytes of an update.
+
+All of it is arithmetic over the config and the shapes in the model's config.json (docs/machines.md
+has the formulas). Nothing is started, and no weights are read.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+
+WIDTHS = {"float32": 4, "bfloat16": 2}  # bytes per number
+GIB = 1 << 30
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+# what a GPU is assumed to reach, in operations and bytes of its memory a second (two fifths and
+# three fifths of an H100's peak in bfloat16), and a host's disk or link, in bytes a second
+OPERATIONS, MEMORY_SPEED, LINK_SPEED = 4e14, 2e12, 5e9
+
+
+class PlacedProcesses(NamedTuple):
+    """Processes of one host, and their GPUs."""
+
+    host: str
+    gpus: list[int]
+    processes: str
+
+    def describe(self) -> str:
+        return f"{self.host} GPUs {self.gpus[0]}-{self.gpus[-1]}: {self.processes}"
+
+
+class ClusterPlan(NamedTuple):
+    """The plan of a run; bytes, and seconds under the assumed speeds."""
+
+    placement: list[PlacedProcesses]
+    parameters: int
+    learner_gpu: dict[str, float]  # bytes by use
+    server_gpu: dict[str, float]
+    swap: dict[str, float]  # bytes that an update moves
+    times: dict[str, float]  # see `asyncrl.experiments.simulate.times.TimeModel`
+
+
+def place_processes(config: Config) -> list[PlacedProcesses]:
+    """Give each learner rank and each server its GPUs.  Raises ConfigError without room."""
+    placement, ranks = config.placement, config.learner.ranks
+    size, width = placement.gpus_per_node, config.generator.tensor_parallel or 1
+    placed = []
+    for first in range(0, ranks, size):
+        count = min(size, ranks - first)
+        name = f"learner ranks {first} to {first + count - 1}"
+        placed.append(PlacedProcesses(f"node {first // size + 1}", list(range(count)), name))
+    hosts: dict[str, int] = {}  # -> GPUs of its servers so far
+    for url in config.generator.servers:
+        host = urlsplit(url).hostname or url
+        first = hosts.get(host, 0)
+        hosts[host] = first + width
+        if hosts[host] > size:
+            raise ConfigError(
+                f"generator.servers: {url} is server {first // width + 1} of its host, each with "
+                f"{width} GPU(s) (generator.tensor_parallel); a host has {size} "
+                "(placement.gpus_per_node)"
+            )
+        placed.append(PlacedProcesses(host, list(range(first, first + width)), f"server {url}"))
+    learner_hosts = math.ceil(ranks / size)
+    if (needed := learner_hosts + len(hosts)) > placement.nodes:
+        raise ConfigError(
+            f"placement.nodes: {placement.nodes}, but {ranks} ranks (learner.ranks) take "
+            f"{learner_hosts} and the servers (generator.servers) {len(hosts)}; set it to {needed}"
+        )
+    return placed
+
+
+def count_parameters(shape: Any) -> tuple[int, int]:
+    """Count the parameters of a layer, and those outside of the layers.
+
+    shape: transformers' config of a dense Llama, Mistral, Qwen2 or Qwen3.
+    """
+    hidden = shape.hidden_size
+    head = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
+    queries, keys = shape.num_attention_heads * head, shape.num_key_value_heads * head
+    layer = 2 * hidden * (queries + keys) + 3 * hidden * shape.intermediate_size + 2 * hidden
+    if shape.model_type == "qwen2":
+        layer += queries + 2 * keys  # biases
+    elif shape.model_type == "qwen3":
+        layer += 2 * head  # norms of queries and keys
+    tables = 1 if shape.tie_word_embeddings else 2
+    return layer, tables * shape.vocab_size * hidden + hidden
+
+
+def plan_memory(config: Config, shape: Any) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the bytes by use on a learner rank's GPU and on a server's, without activations."""
+    from actors.engine_vllm import choose_dtype, count_cache_bytes
+    from asyncrl.models.model_check import list_references
+
+    learner, settings = config.learner, config.generator
+    layer, outside = count_parameters(shape)
+    parameters = shape.num_hidden_layers * layer + outside
+    width, shards = WIDTHS[config.model.dtype], 1
+    gathered, part = 0, width
+    if learner.backend == "fsdp2":
+        # divides float32 numbers, and gathers layers and their gradients in the model's format
+        shards, part = learner.ranks // learner.mesh.replicate, 4
+        gathered = 2 * (outside + 2 * layer) * width
+    held = 0 if learner.offload else parameters * part / shards
+    several = settings.tensor_parallel or 1
+    slots = -(-settings.slots // len(settings.servers))
+    return {
+        "weights": held,
+        "gradients": held,
+        "optimizer": 0 if learner.optimizer == "sgd" else 2 * held,
+        "gathered layers": gathered,
+        "references": len(list_references(config)) * parameters * width,
+    }, {
+        "weights": parameters * WIDTHS[choose_dtype(config)] / several,
+        "KV cache": count_cache_bytes(config, shape, slots)
+        / min(several, shape.num_key_value_heads),
+    }
+
+
+def make_plan(config: Config) -> ClusterPlan:
+    """Plan a run.  Raises ConfigError for one that does not fit, with the number and the key."""
+    from asyncrl.models.policy import load_text_config
+
+    learner, settings = config.learner, config.generator
+    if not settings.servers or learner.backend == "deepspeed" or config.lora.rank:
+        raise ConfigError(
+            "placement.nodes: a cluster is planned for generator.servers and learner.backend = "
+            "torch or fsdp2, without lora.rank"
+        )
+    shape = load_text_config(config.model.path)
+    if shape.model_type not in ARCHITECTURES:
+        raise ConfigError(
+            f"model.path: {config.model.path} is a {shape.model_type}; a cluster is planned for "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    placed = place_processes(config)
+    rank, server = plan_memory(config, shape)
+    several = settings.tensor_parallel or 1
+    copies = f"learner.mesh.shard of backend fsdp2 (now {learner.ranks // learner.mesh.replicate})"
+    remedies = {
+        f"a learner rank: raise {copies}, or set learner.offload = true": rank,
+        f"a server: raise generator.tensor_parallel (now {several}), or lower generator.slots "
+        f"(now {settings.slots})": server,
+    }
+    for remedy, used in remedies.items():
+        if (total := sum(used.values()) / GIB) > config.placement.gpu_gib:
+            raise ConfigError(
+                f"placement.gpu_gib: {config.placement.gpu_gib:g}, but {total:.1f} GiB "
+                f"({describe_bytes(used)}) are needed on each GPU of {remedy}"
+            )
+    layer, outside = count_parameters(shape)
+    parameters = shape.num_hidden_layers * layer + outside
+    file = parameters * WIDTHS[config.model.dtype]
+    passes = 8 if learner.gradient_checkpointing else 6
+    return ClusterPlan(
+        placed,
+        parameters,
+        rank,
+        server,
+        {"file": file, "read by servers": file * several * len(settings.servers)},
+        {
+            "step": server["weights"] / MEMORY_SPEED,
+            # half a context's keys and values; samples are divided among the servers
+            "row": server["KV cache"] / settings.slots / 2 / MEMORY_SPEED,
+            "train": 1.0,
+            "train_tokens": learner.ranks * OPERATIONS / (passes * parameters),
+            "publish": file / LINK_SPEED,
+            "swap": 2 * file / LINK_SPEED,
+        },
+    )
+
+
+def describe_bytes(used: dict[str, float]) -> str:
+    """Describe bytes by use, in GiB."""
+    return ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in used.items() if size)
