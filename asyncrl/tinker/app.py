@@ -86,7 +86,7 @@ class TinkerServer:
             self._serve(record)
         await self.trainer.start()
         await self.sampling.start()
-        self._start_task(self._write_ledgers(), "ledgers")
+        self._start_task(self._write_ledgers())
 
     async def _write_ledgers(self) -> None:
         """Keep the ledger files current while clients only sample."""
@@ -118,12 +118,12 @@ class TinkerServer:
         )
         self.models[record.model] = model
         model.on_change = self.samplers.released.set
-        self._start_task(model.run(), record.model)
+        self._start_task(model.run())
         return model
 
-    def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         """Start a task that ends only with the server: if it fails, the server ends."""
-        task = asyncio.create_task(work, name=name)
+        task = asyncio.create_task(work)
         task.add_done_callback(self._end_with)
         self.tasks.append(task)
 
@@ -391,7 +391,12 @@ class TinkerServer:
         else:
             self._check_base_model(message.base_model)
             record = SamplerRecord(id, session)
-        self.samplers.open(record)
+        opened = self.samplers.open(record)
+        if (opened.path, opened.weights) != (record.path, record.weights):
+            raise ConfigError(
+                f"sampling_session_seq_id {message.sampling_session_seq_id} of {session} was "
+                "another sampler: each one needs the next number"
+            )
         return {"type": "create_sampling_session", "sampling_session_id": id}
 
     async def join_sampling_session(self, request: Request, body: bytes) -> Reply:
@@ -463,12 +468,11 @@ class TinkerServer:
 
     async def get_weights_info(self, request: Request, body: bytes) -> Reply:
         path = str(parse_object(body).get("tinker_path"))
-        _, saved = find_saved(self.folder, path)
-        return {
-            "base_model": self.config.model.path,
-            "is_lora": saved.rank > 0,
-            "lora_rank": saved.rank or None,
-        }
+        return self._describe_rank(find_saved(self.folder, path)[1].rank)
+
+    def _describe_rank(self, rank: int) -> JsonObject:
+        path = self.config.model.path
+        return {"base_model": path, "is_lora": rank > 0, "lora_rank": rank or None}
 
     async def list_training_runs(self, request: Request, body: bytes) -> Reply:
         runs = [self._describe_run(model) for model in self.models.values()]
@@ -489,11 +493,9 @@ class TinkerServer:
             substitute = {"losses.stable_reinforce": self.config.losses.stable_reinforce}
             metadata = (metadata or {}) | substitute
         return {
+            **self._describe_rank(record.rank),
             "training_run_id": record.model,
-            "base_model": self.config.model.path,
             "model_owner": "local",
-            "is_lora": record.rank > 0,
-            "lora_rank": record.rank or None,
             "last_request_time": _format_time(model.last_request),
             "last_checkpoint": last.get("training"),
             "last_sampler_checkpoint": last.get("sampler"),

@@ -94,16 +94,12 @@ def build(
 ) -> None:
     """Write the model to the directory `path`, atomically.  say: prints the progress."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        with atomic_write.replace(path, part=Path(f"{path}.part{os.getpid()}")) as folder:
-            symbols = [*CHARACTERS, *WORDS, *NUMBERS]
-            model = build_model(folder, symbols, intermediate=256, seed=seed, max_positions=CONTEXT)
-            init_numbers(model, seed)
-            loss = fit_additions(model, seed, steps, say)
-            export(model, folder)
-            note = {"task": "additions of the cookbook", "seed": seed, "steps": steps, "loss": loss}
-            (folder / "warm_start.json").write_text(json.dumps(note), encoding="utf-8")
-    finally:
-        torch.set_num_threads(threads)
+    with atomic_write.replace(path, part=Path(f"{path}.part{os.getpid()}")) as folder:
+        symbols = [*CHARACTERS, *WORDS, *NUMBERS]
+        model = build_model(folder, symbols, intermediate=256, seed=seed, max_positions=CONTEXT)
+        init_numbers(model, seed)
+        loss = fit_additions(model, seed, steps, say)
+        export(model, folder)
+        note = {"task": "additions of the cookbook", "seed": seed, "steps": steps, "loss": loss}
+        (folder / "warm_start.json").write_text(json.dumps(note), encoding="utf-8")

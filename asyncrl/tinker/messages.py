@@ -13,6 +13,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 ErrorCategory = Literal["user", "server"]
 UNKNOWN = -1  # lag of a sampled token whose sequence is unknown
 NOT_SAMPLED = -2  # lag of a token that is not trained, such as a prompt's
+LABEL = "asyncrl_label"  # file beside saved weights
 SUPERVISED = -3  # lag of a token that cross_entropy trains and no sequence contains
 
 
@@ -88,11 +89,13 @@ class SaveWeights(Struct, frozen=True, tag=True):
 
     state: include the optimizer, so that training can continue from it; otherwise write only the
         weights, as a sampler needs them.
+    label: version and branch of the weights, for their file LABEL; "": they are not for samplers.
     """
 
     model: str
     path: str
     state: bool = False
+    label: str = ""
 
 
 class SampleCall(Struct, frozen=True, tag=True):

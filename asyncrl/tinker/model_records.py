@@ -106,7 +106,8 @@ class TrainingOutcome(msgspec.Struct, frozen=True):
     version: of the model, after the call.
     branch, parents: of the model, after the call (`ModelAncestry`).
     lags: lag -> tokens in the gradient.  sequences: ids of the sequences of these tokens.
-    token_lags: int32, for all positions of the call's datums; a repeated call uses the same lags.
+    token_lags, limit: int32, for all positions of the call's datums, and staleness.max_lag; a
+        repeated call uses the same.
     row, metrics: of an optimizer step, for trained.jsonl and metrics.jsonl.  They are written after
         the outcome, if need be by the next server.
     """
@@ -121,6 +122,7 @@ class TrainingOutcome(msgspec.Struct, frozen=True):
     lags: dict[int, int] = {}
     sequences: list[str] = []
     token_lags: bytes = b""
+    limit: float | None = None
     row: dict[str, Any] = {}
     metrics: dict[str, float] = {}
 

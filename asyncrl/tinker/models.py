@@ -79,9 +79,6 @@ DECODED = 4  # pending calls that are in memory
 DECODED_BYTES = 8 << 20  # a larger body is read from the disk; clients send at most 5 MB
 FARTHEST = 10_000  # most calls that a call may be ahead of the next one
 LARGEST = float(np.finfo(np.float32).max)
-CHANGING = ("create_model", "load_weights", "forward_backward", "optim_step")
-
-
 # parameters of AdamW with their ranges [lowest, end), in which float32 can represent them
 ADAM_RANGES = (
     ("learning_rate", 0.0, LARGEST),
@@ -138,12 +135,12 @@ class ServedModel:
             atomic_write.write(path, load.dump(build_run_config(self.config, record.rank)))
         self.trained_path = folder / "trained.jsonl"
         rows = jsonl.read(self.trained_path)
-        self.recorded = max((int(row.get("call", 0)) for row in rows), default=0)
+        self.recorded = max((row["call"] for row in rows), default=0)
         self.listed = sum(len(row["sequences"]) for row in rows)  # ids in trained.jsonl
         self.supervised = sum(row.get("supervised", 0) for row in rows)  # tokens
         counted = self.ledger.counted.get(record.model, -1)
         for row in rows:
-            if (number := int(row.get("call", 0))) > counted:
+            if (number := row["call"]) > counted:
                 self.ledger.mark_trained(row["sequences"], record.model, number)
         self.trained_file = jsonl.JsonlAppender(self.trained_path)
         self.metrics = metrics.MetricsWriter(folder)
@@ -276,7 +273,8 @@ class ServedModel:
         assert call is not None
         try:
             if message is None:
-                message = wire.parse_body(call.route, call.body)
+                is_loss = call.route.startswith("forward")
+                message = (wire.parse_loss_request if is_loss else wire.parse_object)(call.body)
             outcome = await self._perform(call, message)
         except (RequestRefused, ConfigError) as error:
             outcome = self._build_outcome(error=str(error))
@@ -374,34 +372,32 @@ class ServedModel:
         await self._repeat(
             LoadModel(self.record.model, self.record.rank, self.record.seed, path, bool(path))
         )
+        gone = f"{self.record.model}: the newest checkpoint of its weights is gone"
         for number in range(first, self.next):
             call, outcome = self.log.read_call(number), self.log.read_outcome(number)
-            if call is None or outcome is None or call.route not in CHANGING:
-                continue
-            message = wire.parse_body(call.route, call.body)
+            if call is None or outcome is None:
+                raise RequestRefused(gone)
             if call.route == "optim_step":
+                step = DropGradient(self.record.model)
                 await self._repeat(
-                    DropGradient(self.record.model) if outcome.error else self._parse_step(message)
+                    step if outcome.error else self._parse_step(wire.parse_object(call.body))
                 )
             elif not outcome.error and call.route == "forward_backward":
+                message = wire.parse_loss_request(call.body)
                 decoded = wire.parse_loss_call(message, self.config.losses.stable_reinforce)
                 lags = np.frombuffer(outcome.token_lags, "<i4")
                 splits = np.cumsum([datum.length for datum in decoded.data])[:-1]
+                # that of the call's own time; an earlier version of the server did not write it
+                limit = self.config.staleness.max_lag if outcome.limit is None else outcome.limit
                 data = [
-                    add_lags(datum, datum_lags, self.config.staleness.max_lag)[0]
+                    add_lags(datum, datum_lags, limit)[0]
                     for datum, datum_lags in zip(decoded.data, np.split(lags, splits), strict=True)
                 ]
                 await self._repeat(
                     ForwardBackward(self.record.model, data, decoded.loss, decoded.config)
                 )
             elif call.route == "load_weights" and not (number and outcome.error):
-                # an earlier version of the server acknowledged a load before its checkpoint
-                path, request, saved = self._parse_load(number, message)
-                if outcome.error or outcome.parents.get(saved.model) != saved.version:
-                    raise RequestRefused(
-                        f"{self.record.model} was not loaded from the weights that {path} has now"
-                    )
-                await self._repeat(request)
+                raise RequestRefused(outcome.error or gone)
 
     async def _repeat(self, request: Request) -> None:
         result = await self.trainer.call(request)
@@ -461,6 +457,7 @@ class ServedModel:
             lags=dict(lags),
             sequences=sequences,
             token_lags=b"".join(token_lags),
+            limit=staleness.max_lag,
         )
 
     # ---- optim_step ------------------------------------------------------------------------------
@@ -528,7 +525,8 @@ class ServedModel:
 
     async def _write_saved(self, path: Path, number: int, *, state: bool = False) -> None:
         """Save the model under a name or as a version, and write its record."""
-        await self._call_trainer(SaveWeights(self.record.model, str(path), state=state))
+        label = f"{self.version} {self.ancestry.model}"
+        await self._call_trainer(SaveWeights(self.record.model, str(path), state, label))
         note = SavedWeights(
             self.ancestry.model,
             self.record.rank,
@@ -588,10 +586,10 @@ class ServedModel:
         """Return the directory of the weights of samplers without a name."""
         return self.folder / "versions" / f"{branch}-{version}"
 
-    def _parse_load(self, number: int, values: JsonObject) -> tuple[str, LoadModel, SavedWeights]:
-        """Decode a call that loads saved weights, which become the model's own checkpoint.
+    async def _load(self, number: int, values: JsonObject) -> TrainingOutcome:
+        """Load saved weights, which become the model's own checkpoint.
 
-        After that the client may replace or delete them.  Returns their tinker path too."""
+        After that the client may replace or delete them."""
         message = wire.validate(sdk.LoadWeightsRequest, values)
         path, saved = find_saved(self.folder.parent, message.path, "weights")
         if saved.rank != self.record.rank:
@@ -600,14 +598,11 @@ class ServedModel:
             )
         checkpoint = str(self.log.locate_checkpoint(number, saved.version))
         model, rank, seed = self.record.model, self.record.rank, self.record.seed
-        request = LoadModel(model, rank, seed, str(path), message.optimizer, checkpoint)
-        return message.path, request, saved
-
-    async def _load(self, number: int, message: JsonObject) -> TrainingOutcome:
-        path, request, saved = self._parse_load(number, message)
-        await self._call_trainer(request)
+        await self._call_trainer(
+            LoadModel(model, rank, seed, str(path), message.optimizer, checkpoint)
+        )
         return self._reply(
-            {"type": "load_weights", "path": path, "model_id": self.record.model},
+            {"type": "load_weights", "path": message.path, "model_id": model},
             version=saved.version,
             branch=number,
             parents={saved.model: saved.version, **saved.parents},

@@ -167,12 +167,6 @@ class SamplerService:
         if request.record_stability_info and not self.config.losses.stable_reinforce:
             # the client will train with stable_reinforce: refuse it before anything is sampled
             raise ConfigError(f"record_stability_info: {REFUSAL}")
-        if sampler.weights and not Path(sampler.weights).exists():
-            raise ConfigError(
-                f"{sampler.id} samples version {sampler.version} of {sampler.model}, which was "
-                f"deleted: the server keeps weights.slots = {self.config.weights.slots} versions; "
-                "create a new sampling client, or save these weights under a name"
-            )
         if sampler.path:
             _, saved = find_saved(self.path.parent, sampler.path)
             if (saved.model, saved.version) != (sampler.model, sampler.version):

@@ -114,7 +114,6 @@ class SequenceLedger:
     remembered: number of newest sequences that datums can be matched to."""
 
     def __init__(self, path: Path, remembered: int = REMEMBERED) -> None:
-        self.path = path
         self.remembered = remembered
         self.sequences: dict[str, SampledSequence] = {}  # in the order of sampling
         self.by_fingerprint: dict[str, list[SampledSequence]] = {}
@@ -338,13 +337,16 @@ def _locate_sequence(
     """Return the position where a datum contains a sequence, or None if it does not.
 
     key: fingerprint of the run at `start`."""
-    if key == sequence.fingerprint:
-        return start
-    assert sequence.uncertain is not None
-    first = start - sequence.uncertain[1]
+    first = start
+    if key != sequence.fingerprint:
+        assert sequence.uncertain is not None
+        first -= sequence.uncertain[1]
     piece = slice(4 * first, 4 * (first + sequence.length))
-    digest = first >= 0 and compute_fingerprint(datum.targets[piece], logprobs[piece])
-    return first if digest == sequence.fingerprint else None
+    tokens, scores = datum.targets[piece], logprobs[piece]
+    if first < 0 or compute_fingerprint(tokens, scores) != sequence.fingerprint:
+        return None
+    # a client can make a sequence of the same fingerprint
+    return first if sequence.content in (b"", tokens + scores) else None
 
 
 def _check_span(datum: Datum, span: ProvenanceSpan, start: int, sequence: SampledSequence) -> bool:
@@ -504,7 +506,7 @@ def measure_lags(
             refused = refused or (
                 f"sequence {run.sequence.id} was sampled at version {sampled_at} of "
                 f"{ancestry.model}, which is at version {version}: a lag of {lag}, and "
-                f"staleness.max_lag = {limit:g}"
+                f"staleness.max_lag = {limit:g}; sample from newer weights"
             )
     mask, weights = datum.get_field("mask"), datum.get_field("weights")
     if weights is not None and "advantages" not in datum.fields:
@@ -524,7 +526,8 @@ def describe_unknown(run: SampledRun, model: str) -> str:
         return (
             f"tokens {run.start} to {run.stop} of a datum are not a sequence of this server, or "
             f"not among its newest {REMEMBERED}, so their lag is unknown, and staleness.unknown = "
-            "refuse"
+            "refuse; pass tokens and log-probabilities on unchanged, or name the sequence by "
+            "provenance spans, which show the position that differs"
         )
     return (
         f"sequence {run.sequence.id} was sampled by {run.sequence.model or 'the base model'}, "

@@ -96,12 +96,8 @@ def validate(message_type: type[_Request], values: dict[str, Any]) -> _Request:
     except pydantic.ValidationError as error:
         problem = error.errors()[0]
         field = ".".join(map(str, problem["loc"]))
-        raise ConfigError(f"{message_type.__name__}: {field}: {problem['msg']}") from error
-
-
-def parse_body(route: str, body: bytes) -> Any:
-    """Decode the body of a model's call: a protobuf of a loss, else JSON.  Raises ConfigError."""
-    return parse_loss_request(body) if route.startswith("forward") else parse_object(body)
+        text = f"{message_type.__name__}: {field} = {problem['input']!r:.50}: {problem['msg']}"
+        raise ConfigError(text) from error
 
 
 def parse_loss_request(body: bytes) -> pb.ForwardBackwardRequest:
@@ -232,7 +228,9 @@ def parse_sample_request(
         )
     longest = limit - len(ids)
     length = default if params.max_tokens is None else params.max_tokens
-    if longest < 1 or length < 1 or (params.max_tokens is not None and length > longest):
+    if length < 1:
+        raise ConfigError(f"max_tokens = {length}: must be at least 1")
+    if longest < 1 or (params.max_tokens is not None and length > longest):
         raise ConfigError(
             f"a prompt of {len(ids)} and max_tokens = {length} do not fit sampling.context = "
             f"{limit} of the server"

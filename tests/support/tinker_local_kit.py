@@ -68,7 +68,8 @@ class LocalServer:
     """`asyncrl tinker`; a second one of the same folder is one that was started again."""
 
     def __init__(self, folder: Path, *sets: str, remembered: int = 0) -> None:
-        self.config = settings.read(str(write_config(folder)), sets)
+        self.config_path = str(write_config(folder))
+        self.config = settings.read(self.config_path, sets)
         self.folder = prepare_directory(self.config, "server")
         self.trainer = ServedModels(self.config)
         self.results: dict[int, Any] = {}

@@ -136,7 +136,7 @@ def test_a_state_loaded_into_its_model_begins_a_branch(start: Start) -> None:
 
 
 def test_a_killed_training_process_masks_the_same_tokens(start: Start) -> None:
-    """The lag of a repeated call is that of its own time."""
+    """The lag and the limit of a repeated call are those of its own time."""
     server = start("staleness.max_lag=1", "staleness.on_exceed=mask")
     results = []
     with server.client() as service:
@@ -148,9 +148,12 @@ def test_a_killed_training_process_masks_the_same_tokens(start: Start) -> None:
             step(client, data[:2], "importance_sampling")
             step(client, data[2:], "importance_sampling")  # lag 1, and 2 after the next step
             client.forward_backward(TUNED, "cross_entropy").result()
+            model = server.server.models[client.model_id]
             if killed:
                 server.training.exits = {1}
+                model.config = settings.read(server.config_path, ("staleness.max_lag=0",))
             client.optim_step(ADAM).result()
+            model.config = server.config
             assert step(client, data, "importance_sampling").get("lag_max") is None
             results.append(scored(client))
     assert np.array_equal(*results)
@@ -280,7 +283,7 @@ def test_samplers_are_forgotten_when_nobody_uses_them(start: Start) -> None:
             opened.append(sampler_of(client))
             step(client, TUNED, "cross_entropy")
         draw(base, 1)
-        with pytest.raises(tinker.BadRequestError, match=r"keeps weights\.slots = 2 versions"):
+        with pytest.raises(tinker.RequestFailedError, match=r"keeps weights\.slots = 2 versions"):
             draw(opened[0], 1)
         opened.append(sampler_of(client))
         for sampler in (base, opened[-1]):
@@ -292,6 +295,41 @@ def test_samplers_are_forgotten_when_nobody_uses_them(start: Start) -> None:
     rows = [json.loads(x) for x in (server.folder / "samplers.jsonl").read_text().splitlines()]
     assert len(rows) == 3 and "" in {row["model"] for row in rows}
     assert len(start(remembered=3).server.samplers.samplers) == 3
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_weights_that_change_while_a_request_waits_are_not_sampled(
+    start: Start, is_deleted: bool
+) -> None:
+    """The newer weights would be recorded as the older version."""
+    server = start()
+    samplers = server.server.samplers
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        path = client.save_state("a").result().path
+        old = service.create_sampling_client(model_path=path).result()
+        pace, samplers.pace = samplers.pace, lambda record, count: "held by the test"
+        held = old.sample(prompt(), 1, types.SamplingParams(max_tokens=2)).future()
+        while not any(promise.paced for promise in [*samplers.promises.values()]):
+            assert not held.done()
+        step(client, TUNED, "cross_entropy")
+        if is_deleted:
+            service.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+        else:
+            client.save_state("a", overwrite=True).result()
+        samplers.pace = pace
+        client.save_state("b").result()  # after each call, requests that wait are tried
+        with pytest.raises(tinker.RequestFailedError, match="deleted or replaced: the") as gone:
+            held.result(60)
+        assert gone.value.category == types.RequestErrorCategory.User
+        assert server.server.ledger.sampled_total == 0
+        wrong = "no such weights" if is_deleted else "were saved again: create a new sampling"
+        with pytest.raises(tinker.BadRequestError, match=wrong):
+            draw(old, 1)
+        if not is_deleted:
+            new = service.create_sampling_client(model_path=path).result()
+            own = new.compute_logprobs(types.ModelInput.from_ints([5, 6, 7, 8, 1])).result()
+            assert np.allclose(own[1:], scored(client), atol=1e-5)
 
 
 def test_doctor_finds_samples_of_another_distribution(start: Start) -> None:

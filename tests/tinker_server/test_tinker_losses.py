@@ -378,7 +378,10 @@ def lags_of(ledger: SequenceLedger, datum: Datum, **keys: object) -> tuple[list[
 
 
 def test_a_sequence_is_found_by_the_bits_of_its_logprobs(
-    ledger: SequenceLedger, trainer: ServedModels, tmp_path: Path
+    ledger: SequenceLedger,
+    trainer: ServedModels,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, second, third = datums(trainer)
     known = record(ledger, first, 3)
@@ -393,6 +396,10 @@ def test_a_sequence_is_found_by_the_bits_of_its_logprobs(
     ledger.close()
     again = SequenceLedger(tmp_path / "sequences.jsonl")  # as after a restart
     assert lags_of(again, first)[0][3] == 1
+    monkeypatch.setattr(sequences, "compute_fingerprint", lambda *_: "chosen by the client")
+    equal = SequenceLedger(tmp_path / "equal.jsonl")
+    record(equal, first, 3)
+    assert (lags_of(equal, first)[0][3], lags_of(equal, third)[0][3]) == (1, -1)
 
 
 def test_tokens_without_doubt_are_found_without_an_advantage(

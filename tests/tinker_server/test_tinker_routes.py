@@ -187,6 +187,11 @@ def test_what_clients_read_of_server_models_and_samplers(
         for _ in range(2)
     ]
     assert [reply.json()["client_counter"] for reply in joined] == [1, 2]
+    asked = {"session_id": known["sampler_id"].partition(":")[0], "sampling_session_seq_id": 77}
+    for other, code in ((sampler, 200), (sampler, 200), (state, 400)):
+        reply = http.post("/create_sampling_session", json=asked | {"model_path": other})
+        assert reply.status_code == code, reply.text
+    assert "sampling_session_seq_id 77" in reply.json()["error"]
     rest.delete_checkpoint(client.model_id, "weights/state").result()
     listed = rest.list_checkpoints(client.model_id).result().checkpoints
     assert [checkpoint.tinker_path for checkpoint in listed] == [sampler]
@@ -240,7 +245,7 @@ def test_models_that_cannot_be_created(server: LocalServer, http: httpx.Client) 
         ({"optimizer_config": {"type": "muon"}}, "optimizer_config"),
         ({"user_metadata": {"note": "x" * 2**16}}, "user_metadata: 65548 bytes of JSON, more than"),
         ({"surprise": 1}, "surprise: CreateModelRequest has no such field here"),
-        ({"model_seq_id": "x"}, "CreateModelRequest: model_seq_id: "),
+        ({"model_seq_id": "x"}, "model_seq_id = 'x': Input should be a valid integer"),
     ):
         assert message in error(http.post("/create_model", json=good | more), 400)
     promise = http.post("/create_model", json=good | {"surprise": None, "tags": []}).json()

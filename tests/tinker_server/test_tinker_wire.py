@@ -162,6 +162,9 @@ def test_a_request_for_samples_is_converted_whole() -> None:
     assert (sample_call([3], stop="x").texts, sample_call([3], stop=[]).stop) == (["x"], [])
 
 
+TOO_LONG = "a prompt of {} and max_tokens = {} do not fit sampling.context = 16 of the server"
+
+
 @pytest.mark.parametrize(
     ("prompt", "more", "why"),
     [
@@ -170,16 +173,9 @@ def test_a_request_for_samples_is_converted_whole() -> None:
         ([-1], {}, "prompt: has a token outside the vocabulary of 50"),
         ([3], {"topk_prompt_logprobs": 33}, "topk_prompt_logprobs: must be from 0 to 32"),
         ([3], {"num_samples": 1025}, "num_samples: 1025 must be from 1 to 1024 in one request"),
-        (
-            [3],
-            {"max_tokens": 16},
-            "a prompt of 1 and max_tokens = 16 do not fit sampling.context = 16 of the server",
-        ),
-        (
-            [3] * 16,
-            {},
-            "a prompt of 16 and max_tokens = 9 do not fit sampling.context = 16 of the server",
-        ),
+        ([3], {"max_tokens": 0}, "max_tokens = 0: must be at least 1"),
+        ([3], {"max_tokens": 16}, TOO_LONG.format(1, 16)),
+        ([3] * 16, {}, TOO_LONG.format(16, 9)),
         ([3], {"top_p": 0.0}, "top_p = 0: must be above 0 and at most 1"),
         *(
             (

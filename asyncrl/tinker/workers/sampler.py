@@ -16,12 +16,14 @@ import torch
 
 from actors.engine import Completion, CompletionRequest, build_engine
 from actors.engine_embedded import EmbeddedEngine
+from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapter_files, memory
 from asyncrl.models.adapters import MergedWeights
 from asyncrl.models.policy import list_named_weights, load_policy
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.tinker.messages import (
+    LABEL,
     CallFailure,
     SampleCall,
     SampleResult,
@@ -155,14 +157,18 @@ class Sampler:
         self.waiting = remaining
 
     def _load(self, request: SampleCall) -> None:
-        """Load the weights of a request into the engine unless it has them.
-
-        They are in a directory that a model wrote for samplers.
-        """
+        """Load the weights of a request into the engine, from where a model wrote them."""
         if (version := get_version(request)) == self.loaded:
             return
         if version not in self.versions:
             path = Path(version[0])
+            gone = ConfigError(
+                f"version {request.version} of {request.model} was deleted or replaced: the server "
+                f"keeps weights.slots = {self.config.weights.slots} versions without a name, and a "
+                "client may replace named ones; create a new sampling client"
+            )
+            if not path.exists():
+                raise gone
             if (path / adapter_files.CONFIG).exists():
                 adapter = adapter_files.read(path)
                 scale = adapter.settings["lora_alpha"] / adapter.settings["r"]
@@ -171,6 +177,9 @@ class Sampler:
                 )
             else:
                 weights = dict(list_named_weights(load_policy(path, self.config.model.dtype)))
+            note = path / LABEL  # read last, as a model may replace them meanwhile
+            if note.exists() and note.read_text() != f"{request.version} {request.model}":
+                raise gone
             while len(self.versions) > KEPT:
                 oldest = next(kept for kept in self.versions if kept != BASE)
                 del self.versions[oldest]

@@ -33,6 +33,7 @@ from asyncrl.models.policy import PolicyModel, export, list_named_weights, load_
 from asyncrl.models.trainer import Trainer, split_by_length
 from asyncrl.records import atomic_write
 from asyncrl.tinker.messages import (
+    LABEL,
     NOT_SAMPLED,
     CallDone,
     CallFailure,
@@ -163,15 +164,16 @@ class TrainedModel:
             state = torch.load(path / STATE, weights_only=True, map_location="cpu")
             self.trainer.optimizer.load_state_dict(state["optimizer"])
 
-    def save(self, path: Path, *, state: bool) -> None:
-        """Write the weights, with `state` also the optimizer."""
+    def save(self, path: Path, *, state: bool, label: str = "") -> None:
+        """Write the weights with their label, with `state` also the optimizer."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write.replace(path) as folder:
-            if not state:
-                export(self.policy, folder)
-            else:
-                folder.mkdir()
-                export(self.policy, folder / MODEL)
+            weights = folder / (MODEL if state else "")
+            weights.parent.mkdir(exist_ok=True)
+            export(self.policy, weights)
+            if label:
+                (weights / LABEL).write_text(label, encoding="utf-8")
+            if state:
                 torch.save({"optimizer": self.trainer.optimizer.state_dict()}, folder / STATE)
                 checkpoint.seal(folder)
 
@@ -208,7 +210,8 @@ class ServedModels:
                 case DropGradient():
                     self.models[request.model].drop_gradient()
                 case SaveWeights():
-                    self.models[request.model].save(Path(request.path), state=request.state)
+                    model = self.models[request.model]
+                    model.save(Path(request.path), state=request.state, label=request.label)
                 case _:
                     return CallFailure(f"{type(request).__name__} is not a training call", "server")
         except Exception as error:  # it must not cost the models of other clients
