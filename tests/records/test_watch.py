@@ -427,7 +427,7 @@ def test_watch_report_and_doctor_begin_with_the_same_lines(
     jsonl.note(run_dir / advice.CHECKS, {"step": 7, **odd._asdict()})
     expected = [
         "generation limits the speed",
-        "staleness costs much",
+        "staleness costs samples",
         "health check odd fired at step 7: it was odd",
     ]
     config = load.load(run_dir / "config.toml")
