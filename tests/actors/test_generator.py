@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -154,6 +155,11 @@ def test_the_timeline_has_loads_and_prefills(make: MakeGenerator) -> None:
     assert (asked[-1].producer, asked[-1].session) == (g.producer, g.session)
     g.send_ticket_request(1, None)
     assert g.socket.said[-1].sequence == asked[-1].sequence + 1
+    for late, requested in ((1, 3), (0, 0)):
+        g.requested_samples = 3
+        g.receive = Mock(return_value=[m.TicketGrant(g.session, g.want_sequence - late, [], None)])
+        g.read_replies(0.0)
+        assert g.requested_samples == requested, "a reply to an earlier request answers none"
     g.tracer.close()
     spans = trace.read_sized_spans(g.run_dir)["generator-0"]
     assert [(x.name, x.size) for x in spans if x.name in ("weights", "prefill")] == [

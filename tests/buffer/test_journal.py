@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
@@ -523,9 +523,6 @@ def test_each_change_is_one_record_that_replays_to_the_same_state(tmp_path: Path
         assert done is bool(records)
         check(*records)
     assert store.window.timings == (timing,) and store.limit.settling == 0
-    assert msgspec.to_builtins(timing) == [1.0, 0.5, 2.0, 0.1, 0.4]
-    old = "grant renew expire end deliver frame came hello ask commit checkpointed finish told free"
-    assert [x.__struct_config__.tag for x in get_args(StoreRecord)] == old.split()
     for records in ([CheckpointRecord(1)], []):
         store.retire_batches(1)
         check(*records)

@@ -170,9 +170,10 @@ def test_a_loss_without_data_adds_nothing(trainer: ServedModels, method: str) ->
     result = trainer.handle(ForwardBackward("m", [], "ppo", {"method": method}))
     assert result == ScoreResult([], 0.0) or "more than a loss" in result.error
     assert trainer.handle(ForwardBackward("m", [], "cross_entropy", {})) == ScoreResult([], 0.0)
-    earlier = {"method": "ppo", "correction.proximal": "version"}
-    refused = trainer.handle(ForwardBackward("m", [], "ppo", earlier))
-    assert "version or ema and loss.center are more than a loss" in refused.error
+    for proximal in ("version", "ema"):
+        earlier = {"method": "ppo", "correction.proximal": proximal}
+        refused = trainer.handle(ForwardBackward("m", [], "ppo", earlier))
+        assert "version or ema and loss.center are more than a loss" in refused.error
 
 
 @pytest.mark.parametrize("rank", [0, 4])

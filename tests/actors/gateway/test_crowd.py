@@ -111,10 +111,10 @@ class Bound:
         self.said: list[str] = []
 
     def unbind(self, address: str) -> None:
-        self.said.append("unbind")
+        self.said.append(f"unbind {address}")
 
     def bind(self, address: str) -> None:
-        self.said.append("bind")
+        self.said.append(f"bind {address}")
         self.tries -= 1
         if self.tries >= 0:
             raise connection_guard.zmq.ZMQError(98)
@@ -127,7 +127,8 @@ def test_an_address_that_stays_taken_is_an_error(
     monkeypatch.setattr(connection_guard, "next_descriptor", opened)
     bound = Bound(2)
     watched = connection_guard.ConnectionGuard(bound)
-    assert watched.close_excess("tcp://127.0.0.1:1") and bound.said == ["unbind", *["bind"] * 3]
+    again = "bind tcp://127.0.0.1:1"
+    assert watched.close_excess("tcp://127.0.0.1:1") and bound.said == [f"un{again}", *[again] * 3]
     line = "too many connections at tcp://127.0.0.1:1: closed all; real peers reconnect\n"
     assert capsys.readouterr() == ("", line)
     monkeypatch.setattr(connection_guard, "next_descriptor", iter([10**6, *[0] * 10**5]).__next__)
@@ -136,7 +137,7 @@ def test_an_address_that_stays_taken_is_an_error(
     bound.tries = 10**6
     with pytest.raises(AsyncrlError, match="cannot be opened again"):
         watched.close_excess("tcp://127.0.0.1:1")
-    assert watched.closings == 2 and bound.said == ["unbind", *["bind"] * 5]
+    assert watched.closings == 2 and bound.said == [f"un{again}", *[again] * 5]
 
 
 @pytest.mark.parametrize(
