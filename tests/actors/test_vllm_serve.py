@@ -293,14 +293,38 @@ def test_a_server_that_cannot_be_used_is_refused(
         give(engine(path, server), policy_model, 0)
 
 
-def test_a_server_that_keeps_ending_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_serve, "RESTARTS", 1)
+def test_a_server_that_keeps_ending_is_given_up() -> None:
     server = engine_serve.Server("http://a", ["sh", "-c", "echo out of memory; exit 3"])
-    for _ in range(2):
+    for _ in range(4):
         server.start()
         assert server.process is not None and server.process.wait(60)
     with pytest.raises(PeerUnreachable, match=r"http://a ended: out of memory \| exit code 3"):
         server.start()
+
+
+def test_the_command_of_one_of_two_servers(model: tuple[Path, policy.PolicyModel]) -> None:
+    keys = [
+        "generator.engine=vllm-serve",
+        "generator.slots=5",
+        "generator.own_servers=2",
+        "generator.context=96",
+        "seed=7",
+    ]
+    config = config_load.load("demo", [f"model.path='{model[0]}'", "model.device='cpu'", *keys])
+    words = engine_serve.build_command(config, "127.0.0.1", 9)
+    cache = words.index("--kv-cache-memory-bytes") + 1
+    assert int(words.pop(cache)) == engine_serve.count_cache_bytes(
+        config, engine_serve.load_text_config(model[0]), 3
+    )
+    assert " ".join(words[3:]) == (
+        f"--model {model[0]} --host 127.0.0.1 --port 9 --dtype float32 --seed 7 "
+        "--tensor-parallel-size 1 --max-model-len 96 --max-num-seqs 4 --block-size 32 "
+        "--kv-cache-memory-bytes --gpu-memory-utilization 0.05 "
+        "--logprobs-mode processed_logprobs --max-logprobs 1 --stream-interval 8 "
+        '--generation-config vllm --weight-transfer-config {"backend": "asyncrl"} '
+        "--worker-extension-cls actors.vllm_transfer.FileTransferExtension "
+        "--skip-tokenizer-init --enable-scale-out --disable-log-stats --enforce-eager"
+    )
 
 
 @pytest.mark.slow

@@ -128,6 +128,8 @@ def test_an_outbox_sends_each_image_once_a_frame_until_it_is_acknowledged() -> N
     assert again.images == blobs
     box.add(seen(ticket, 2, NAMES[2]), blobs)
     assert len([*box.take_frames(99.0, flush=True)]) == 1 and box.unacked_bytes > full
+    box.frame_bytes = full
+    assert [len(frame.samples) for frame in box.take_frames(999.0, flush=False)] == [2, 1]
     acks: list[Any] = [(ticket.ticket, n, ticket.attempt, "accepted") for n in range(3)]
     box.on_acks(m.DeliveryAcks(1, acks, 1 << 20, None), 9.0)
     assert box.unacked_bytes == 0 and box.images == {}

@@ -460,20 +460,21 @@ def test_a_message_that_cannot_be_costs_a_counter_and_the_connection() -> None:
 
 
 def test_who_says_nothing_else_is_given_up_by_its_peers_and_not_by_who_only_looks(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sockets, "MOST_BROKEN", 3)
+    monkeypatch.setattr(sockets, "MOST_BROKEN", 4)
     server = Server(lambda *_: [b"\xc1"])
     peer = PeerSocket(server.address)
     viewer = PeerSocket(server.address)
     try:
-        with pytest.raises(PeerUnreachable, match="3 invalid messages in a row"):
+        with pytest.raises(PeerUnreachable, match="4 invalid messages in a row"):
             heard(peer, m.StatusRequest())
         until = time.monotonic() + WAIT_S
         while viewer.broken < 5:
             assert time.monotonic() < until
             viewer.send(m.StatusRequest())
             assert live.receive_reply(viewer, 0.2) is None
+        assert capsys.readouterr().err.count("sent an invalid message, reconnecting") == 2 * 3
     finally:
         peer.close()
         viewer.close()
