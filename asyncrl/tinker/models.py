@@ -41,6 +41,7 @@ from asyncrl.tinker import wire
 from asyncrl.tinker.links import WorkerExited, WorkerLink, log
 from asyncrl.tinker.messages import (
     NOT_SAMPLED,
+    CallDone,
     CallFailure,
     Datum,
     DropGradient,
@@ -117,6 +118,7 @@ class ServedModel:
         self.ancestry = ModelAncestry(record.model, dict(record.parents))
         self.version = record.version
         self.next = 0  # the number of the call that is carried out next
+        self.unusable = ""  # why every call fails
         self.loaded = 0  # generation of the training process that holds the model
         self.promises: dict[int, asyncio.Future[TrainingOutcome]] = {}
         self.digests: dict[int, bytes] = {}  # of the bodies of pending calls
@@ -171,6 +173,8 @@ class ServedModel:
         route: "" if the call itself was pruned.  Raises AsyncrlError and OSError for a row that
         cannot be written; the next server then writes it."""
         self.next = number + 1
+        if not number and outcome.error:
+            self.unusable = f"{self.record.model} was not created: {outcome.error}"
         if outcome.row and number > self.recorded:
             self.samples.write(self.version)
             seconds = self.clock.seconds_at(time.monotonic())
@@ -305,6 +309,8 @@ class ServedModel:
             self.log.prune()
 
     async def _perform(self, call: TrainingCall, message: Any) -> TrainingOutcome:
+        if self.unusable:
+            raise RequestRefused(self.unusable)
         match call.route:
             case "create_model":
                 await self._call_trainer(None)
@@ -346,7 +352,7 @@ class ServedModel:
                     await self._restore()
                     self.loaded = generation
                 if request is None:
-                    return ScoreResult([], 0.0)
+                    return CallDone()
                 result = await self.trainer.call(request)
             except WorkerExited as error:
                 if attempt == self.config.restarts or (error.crashed and error.oldest):
@@ -396,8 +402,8 @@ class ServedModel:
                 await self._repeat(
                     ForwardBackward(self.record.model, data, decoded.loss, decoded.config)
                 )
-            elif call.route == "load_weights" and not (number and outcome.error):
-                raise RequestRefused(outcome.error or gone)
+            elif not outcome.error and call.route == "load_weights":
+                raise RequestRefused(gone)
 
     async def _repeat(self, request: Request) -> None:
         result = await self.trainer.call(request)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from asyncrl.records import jsonl, metrics
 from asyncrl.supervise import tinker_status as status
 from asyncrl.tinker import app, settings
 from asyncrl.tinker import server as tinker_server
+from asyncrl.tinker.model_records import find_saved
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 TUNED = [tuned_datum([5, 6, 7, 8, 1]), tuned_datum([9, 10, 1])]
@@ -79,12 +81,14 @@ def test_bounded_records_close_the_ledger_after_a_restart(start: Start) -> None:
         assert ledger_of(server) == expected
         last = policy_datum(later[2])
     [folder] = (path.parent for path in server.folder.glob("*/model.json"))
+    sessions = server.server.sessions
     rows = jsonl.read(folder / "trained.jsonl")
     assert [row["batch"] for row in rows] == [*range(8)]
     assert sum(len(row["sequences"]) for row in rows) <= 8
     assert len(jsonl.read(server.folder / "sequences.jsonl")) <= 1 + 8
     for _ in range(2):  # the second time from a file of the first
         server = start(remembered=4)
+        assert server.server.sessions == sessions
         assert [row["batch"] for row in jsonl.read(folder / "trained.jsonl")] == [*range(8)]
         assert [row["step"] for row in metrics.read(folder)] == [*range(8)]
     with server.client() as service:
@@ -432,7 +436,28 @@ def test_calls_wait_for_earlier_ones_and_count_once(
         continue
     assert step_call(2) == early and result(early).json()["type"] == "optim_step"
     assert server.server.models[client.model_id].version == 2
-    assert ask(3).status_code == 200
+    shares.total *= 100
+    later = [step_call(number) for number in range(9, 2, -1)]  # more than it keeps in memory
+    while result(later[0]).status_code == 408:
+        continue
+    assert server.server.models[client.model_id].version == 9 and not shares.used.total()
+
+
+def test_a_model_whose_creation_failed_has_no_weights(start: Start) -> None:
+    """It must not go on with those of the base model."""
+    server = start()
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=2).result()
+        path = client.save_state("w").result().path
+        shutil.rmtree(find_saved(server.folder, path)[0])
+        with pytest.raises(tinker.RequestFailedError, match="the adapter in"):
+            service.create_training_client_from_state(path).result()
+    [model] = [model for model in server.server.models.values() if model.record.source]
+    http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY})
+    body = {"model_id": model.record.model, "seq_id": 1, "adam_params": {}}
+    promise = http.post("/optim_step", json=body).json()
+    reply = http.post("/retrieve_future", json={"request_id": promise["request_id"]}).json()
+    assert reply["error"].startswith(f"{model.record.model} was not created: the adapter in ")
 
 
 def test_a_killed_process_is_given_the_model_anew(start: Start) -> None:

@@ -511,6 +511,10 @@ def test_a_part_of_a_sequence_whose_tokens_are_forgotten_has_an_unknown_lag(
         record(ledger, first, 4)
     rows = jsonl.read(tmp_path / "sequences.jsonl")  # rewritten: the file is bounded too
     assert [len(row.get("content", "")) > 0 for row in rows] == [False] * 4 + [True] * 2
+    del rows[-1]["content"]  # as an earlier version of the server wrote it
+    (tmp_path / "old.jsonl").write_bytes(jsonl.encode(rows))
+    old = SequenceLedger(tmp_path / "old.jsonl")
+    assert (len(old.sequences), old.comparable_tokens) == (5, 4)
 
 
 def test_supervised_tokens_are_counted_and_can_be_forbidden(
@@ -624,7 +628,9 @@ def test_the_ledger_remembers_the_newest_sequences_and_the_totals_of_all(
     ids = [record(ledger, first, 0), record(ledger, first, 0), record(ledger, second, 1)]
     assert lags_of(ledger, first)[0][3] == 4  # the equal one that is left
     ledger.mark_trained(ids, "m", 2)
-    ids += [record(ledger, second, 1), record(ledger, third, 3)]  # the file is rewritten
+    ids += [record(ledger, second, 1)]
+    assert path.read_bytes().count(b"\n") == 4
+    ids += [record(ledger, third, 3)]  # the file is rewritten
     ledger.mark_trained(ids[3:4], "m", 4)
     totals = {"sampled": 5, "sampled_tokens": 18, "trained_once": 3, "trained_again": 0}
     assert ledger.find_ledger("m").to_dict() == totals | {"never_trained": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -198,6 +199,63 @@ def test_what_clients_read_of_server_models_and_samplers(
     assert not server.server.models[client.model_id].folder.joinpath("weights", "state").exists()
     with pytest.raises(tinker.BadRequestError, match="state"):
         service.create_training_client_from_state(state).result()
+
+
+def test_replies_have_all_fields_of_the_api(
+    server: LocalServer, http: httpx.Client, service: tinker.ServiceClient
+) -> None:
+    """This client reads only some of them."""
+    client = service.create_lora_training_client("tiny", rank=2).result()
+    name, path = client.model_id, server.config.model.path
+    state = client.save_state("w").result().path
+    sampler = client.save_weights_for_sampler("v").result().path
+    client.load_state(state).result()
+    step_call(http, name, 4)
+    asked = [{"request_id": f"{name}:call:{number}"} for number in range(5)]
+    assert [http.post("/retrieve_future", json=body).json() for body in asked] == [
+        {"type": "create_model", "model_id": name},
+        {"type": "save_weights", "path": state},
+        {"type": "save_weights_for_sampler", "path": sampler},
+        {"type": "load_weights", "path": state, "model_id": name},
+        {"type": "optim_step", "metrics": {"optim_grad_norm": 0.0, "optim_lr": 0.0}},
+    ]
+    model = server.server.models[name]
+    model.last_request = 60.0
+    saved = []
+    for kind, seconds, shown in (("weights/w", 1.0, 1), ("sampler_weights/v", 0.0, 0)):
+        note = model.folder / f"{kind}.json"
+        note.write_text(json.dumps(json.loads(note.read_text()) | {"time": seconds}))
+        files = [file for file in (model.folder / kind).rglob("*") if file.is_file()]
+        saved.append(
+            {
+                "checkpoint_id": kind,
+                "checkpoint_type": "sampler" if shown == 0 else "training",
+                "time": f"1970-01-01T00:00:0{shown}Z",
+                "tinker_path": f"tinker://{name}/{kind}",
+                "size_bytes": sum(file.stat().st_size for file in files),
+            }
+        )
+    assert http.get(f"/training_runs/{name}/checkpoints").json() == {"checkpoints": saved}
+    about = {"base_model": path, "is_lora": True, "lora_rank": 2}
+    assert http.post("/weights_info", json={"tinker_path": state}).json() == about
+    run = about | {
+        "training_run_id": name,
+        "model_owner": "local",
+        "last_request_time": "1970-01-01T00:01:00Z",
+        "last_checkpoint": saved[0],
+        "last_sampler_checkpoint": saved[1],
+        "user_metadata": None,
+    }
+    assert http.get(f"/training_runs/{name}").json() == run
+    runs = http.get("/training_runs").json()
+    assert run in runs["training_runs"]
+    count = len(server.server.models)
+    assert runs["cursor"] == {"offset": 0, "limit": count, "total_count": count}
+    names = {"arch": "causal_lm", "model_name": path, "tokenizer_id": str(server.server.path)}
+    assert http.post("/get_info", json={"model_id": name, "type": "get_info"}).json() == {
+        **{"type": "get_info", "model_data": names, "model_id": name, "model_name": path},
+        **{"is_lora": True, "lora_rank": 2},
+    }
 
 
 def test_clients_are_told_their_transport(server: LocalServer) -> None:
