@@ -123,12 +123,21 @@ def _plan_cluster(config: Any, as_json: bool) -> dict[str, Any]:
     time_model = times.merge_times(times.TimeModel(), plan.times, "placement")
     [outcome] = what_if.simulate_seeds(config, time_model, 1, evaluate=False)
     sizes = {name: getattr(plan, name) for name in ("learner_gpu", "server_gpu", "swap")}
+    lag = {key: outcome[f"lag_{key}"] for key in ("mean", "p95", "max")}
+    speed = outcome["tokens_per_s"]
+    values = {"parameters": plan.parameters, "lag": lag, "tokens_per_s": speed}
+    if not as_json:
+        values = {
+            "parameters": f"{plan.parameters:,}",
+            "lag": "mean {mean:.1f}, p95 {p95:.0f}, max {max:.0f} versions, simulated".format(
+                **lag
+            ),
+            "tokens_per_s": f"{speed:,.0f}, simulated",
+        }
     return {
         **{f"place {index}": placed.describe() for index, placed in enumerate(plan.placement, 1)},
-        "parameters": plan.parameters,
         **{name: used if as_json else cluster.describe_bytes(used) for name, used in sizes.items()},
-        "lag": {key: outcome[f"lag_{key}"] for key in ("mean", "p95", "max")},
-        "tokens_per_s": outcome["tokens_per_s"],
+        **values,
         "limited_by": what_if.describe_limiting_side(outcome),
     }
 
