@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.tree import Config, MixedTaskConfig
-from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import LedgerLine, MixturePosition, Numbers, Prompt
 from asyncrl.tasks.mixture import MixtureTask, choose_task, compute_weights
 from buffer.ledger import Ledger
@@ -208,15 +207,6 @@ class TaskMixer:
             removed=dict(position.removed),
             past={title: Ledger.restore(totals) for title, totals in position.ledgers.items()},
         )
-
-    def require_known(self, titles: Iterable[str]) -> None:
-        """Raise AsyncrlError if groups in the store are of a task that the config lacks."""
-        missing = sorted({title for title in titles if title and title not in self.parts})
-        if missing:
-            raise AsyncrlError(
-                f"task.mixture: the run has groups of {', '.join(missing)}, which the config "
-                "lacks; keep the part, and set its weight to 0 to stop it"
-            )
 
     # ---- numbers ---------------------------------------------------------------------------------
 

@@ -102,7 +102,11 @@ class Store(StoreRules):
     def restore(self, snapshot: msgspec.Struct) -> None:
         """Take over the state of a `StoreSnapshot`; the prompts stay those of this store."""
         super().restore(snapshot)
-        self.mixer.require_known(group.task for group in self.alive.values())
+        if missing := {group.task for group in self.alive.values()} - {"", *self.mixer.parts}:
+            raise AsyncrlError(
+                f"task.mixture: the run has groups of {', '.join(sorted(missing))}, which the "
+                "config lacks; keep the part, and set its weight to 0 to stop it"
+            )
         self.leases = LeaseTable()
         for group in self.alive.values():
             if (lease := group.lease) is not None:

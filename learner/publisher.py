@@ -177,7 +177,7 @@ class Publisher:
 
 
 class StepLog(BatchLog):
-    """RUN/optimizer_steps.jsonl: a row for each optimizer step, `Update.as_row`."""
+    """RUN/optimizer_steps.jsonl: a row for each optimizer step."""
 
     def __init__(self, config: Config, run_dir: Path, number: int) -> None:
         """Keep the rows of batches below `number`: see `BatchLog`."""

@@ -67,21 +67,6 @@ class Update(NamedTuple):
     sums: dict[str, Tensor]
     before: dict[str, float]
 
-    def as_row(self, number: int, index: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Return its row of RUN/optimizer_steps.jsonl, without values that are not finite.
-
-        Args:
-            number: of the batch.
-            index: of the step in the batch.
-            computed: the metrics of `sums`.
-        """
-        values = {"optim/grad_norm": self.norm, "optim/lr": self.lr, **self.before}
-        values |= {name: metrics[name] for name in OF_EACH_STEP if name in metrics}
-        values |= {name: x for name, x in metrics.items() if name.startswith("reshape/")}
-        return {"step": number, "update": index} | {
-            name: x for name, x in values.items() if math.isfinite(x)
-        }
-
 
 class StepSums(NamedTuple):
     """The optimizer steps that were made on a batch.
@@ -237,10 +222,14 @@ class LearnerCore:
         metrics |= self._measure_samples(batch, packed, prep)
         if self.sample_log is not None and self.sample_log.is_due(batch.number):
             self.sample_log.add(self.sample_log.build_rows(batch, packed, prep))
-        self.updates = [
-            update.as_row(batch.number, i, values)
-            for i, (update, values) in enumerate(zip(steps.updates, step_metrics, strict=True))
-        ]
+        self.updates = []
+        for update, values in zip(steps.updates, step_metrics, strict=True):
+            row = {"optim/grad_norm": update.norm, "optim/lr": update.lr, **update.before}
+            for name, value in values.items():
+                if name in OF_EACH_STEP or name.startswith("reshape/"):
+                    row[name] = value
+            row = {name: value for name, value in row.items() if math.isfinite(value)}
+            self.updates.append({"step": batch.number, "update": len(self.updates), **row})
         if config.exact is True and (error := metrics.get("mismatch/max_at_lag_0", 0.0)) != 0:
             raise AsyncrlError(
                 f"exact: engine and learner differ at lag 0 in batch {batch.number} by {error:.1e} "

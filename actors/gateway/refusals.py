@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
 from asyncrl.contract.errors import AsyncrlError
+
+Container = TypeVar("Container", dict[str, Any], list[Any])
 
 TOO_LONG = "context_length_exceeded"  # the error code of a prompt longer than the context
 
@@ -25,6 +30,14 @@ class CallRefused(AsyncrlError):
 def build_refusal(param: str, reason: str, code: str = "invalid_value") -> CallRefused:
     """Build the refusal of a request for a key of its body, or a part of one: `tools[0]`."""
     return CallRefused(400, code, f"{param}: {reason}", param.partition("[")[0])
+
+
+def take(body: Mapping[str, Any], name: str, kind: type[Container]) -> Container:
+    """Return an object or a list of a body; an empty one where it has none.  Raises CallRefused."""
+    value = body.get(name) or kind()
+    if not isinstance(value, kind):
+        raise build_refusal(name, f"give {'a list' if kind is list else 'an object'}")
+    return value
 
 
 def build_too_long_error(detail: str, context: int, param: str = "messages") -> CallRefused:

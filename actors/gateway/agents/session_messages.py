@@ -94,10 +94,14 @@ class SessionResult(Struct, frozen=True, array_like=True):
     scored: bool = False
 
 
-def parse_outcome(number: int, value: Any) -> SessionResult:
+def parse_outcome(
+    number: int, value: Any, *, truncated: bool = False, failed: str = ""
+) -> SessionResult:
     """Read an agent's return value.
 
     It is a number, a dict of parts with `reward`, or None for the config's reward.
+
+    truncated, failed: a limit of the environment has cut it; the reason of a failure beside it
     """
     if value is None:
         return SessionResult(number, "judge")
@@ -108,7 +112,11 @@ def parse_outcome(number: int, value: Any) -> SessionResult:
         return SessionResult(
             number, "failed", why=f"gave an invalid reward: {get_first_line(reason)}"
         )
-    return SessionResult(number, "scored", reward, parts)
+    result = SessionResult(number, "scored", reward, parts, truncated=truncated)
+    if not failed:
+        return result
+    why = f"failed: {get_first_line(failed)}"
+    return msgspec.structs.replace(result, kind="failed", why=why, scored=True)
 
 
 def send(wire: socket.socket, result: SessionResult) -> None:

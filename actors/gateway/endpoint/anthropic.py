@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from actors.gateway.call_tree import Message
-from actors.gateway.refusals import build_refusal
+from actors.gateway.refusals import build_refusal, take
 from asyncrl.records.jsonl import JsonObject
 
 Options = Mapping[str, Any]
 
 # keys that are translated, or have no effect on an answer
-QUIET = ("system", "max_tokens", "stop_sequences", "messages", "tools", "tool_choice", "thinking")
+QUIET = (
+    *("system", "max_tokens", "stop_sequences", "messages", "tools", "tool_choice", "thinking"),
+    "output_config",
+)
 
 
 def to_chat(body: Options) -> JsonObject:
@@ -40,25 +43,30 @@ def to_chat(body: Options) -> JsonObject:
         if not isinstance(kind, str):
             raise build_refusal("tool_choice", "give an object with a type")
         request["tool_choice"] = kind if kind in ("auto", "none") else choice
-    output = request.pop("output_config", None) or {}
-    if not isinstance(output, dict):
-        raise build_refusal("output_config", "give an object")
-    request |= {f"output_config.{key}": value for key, value in output.items()}
-    tools = body.get("tools") or []
-    if not isinstance(tools, list):
-        raise build_refusal("tools", "give a list")
-    request["tools"] = []
-    for index, tool in enumerate(tools):
-        if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
-            raise build_refusal(f"tools[{index}]", "give an object with a name")
-        if tool.get("type", "custom") != "custom":  # it runs at the provider: ignored and listed
-            request[f"tools.{tool['type']}"] = True
+    for key, value in take(body, "output_config", dict).items():
+        request[f"output_config.{key}"] = value
+    return request | convert_tools(body, "custom", "input_schema")
+
+
+def convert_tools(body: Options, own: str, schema: str) -> JsonObject:
+    """Convert the tools of a request.
+
+    Tools of another type than `own` run at the provider: they are ignored and listed.
+
+    schema: the key of a tool's parameters
+    """
+    converted: JsonObject = {"tools": []}
+    for index, tool in enumerate(take(body, "tools", list)):
+        kind = tool.get("type", own) if isinstance(tool, dict) else None
+        if not isinstance(kind, str):
+            raise build_refusal(f"tools[{index}]", "give an object with a type")
+        if kind != own:
+            converted[f"tools.{kind}"] = True
             continue
-        function = {"name": tool["name"], "parameters": tool.get("input_schema", {})}
-        if "description" in tool:
-            function["description"] = tool["description"]
-        request["tools"].append({"type": "function", "function": function})
-    return request
+        keys = {"name": "name", "description": "description", "parameters": schema}
+        function = {name: tool[key] for name, key in keys.items() if key in tool}
+        converted["tools"].append({"type": "function", "function": function})
+    return converted
 
 
 def _join_blocks(location: str, content: Any) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 from actors.gateway.call_tree import Message, Tools
 from actors.gateway.chat import make_mark, normalize_messages
 from actors.gateway.endpoint import anthropic, responses
-from actors.gateway.refusals import CallRefused, build_refusal
+from actors.gateway.refusals import CallRefused, build_refusal, take
 from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES, Blobs, digest
 from asyncrl.contract.messages import MOST_GRAMMAR, SamplingSettings
 from asyncrl.models import pictures
@@ -419,16 +419,10 @@ def parse_request(
     elif kind == "responses":
         options = responses.to_chat(body)
     elif kind == "ids":
-        inner = body.get("sampling_params", {})
-        if not isinstance(inner, dict):
-            raise build_refusal("sampling_params", "give an object")
-        options = {**inner, **body}
+        options = {**take(body, "sampling_params", dict), **body}
     ignored = _check_options(options, policy, run)
-    stream_options = options.get("stream_options") or {}
-    if not isinstance(stream_options, dict):
-        raise build_refusal("stream_options", "give an object")
     stream = _parse_flag(options, "stream")
-    usage = _parse_flag(stream_options, "include_usage")
+    usage = _parse_flag(take(options, "stream_options", dict), "include_usage")
     if stream and kind == "ids":
         raise build_refusal("stream", "the token route does not stream", "unsupported_parameter")
     model = options.get("model", policy.model)
@@ -567,9 +561,7 @@ def parse_ids(param: str, value: Any, vocabulary: int) -> np.ndarray:
 
 
 def _parse_tools(options: Options) -> list[Any]:
-    tools = options.get("tools") or []
-    if not isinstance(tools, list):
-        raise build_refusal("tools", "give a list")
+    tools = take(options, "tools", list)
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -601,10 +593,7 @@ def parse_stops(value: Any) -> tuple[str, ...]:
 
 
 def _parse_aside(options: Options) -> bool:
-    metadata = options.get("metadata")
-    if metadata is not None and not isinstance(metadata, dict):
-        raise build_refusal("metadata", "give an object")
-    mark = (metadata or {}).get("asyncrl")
+    mark = take(options, "metadata", dict).get("asyncrl")
     if mark not in (None, "aside"):
         raise build_refusal("metadata", f'asyncrl = {mark!r:.80}: the only valid value is "aside"')
     return mark == "aside"

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from actors.gateway.call_tree import Message, join_text
-from actors.gateway.refusals import build_refusal
+from actors.gateway.endpoint.anthropic import convert_tools
+from actors.gateway.refusals import build_refusal, take
 from asyncrl.records.jsonl import JsonObject
 
 TAKEN = ("input", "instructions", "tools", "max_output_tokens", "text", "tool_choice", "messages")
@@ -39,24 +40,9 @@ def to_chat(body: Mapping[str, Any]) -> JsonObject:
         _append_item(messages, f"input[{index}]", item)
     request["messages"] = messages
     request["max_tokens"] = body.get("max_output_tokens")
-    text_options = body.get("text") or {}
-    if not isinstance(text_options, dict):
-        raise build_refusal("text", "give an object")
-    request["text.format"] = text_options.get("format")
+    request["text.format"] = take(body, "text", dict).get("format")
     request["tool_choice"] = body.get("tool_choice")
-    tools = body.get("tools") or []
-    if not isinstance(tools, list):
-        raise build_refusal("tools", "give a list")
-    request["tools"] = []
-    for index, tool in enumerate(tools):
-        if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
-            raise build_refusal(f"tools[{index}]", "give an object with a type")
-        if tool["type"] != "function":  # it runs at the provider: ignored and listed
-            request[f"tools.{tool['type']}"] = True
-            continue
-        function = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
-        request["tools"].append({"type": "function", "function": function})
-    return request
+    return request | convert_tools(body, "function", "parameters")
 
 
 def _append_item(messages: list[Message], location: str, item: Any) -> None:

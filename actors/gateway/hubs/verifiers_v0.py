@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import msgspec
 import verifiers
 from openai import AsyncOpenAI
 from verifiers.clients import OpenAIChatCompletionsClient
@@ -25,7 +24,6 @@ from actors.gateway.hubs import Split
 from actors.gateway.hubs.self_playing import build_text_messages, check_row
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.contract.printable import get_first_line
 
 EMPTY_ANSWER = "EmptyModelResponseError"  # an error of the environment for an answer without text
 TIMED_OUT = "timeout_reached"  # the environment's own limit of time
@@ -108,20 +106,10 @@ def read_output(
     An empty answer is the policy's. It is scored, and a function that cannot read it pays 0. A
     failed session would be sampled again, so that the policy would never learn from empty answers.
     """
-    scored = parse_outcome(
-        number, {**(output.get("metrics") or {}), "reward": output.get("reward")}
-    )
-    if scored.kind != "scored":
-        return scored
+    outcome = {**(output.get("metrics") or {}), "reward": output.get("reward")}
     truncated = bool(output.get("is_truncated")) or output.get("stop_condition") == TIMED_OUT
-    scored = msgspec.structs.replace(scored, truncated=truncated)
     error = output.get("error")
-    if error is not None and error["error"] == EMPTY_ANSWER:
-        return scored
+    failed = next(iter(reward_errors), "")
     if error is not None:
-        reason = f"failed: {get_first_line(error['error_chain_repr'])}"
-    elif reward_errors:
-        reason = f"failed: {get_first_line(reward_errors[0])}"
-    else:
-        return scored
-    return msgspec.structs.replace(scored, kind="failed", why=reason, scored=True)
+        failed = "" if error["error"] == EMPTY_ANSWER else error["error_chain_repr"]
+    return parse_outcome(number, outcome, truncated=truncated, failed=failed)

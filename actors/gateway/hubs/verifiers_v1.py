@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import msgspec
 import verifiers.v1 as vf
 from pydantic import ValidationError
 from verifiers.v1.configs.agent import agent_config_fields
@@ -162,17 +161,12 @@ def read_episode(number: int, episode: Any, policy: str) -> SessionResult:
     (trace,) = traces
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-    scored = parse_outcome(number, {**metrics, **scores, "reward": trace.reward})
-    if scored.kind != "scored":
-        return scored
+    outcome = {**metrics, **scores, "reward": trace.reward}
     call_error = trace.calls[-1].error if trace.calls else None
     overlong = call_error is not None and CONTEXT_EXCEEDED in call_error.message
     truncated = bool(trace.is_truncated or trace.is_timeout or episode.is_timeout or overlong)
-    scored = msgspec.structs.replace(scored, truncated=truncated)
-    if call_error is None or overlong:
-        return scored
-    reason = f"failed: {get_first_line(call_error.message)}"
-    return msgspec.structs.replace(scored, kind="failed", why=reason, scored=True)
+    failed = "" if call_error is None or overlong else call_error.message
+    return parse_outcome(number, outcome, truncated=truncated, failed=failed)
 
 
 def build_task_messages(data: Any, location: str) -> list[dict[str, str]]:
