@@ -45,7 +45,10 @@ def to_chat(body: Options) -> JsonObject:
         request["tool_choice"] = kind if kind in ("auto", "none") else choice
     for key, value in take(body, "output_config", dict).items():
         request[f"output_config.{key}"] = value
-    return request | convert_tools(body, "custom", "input_schema")
+    converted = convert_tools(body, "custom", "input_schema")
+    for tool in converted["tools"]:
+        tool["function"].setdefault("parameters", {})
+    return request | converted
 
 
 def convert_tools(body: Options, own: str, schema: str) -> JsonObject:
