@@ -879,9 +879,9 @@ class BufferService:
         if self.local_threads is None:
             host = self.store.source.host if self.store.source is not None else ""
             local = [entry for entry in self.generators.values() if entry.host == host]
-            learner = self.config.learner
-            self.local_threads = learner.ranks * learner.threads
-            self.local_threads += len(local) * self.config.generator.threads
+            config = self.config
+            self.local_threads = config.learner.thread_count
+            self.local_threads += len(local) * config.generator.threads
         return self.local_threads
 
     def send_tickets(self, peer: bytes, request: m.TicketRequest, tickets: list[m.Ticket]) -> None:

@@ -30,6 +30,7 @@ from asyncrl.records.trace import Tracer
 from asyncrl.transport import keys, message_checks
 from asyncrl.transport.sockets import BufferPeer
 from learner import checkpoint
+from learner.cores import divide_cores
 from learner.publisher import Publisher, Recorder, StepLog
 from learner.sample_log import SampleLog
 from learner.state import BatchCursor
@@ -90,11 +91,14 @@ class Learner(BufferPeer):
         self.batches: dict[int, m.Batch] = {}
         self.commits: dict[int, m.Commit] = {}
         self.sent: dict[str, float] = {}
-        self.busy_s = self.idle_s = 0.0
         self.mark = time.monotonic()
         self.checkpointed: int | None = None
         self.recorder: Recorder | None = None
         self.step_log: StepLog | None = None
+        self.division = None
+        if config.learner.ranks == "auto" and self.core.model.device.type == "cpu":
+            self.division = divide_cores(config, run_dir, self.log_change)
+            next(self.division)
 
     @property
     def number(self) -> int:
@@ -297,13 +301,11 @@ class Learner(BufferPeer):
 
     def wait_for_batch(self) -> m.Batch | None:
         """Return the batch to train on, or None when stopped while waiting."""
-        began = time.monotonic()
         while self.number not in self.batches and not self.stopping:
             self.set_wait(f"batch {self.number}")
             self.repeat(f"ask {self.number}", m.BatchRequest(self.epoch, self.number))
             self.handle_messages(POLL_S)
         if self.waiting_for:
-            self.idle_s += time.monotonic() - began
             self.set_wait("")
         batch = self.batches.pop(self.number, None)
         if (
@@ -338,6 +340,8 @@ class Learner(BufferPeer):
             "memory/learner_mb": machine_memory.read_resident_bytes() / 2**20,
         }
         self.mark = now
+        if self.division is not None:
+            metrics["time/learner_threads"] = self.division.send((step_s, now - began, tokens))
         cursor = msgspec.convert(batch, BatchCursor, from_attributes=True)
         parent = [self.epoch, self.number - 1]
         self.cursor = msgspec.structs.replace(cursor, parent=parent)

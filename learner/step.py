@@ -822,7 +822,7 @@ def make_backend(config: Config, model: PolicyModel) -> TorchBackend:
         from learner.distributed.fsdp_backend import FsdpBackend
 
         return FsdpBackend(config, model)
-    if config.learner.ranks > 1:
+    if config.learner.process_count > 1:
         from learner.distributed.ranks import ReplicatedBackend
 
         return ReplicatedBackend(config, model)

@@ -346,7 +346,7 @@ def _check_evaluation_set(config: Config, eval_set: EvaluationSetConfig) -> Prob
 
 def _check_devices(config: Config) -> Problems:
     """Check the GPUs of the ranks, and the keys that only some engines read."""
-    gpus, mesh, ranks = config.learner.gpus, config.learner.mesh, config.learner.ranks
+    gpus, mesh, ranks = config.learner.gpus, config.learner.mesh, config.learner.process_count
     here = min(ranks, config.placement.gpus_per_node) if config.placement.nodes else ranks
     if gpus and (len(gpus) != here or len(set(gpus)) < len(gpus)):
         yield f"learner.gpus: {gpus} for {here} rank(s) of a host; each needs its own GPU"

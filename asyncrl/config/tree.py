@@ -332,8 +332,9 @@ class LearnerConfig(Section):
     backend: Literal["torch", "deepspeed", "fsdp2"] = "torch"
     """Training backend. With several ranks, torch keeps the whole model in each, while deepspeed
     and fsdp2 can divide it among them; fsdp2 is part of PyTorch."""
-    ranks: Positive = 1
-    """Number of learner processes that share the training."""
+    ranks: Positive | Literal["auto"] = 1
+    """Number of learner processes that share the training. auto: one, whose number of threads is
+    chosen after the first batches."""
     mesh: MeshConfig = msgspec.field(default_factory=MeshConfig)
     zero_stage: Annotated[int, Meta(ge=0, le=3)] = 2
     """DeepSpeed: what the ranks partition. 0: nothing; 1: optimizer state; 2: also gradients; 3:
@@ -413,9 +414,18 @@ class LearnerConfig(Section):
     """GPU number of each rank. Empty: model.device."""
 
     @property
+    def process_count(self) -> int:
+        return 1 if self.ranks == "auto" else self.ranks
+
+    @property
+    def thread_count(self) -> int:
+        """OpenMP threads of all learner processes."""
+        return self.process_count * self.threads
+
+    @property
     def distributed(self) -> bool:
         """Whether gradients add up over processes, in another order than in one."""
-        return self.ranks > 1 or self.backend != "torch"
+        return self.process_count > 1 or self.backend != "torch"
 
 
 class LoraConfig(Section):

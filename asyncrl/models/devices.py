@@ -96,7 +96,7 @@ def split_gpus(config: Config, count: int, sets: Sequence[str] = ()) -> DeviceSp
     already chooses devices.
     """
     option = f"--gpus {count}"
-    ranks = config.learner.ranks
+    ranks = config.learner.process_count
     for item in sets:
         if item.partition("=")[0].strip() in SPLIT_KEYS:
             raise ConfigError(f"{option}: sets {', '.join(SPLIT_KEYS)}; leave out --set {item}")
@@ -119,7 +119,7 @@ def split_gpus(config: Config, count: int, sets: Sequence[str] = ()) -> DeviceSp
 
 
 def _explain_split(config: Config, count: int) -> str:
-    ranks = config.learner.ranks
+    ranks = config.learner.process_count
     if count == 1:
         return "learner and generator share the only GPU and its memory"
     takes = (
@@ -146,7 +146,7 @@ def describe_placement(config: Config) -> list[str]:
     """Return one line per learner rank and generator with its device."""
     lines = []
     for name, gpus, count in (
-        ("learner rank", config.learner.gpus, config.learner.ranks),
+        ("learner rank", config.learner.gpus, config.learner.process_count),
         ("generator", config.generator.gpus, config.generators),
     ):
         for index in range(count):

@@ -140,12 +140,6 @@ class FsdpBackend(DistributedBackend):
         with self.guard():
             super().accumulate(loss, is_last=is_last)
 
-    def apply(self, rate: float, loss: Tensor | None = None) -> float:
-        if loss is not None:
-            # a loss that is not finite on one rank alone: all ranks skip the step, or none
-            loss = self.sum_over_ranks(loss.detach().cpu().clone())
-        return super().apply(rate, loss)
-
     def collect_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         return [get_local_part(p.grad) for p in parameters if p.grad is not None]
 

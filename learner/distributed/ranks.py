@@ -62,14 +62,14 @@ def start_ranks(config: Config, reserved: socket.socket) -> list[subprocess.Pope
     learner.ranks.
     """
     if "WORLD_SIZE" in os.environ:
-        if int(os.environ["WORLD_SIZE"]) != config.learner.ranks:
+        if int(os.environ["WORLD_SIZE"]) != config.learner.process_count:
             raise ConfigError(
                 f"learner.ranks: {config.learner.ranks}, but the launcher started "
                 f"{os.environ['WORLD_SIZE']}"
             )
         return []
     common = {
-        "WORLD_SIZE": str(config.learner.ranks),
+        "WORLD_SIZE": str(config.learner.process_count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(reserved.getsockname()[1]),
     }
@@ -82,7 +82,7 @@ def start_ranks(config: Config, reserved: socket.socket) -> list[subprocess.Pope
             stdin=subprocess.DEVNULL,
             preexec_fn=end_with_parent(),
         )
-        for rank in range(1, config.learner.ranks)
+        for rank in range(1, config.learner.process_count)
     ]
 
 
@@ -106,7 +106,7 @@ class DistributedBackend(TorchBackend):
         self.guarded_since = 0.0
         self.closed = False
         cuda = self.device.type == "cuda"
-        if cuda and learner.ranks > 1 and not learner.gpus:
+        if cuda and learner.process_count > 1 and not learner.gpus:
             raise ConfigError(
                 f"learner.gpus: {learner.ranks} ranks would share one GPU; give one number each"
             )
@@ -236,6 +236,12 @@ class DistributedBackend(TorchBackend):
                 dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
 
+    def apply(self, rate: float, loss: Tensor | None = None) -> float:
+        if loss is not None:
+            # a loss that is not finite on one rank alone: all ranks skip the step, or none
+            loss = self.sum_over_ranks(loss.detach().cpu().clone())
+        return super().apply(rate, loss)
+
     def gather(self, value: Any) -> list[Any]:
         if self.ranks == 1:
             return [value]
@@ -292,9 +298,6 @@ class ReplicatedBackend(DistributedBackend):
         TorchBackend.__init__(self, config, model)
 
     def apply(self, rate: float, loss: Tensor | None = None) -> float:
-        if loss is not None:
-            # a loss that is not finite on one rank alone: all ranks skip the step, or none
-            loss = self.sum_over_ranks(loss.detach().cpu().clone())
         self._add_up(self.parameters)
         return super().apply(rate, loss)
 

@@ -195,6 +195,9 @@ def test_processes_share_the_cores_that_there_are() -> None:
     halves = ("staleness.max_lag=0", "generator.slots=8", "generators=2")
     assert run(one, *halves).step_s == pytest.approx(2 * GENERATE + 0.64, rel=0.02)
     assert run(change(one, cores=2), *halves).step_s == pytest.approx(GENERATE + 0.64, rel=0.02)
+    for cores, factor in ((2, 0.8), (None, 0.6)):  # three threads take turns on two cores
+        two = run(change(one, cores=cores), *at_once, threads=2)
+        assert two.step_s == pytest.approx(factor * 0.64, rel=0.1)
     slowed = run(change(one, cores=2, beside=1.5), *halves)
     assert slowed.step_s == pytest.approx(1.5 * GENERATE + 0.64, rel=0.02)
 
@@ -624,7 +627,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     for text in ("Throughput against limit", *(a["sentence"] for a in found["answers"])):
         assert text in html
     code, out, _ = command(capsys, "--seeds", "1")
-    for text in ("A limit of 4 instead of 2", "2 generators instead of 1", "lag: mean"):
+    asked = ("A limit of 4 instead of 2", "2 generators instead of 1", "2 learner threads instead")
+    for text in (*asked, "lag: mean"):
         assert code == 0 and text in out
 
 

@@ -1,17 +1,24 @@
 """Two ranks in one process, each a learner in a thread of its own: the same step as one, however
-unevenly the samples are dealt."""
+unevenly the samples are dealt. And the threads that learner.ranks = auto chooses."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from learner_step_kit import batch, core, model_dir, weights
+from process_kit import ROOT, Ended
 
+from asyncrl.config import load
+from asyncrl.records import jsonl, process_log
+from learner import cores
 from learner.backend import TorchBackend
 from learner.step import LearnerCore
 
@@ -134,3 +141,74 @@ def test_two_ranks_make_the_step_of_one(
     # the other rank knows what rank 0 says, but for what only rank 0 measures
     for one, two in zip(mine, theirs, strict=True):
         assert two.items() <= one.items()
+
+
+@pytest.mark.parametrize(
+    ("learner", "cpu", "generators", "count", "chosen"),
+    [
+        (5.9, 5.9, [2.4], 2, 2),
+        (5.9, 5.9, [5.8], 2, 1),  # no time is left on two cores
+        (3.0, 3.0, [2.4], 2, 1),  # it waits, for rewards or for long answers
+        (5.9, 5.9, [2.4], 8, 4),  # more would wait for the generator
+        (5.9, 5.9, [], 8, 8),  # the generators are elsewhere
+        (5.9, 5.9, [2.4], 1, 1),
+    ],
+)
+def test_the_learner_gets_threads_where_it_holds_up_the_run(
+    learner: float, cpu: float, generators: list[float], count: int, chosen: int
+) -> None:
+    assert cores.choose_threads(6.0, learner, cpu, generators, count, 1) == chosen
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "later_s", "threads", "said"),
+    [(0.3, 0.1, 1, 1), (1.0, 0.7, 2, 1), (1.0, 1.1, 1, 2)],
+)
+def test_threads_and_priorities_are_those_of_the_decision(
+    busy_s: float,
+    later_s: float,
+    threads: int,
+    said: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A batch takes one second, and `later_s` beside more threads; `said` decisions are logged."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "setpriority", lambda _, pid, nice: asked.append((pid, nice)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    (tmp_path / "logs").mkdir()
+    lines: list[str] = []
+    argv = [sys.executable, "-c", "input()"]
+    sleeper = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
+    before = torch.get_num_threads()
+    try:
+        process_log.append_event(tmp_path, "generator-0", sleeper.pid, "began")
+        config = load.load(ROOT / "configs" / "demo.toml", ["staleness.max_lag=0"])
+        course = cores.divide_cores(config, tmp_path, lines.append)
+        used = [next(course)]
+        for _ in range(20):
+            step_s = 1.0 if used[-1] == 1 else later_s
+            used.append(course.send((step_s, min(busy_s, step_s), 1000)))
+        assert used[:9] == [1] * 9 and (2 in used) == (busy_s == 1.0) and used[-1] == threads
+        assert len(lines) == said and torch.get_num_threads() in (before, threads)
+        assert {pid for pid, _ in asked} == ({sleeper.pid} if busy_s == 1.0 else set())
+        assert not asked or asked[-1][1] == (cores.NICE if threads == 2 else 0)
+    finally:
+        torch.set_num_threads(before)
+        sleeper.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sets", [(), ("reward.function='benchmarks.lib.slow_reward:reward'", "reward.workers=4")]
+)
+def test_a_run_says_which_threads_its_learner_gets(
+    sets: tuple[str, ...], asyncrl: Callable[..., Ended], tmp_path: Path
+) -> None:
+    few = ("learner.groups=4", "learner.group_size=2", "learner.steps=13", "evaluation.every=0")
+    done = asyncrl("run", "learner.ranks='auto'", "name='auto'", *few, *sets)
+    assert done.code == 0 and done.json["steps"] == 13, done.err[-3000:]
+    log = (tmp_path / "runs" / "auto" / "logs" / "attempt_1" / "learner.log").read_text()
+    assert "learner: learner.ranks = auto: " in log
+    rows = jsonl.read(tmp_path / "runs" / "auto" / "metrics.jsonl")
+    assert all(row["time/learner_threads"] >= 1 for row in rows if "time/step" in row)

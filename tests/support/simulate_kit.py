@@ -35,12 +35,12 @@ def config(*sets: str) -> Config:
     return load(ROOT / "configs" / "demo.toml", [*small.split(), *BATCH, *sets])
 
 
-def simulate(config: Config, known: TimeModel, seed: int = 0, *, evaluate: bool = False) -> Any:
-    return SimpleNamespace(**Simulation(config, known, seed, evaluate=evaluate).run())
+def simulate(config: Config, known: TimeModel, seed: int = 0, **how: Any) -> Any:
+    return SimpleNamespace(**Simulation(config, known, seed, **{"evaluate": False} | how).run())
 
 
-def run(known: TimeModel, *sets: str, seed: int = 0) -> Any:
-    return simulate(config(*sets), known, seed)
+def run(known: TimeModel, *sets: str, seed: int = 0, threads: int = 0) -> Any:
+    return simulate(config(*sets), known, seed, threads=threads)
 
 
 def with_seeds(known: TimeModel, seeds: int) -> SimulateSeeds:

@@ -54,6 +54,7 @@ from buffer.ledger import sum_tokens
 from buffer.service import make_evaluations
 from buffer.store import Store
 from buffer.training_log import count_trained_lags, mean, quantile
+from learner.cores import scale_step
 
 EPOCH = 1
 NO_PROMPT = Prompt(0, "")
@@ -69,6 +70,7 @@ class Simulation:
     """A run of `config` with `times`: the clock, the buffer around the real store, the learner.
 
     scale: factors of the times by name.
+    threads: of the learner, instead of those that `times` have. 0: the same.
     Raises ConfigError for settings that are not simulated.
     """
 
@@ -97,6 +99,7 @@ class Simulation:
         *,
         evaluate: bool = True,
         scale: Mapping[str, float] | None = None,
+        threads: int = 0,
     ) -> None:
         if times.failed and config.reward.on_error == "stop":
             raise ConfigError(
@@ -108,7 +111,12 @@ class Simulation:
                 "task.mixture: parts with agents of their own are not simulated; simulate each "
                 "part with its [agent] alone"
             )
-        self.config, self.times, self.scale = config, times, scale or {}
+        # cores in use while the learner trains; work of several threads is divided, not added
+        self.trainers = scale_step(config.learner.threads) / scale_step(
+            threads or config.learner.threads
+        )
+        self.config, self.times = config, times
+        self.scale = {"train": 1 / self.trainers} | dict(scale or {})
         self.events: list[tuple[float, int, Handler, Any]] = []
         self.count = itertools.count()
         self.rng = random.Random(seed)
@@ -145,7 +153,7 @@ class Simulation:
         ]
         self.capacity = sum(generator.most_open for generator in self.generators)
         learner, cores = config.learner, times.cores
-        threads = learner.ranks * learner.threads + config.generators * config.generator.threads
+        threads = learner.thread_count + config.generators * config.generator.threads
         divides = cores is None or divides_batches(config.staleness.limit, threads, int(cores))
         self.divided_batch = settings.batch_samples if divides else inf
         self.learner = self.learn()
@@ -167,7 +175,7 @@ class Simulation:
 
     def compute_slowdown(self) -> float:
         """Return the factor on the time of a decode call or a part of an update that starts now."""
-        busy = self.training + len(self.awake)
+        busy = self.training * self.trainers + len(self.awake)
         if self.times.cores is None:
             return self.times.beside if self.training and self.awake else 1.0
         return max(1.0, busy / self.times.cores) * (self.times.beside if busy > 1 else 1.0)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -78,11 +78,11 @@ def simulate_seeds(
     seeds: int,
     *,
     evaluate: bool = True,
-    scale: Mapping[str, float] | None = None,
+    **changes: Any,
 ) -> list[Outcome]:
-    """Simulate `config` with its seed and the next ones. scale: factors of the times by name."""
+    """Simulate `config` with its seed and the next ones. changes: see `Simulation`."""
     return [
-        Simulation(config, times, seed, evaluate=evaluate, scale=scale).run()
+        Simulation(config, times, seed, evaluate=evaluate, **changes).run()
         for seed in range(config.seed, config.seed + seeds)
     ]
 
@@ -192,6 +192,7 @@ def answer_questions(
     limits: Sequence[float],
     added_generators: Sequence[int],
     syncs: Sequence[float],
+    threads: Sequence[int] = (),
 ) -> list[JsonObject]:
     """Answer each question. base: the outcomes of `config`."""
     answers = []
@@ -212,6 +213,9 @@ def answer_questions(
         outcomes = run(config, scale={"publish": 1 / factor, "swap": 1 / factor})
         question = f"a weight sync {factor:g} times as fast"
         answers.append(answer(question, "the present one", base, outcomes))
+    for count in threads:
+        question, instead = f"{count} learner threads", f"{config.learner.threads}"
+        answers.append(answer(question, instead, base, run(config, threads=count)))
     return answers
 
 
@@ -325,6 +329,7 @@ def simulate(
     limits: Sequence[float] = (),
     added_generators: Sequence[int] = (),
     syncs: Sequence[float] = (),
+    threads: Sequence[int] = (),
     generators: str = "",
     treatments: bool = False,
     deadline: float | None = None,
@@ -360,10 +365,10 @@ def simulate(
         raise ConfigError("--deadline: belongs to --treatments")
     run = functools.partial(simulate_seeds, times=time_model, seeds=seeds, evaluate=evaluate)
     base = run(config)
-    if not (limits or added_generators or syncs or treatments):
+    if not (limits or added_generators or syncs or threads or treatments):
         limits = [] if inject is not None or limit == inf else [2 * limit or 1]
-        added_generators, syncs = [1], [2.0]
-    answers = answer_questions(config, run, base, limits, added_generators, syncs)
+        added_generators, syncs, threads = [1], [2.0], [2 * config.learner.threads]
+    answers = answer_questions(config, run, base, limits, added_generators, syncs, threads=threads)
     average = average_outcomes(base)
     result: JsonObject = {
         "tokens_per_s": average["tokens_per_s"],

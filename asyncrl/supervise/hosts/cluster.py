@@ -45,7 +45,7 @@ class ClusterPlan(NamedTuple):
 
 def place_processes(config: Config) -> list[PlacedProcesses]:
     """Give each learner rank and each server its GPUs.  Raises ConfigError without room."""
-    placement, ranks = config.placement, config.learner.ranks
+    placement, ranks = config.placement, config.learner.process_count
     size, width = placement.gpus_per_node, config.generator.tensor_parallel or 1
     placed = []
     for first in range(0, ranks, size):
@@ -102,7 +102,7 @@ def plan_memory(config: Config, shape: Any) -> tuple[dict[str, float], dict[str,
     gathered, part = 0, width
     if learner.backend == "fsdp2":
         # divides float32 numbers, and gathers layers and their gradients in the model's format
-        shards, part = learner.ranks // learner.mesh.replicate, 4
+        shards, part = learner.process_count // learner.mesh.replicate, 4
         gathered = 2 * (outside + 2 * layer) * width
     held = 0 if learner.offload else parameters * part / shards
     several = settings.tensor_parallel or 1
@@ -139,7 +139,8 @@ def make_plan(config: Config) -> ClusterPlan:
     placed = place_processes(config)
     rank, server = plan_memory(config, shape)
     several = settings.tensor_parallel or 1
-    copies = f"learner.mesh.shard of backend fsdp2 (now {learner.ranks // learner.mesh.replicate})"
+    shards = learner.process_count // learner.mesh.replicate
+    copies = f"learner.mesh.shard of backend fsdp2 (now {shards})"
     remedies = {
         f"a learner rank: raise {copies}, or set learner.offload = true": rank,
         f"a server: raise generator.tensor_parallel (now {several}), or lower generator.slots "
@@ -166,7 +167,7 @@ def make_plan(config: Config) -> ClusterPlan:
             # half a context's keys and values; samples are divided among the servers
             "row": server["KV cache"] / settings.slots / 2 / MEMORY_SPEED,
             "train": 1.0,
-            "train_tokens": learner.ranks * OPERATIONS / (passes * parameters),
+            "train_tokens": learner.process_count * OPERATIONS / (passes * parameters),
             "publish": file / LINK_SPEED,
             "swap": 2 * file / LINK_SPEED,
         },

@@ -193,7 +193,7 @@ def list_advice(
     if config and not config.generator.gpus:
         facts = facts._replace(
             cores=process_log.find_shared_cores(run_dir),
-            threads=(config.learner.ranks * config.learner.threads, config.generator.threads),
+            threads=(config.learner.thread_count, config.generator.threads),
         )
     failed_trackers = [
         Finding(
