@@ -1,7 +1,5 @@
 """Compose batches: choose groups, judge their lag, make the message."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

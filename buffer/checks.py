@@ -6,8 +6,6 @@ the learner that trains on it, and in a durable run every learner after it.  Eac
 reason, a key of REFUSALS, under which it is counted.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 

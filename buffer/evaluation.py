@@ -3,8 +3,6 @@
 They are outside the staleness limit and the training ledger. The run's own sets are `heldout` and
 `ood`, with one sample a prompt. Further sets (`evaluation.sets`) have several, and a greedy one."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field

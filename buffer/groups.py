@@ -1,7 +1,5 @@
 """Groups in the store: samples, lease, attempts, and their lines in the ledger."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The shares hold for what is trained: a group that is removed is replaced by one of its task, as long
 as the task gives groups that can be trained. Without randomness, the draws of a journal replay."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 
 Pure functions without sockets or clock."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from asyncrl.config.tree import RecordConfig

@@ -2,8 +2,6 @@
 
 Each of them is needed: tests override them one by one to show it."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

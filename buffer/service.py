@@ -3,8 +3,6 @@
 It never blocks on a peer.  Only this module reads the clock; it passes the time on as an argument:
 leases, ages of waits, wall time since the first ticket."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -16,8 +16,6 @@ free --message--> holder <--further messages--+
 ```
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 

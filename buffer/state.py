@@ -3,8 +3,6 @@
 `StoreState` declares each field once, together with its form in a snapshot where that differs.  An
 attribute of the store that is not declared here is lost at a restart."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable

@@ -11,8 +11,6 @@ cursor --grant--> alive group --samples--> complete --ask--> composed
 ```
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import OrderedDict

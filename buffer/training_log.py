@@ -2,8 +2,6 @@
 
 A rollback removes its batches again; a resumed run continues the log."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections import Counter

@@ -6,8 +6,6 @@ optimizer step. Only rank 0 communicates with the buffer. It sends commands to t
 `broadcast`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -13,8 +13,6 @@ checkpoints/epoch_E/       the same, renamed when the buffer welcomed it; the hi
 ```
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@
 the shortest predicted step, and the generators a lower priority. It takes both back as soon as
 tokens take longer than before."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

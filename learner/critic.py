@@ -7,8 +7,6 @@ micro-batches, with its gradient clipped separately from the policy's (PPO, Schu
 arXiv 1707.06347; initializations as in Huang et al. 2024, arXiv 2403.17031).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

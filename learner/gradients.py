@@ -1,7 +1,5 @@
 """Measurements of gradients: cosine with the previous one, squared norm per sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -7,8 +7,6 @@ Requests are repeated until answered. Commits are sent, and repeated, in order w
 on. Checkpoints are written every `learner.checkpoint_every` batches.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ Other hosts receive them in chunks, other GPUs by NCCL. With `record.stream`, we
 also go into a recording.
 """
 
-from __future__ import annotations
-
 import math
 import socket
 import sys

@@ -5,8 +5,6 @@ a token's log-probability under the policy that sampled it, under its own policy
 the update, its advantage, its importance weight and whether the trust region clipped it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -12,8 +12,6 @@ The rows of a step are a function of (seed, step). A resumed training repeats th
 checkpoint bitwise as if it had never stopped.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

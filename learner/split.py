@@ -6,8 +6,6 @@ Each needs its own forward pass. The split is measured every `record.split_every
 learner's start.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter

@@ -3,8 +3,6 @@
 `run`, `replay` and the tests share `LearnerCore.train`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

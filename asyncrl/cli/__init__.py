@@ -5,8 +5,6 @@ The files import little more than click at the top.  A command imports its other
 runs, so that `asyncrl --help` stays instant and the supervisor needs no torch.
 """
 
-from __future__ import annotations
-
 import os
 
 import click

@@ -1,7 +1,5 @@
 """Parts shared by all commands: help with examples, one-line errors, common options, output."""
 
-from __future__ import annotations
-
 import difflib
 import errno
 import io

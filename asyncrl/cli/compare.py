@@ -1,7 +1,5 @@
 """`asyncrl compare`, `asyncrl sweep` and `asyncrl figure`: many runs, their tables and figures."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`asyncrl config`, `asyncrl task` and `asyncrl methods`: inspect settings before a run."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

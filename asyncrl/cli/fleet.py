@@ -1,7 +1,5 @@
 """`asyncrl join` and `asyncrl scale`: the generators of a run on several machines."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

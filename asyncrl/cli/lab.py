@@ -1,7 +1,5 @@
 """`asyncrl lab`: one command per experiment."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Commands for one model: `asyncrl model`, `sft`, `tinker`, `eval` and `serve`."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`asyncrl new`: write a new project from the files in templates/new."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

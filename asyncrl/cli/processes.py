@@ -2,8 +2,6 @@
 
 The supervisor starts these commands.  You can also start them by hand on several machines."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

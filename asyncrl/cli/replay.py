@@ -1,7 +1,5 @@
 """`asyncrl replay`: train again on a recorded run; `asyncrl diff`: compare two runs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Print the JSON object of a command, its result or its error, as the last line of stdout."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

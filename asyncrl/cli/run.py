@@ -1,7 +1,5 @@
 """`asyncrl run`, and `report`, `export` and `ls` of runs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """`asyncrl simulate` and `diagnose`; folders of asyncrl/experiments implement them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

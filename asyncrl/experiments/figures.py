@@ -5,8 +5,6 @@ Okabe and Ito (2008), which color-blind readers can distinguish. Markers and lin
 so the figure also prints without color.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """`asyncrl eval`: score a model directory on the held-out sets of a config, without a run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -3,8 +3,6 @@
 An engine in this process samples the completions that a run's evaluation would request.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

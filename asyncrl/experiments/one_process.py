@@ -3,8 +3,6 @@
 Every cell of a comparison is checked, so this module imports nothing heavy.
 """
 
-from __future__ import annotations
-
 from asyncrl.config.engines import list_engines
 from asyncrl.config.tree import Config
 

@@ -3,8 +3,6 @@
 You or a model plays. Processes, limits, chat template and token ids are those of a run's gateway.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime

@@ -1,7 +1,5 @@
 """A run of `asyncrl run` as part of an experiment, and its record in the form of a serial run."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

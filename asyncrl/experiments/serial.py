@@ -27,8 +27,6 @@ speed.
 the results.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 `compare` and `sweep` read.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

@@ -8,8 +8,6 @@ was written after it is damage.  A record is either a line of JSON (records/json
     without         [length 4 | xxh3-64 8 | payload]
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Sequence

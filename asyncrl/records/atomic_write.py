@@ -1,7 +1,5 @@
 """Write files and directories atomically: fill them under another name, then rename them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

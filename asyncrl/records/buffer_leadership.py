@@ -14,8 +14,6 @@ No clock decides, and no lock, because a suspended host would hold it.  Every ch
 again, because network file systems ask their server only then.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -17,8 +17,6 @@ health_checks.toml has the advice of findings, and the rules that only compare v
 'every completion of the last 8 batches has the reward 0, so no group gives a learning signal'
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache

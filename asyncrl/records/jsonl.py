@@ -1,7 +1,5 @@
 """Append rows to files of JSON lines atomically, and read them past damaged lines."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ A container's limit is that of its control groups (cgroup version 1 or 2), whose
 /sys/fs/cgroup.  The limits of parent groups apply, too.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Table of all metrics with units and meanings, and the writer of metrics.jsonl and TensorBoard."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

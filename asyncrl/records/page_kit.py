@@ -6,8 +6,6 @@ and `page/samples.js` colors the tokens of samples. `asyncrl watch` serves the s
 scripts, so a plot looks the same everywhere.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

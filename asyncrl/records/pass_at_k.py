@@ -2,8 +2,6 @@
 
 Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

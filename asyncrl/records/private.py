@@ -3,8 +3,6 @@
 Another user can predict a name under /tmp or /dev/shm and create it first, so links are never
 followed and owners are checked."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

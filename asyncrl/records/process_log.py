@@ -11,8 +11,6 @@ RUN/.parts.lock        shared by all running processes; a process that gets it e
 ```
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

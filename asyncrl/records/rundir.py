@@ -1,7 +1,5 @@
 """The run directory: its files, its sockets and shared memory, and its locks."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -14,8 +14,6 @@ An incomplete record at the end of a file shows that a process exited there; the
 it.
 An unreadable record before a readable one is damage."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A timeline of a run with one lane per process, for viewers of Chrome traces (Perfetto)."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ kernel kills the children of a killed supervisor, but sockets and shared memory 
 process detects that the pipe was closed, waits until the run directory's lock is free, and removes
 them.  It also exits after a run without errors."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

@@ -1,7 +1,5 @@
 """The state of a run for `asyncrl doctor RUN_DIR`, from its buffer or its files."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from pathlib import Path

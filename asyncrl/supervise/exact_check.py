@@ -3,8 +3,6 @@
 The engine generates completions, the learner recomputes their logprobs, and the bits are compared.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

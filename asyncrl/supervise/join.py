@@ -8,8 +8,6 @@ join --StatusRequest--> buffer          identity of the run
 
 Then the process works like any other generator."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 import tomllib

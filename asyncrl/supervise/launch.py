@@ -4,8 +4,6 @@ A `ProcessLauncher` (`asyncrl.supervise.hosts`) starts them, on this machine or 
 are the same for all launchers.  Ctrl-C reaches only the supervisor, which ends the processes in
 order: learner, gateway, generators, buffer.  Each writes RUN/logs/attempt_N/PROCESS.log."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

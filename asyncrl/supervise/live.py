@@ -1,7 +1,5 @@
 """The live view of a run on stderr: a table on a terminal, otherwise a line every ten seconds."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -5,8 +5,6 @@ error of the first failed check.  `run_checks` makes all checks, builds nothing,
 finding for each.  The checks of disk and memory are estimates and never stop a run.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re

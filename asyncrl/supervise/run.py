@@ -1,7 +1,5 @@
 """`asyncrl run`: checks, warm start, supervised processes, live view, summary and report."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -8,8 +8,6 @@ RUN/scale.done    {"id", "generators", "error"}  written by the supervisor, whic
 Both are written by rename.  A newer request replaces an older one.  `asyncrl scale` waits for the
 reply with its own id."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from pathlib import Path

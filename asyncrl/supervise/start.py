@@ -4,8 +4,6 @@ With -P, files in the working directory cannot shadow installed packages; `appen
 appends it to sys.path for reward functions.  `importing.make_command` builds these command lines.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 

@@ -1,7 +1,5 @@
 """The summary of a run that has ended (`asyncrl run --json`), or a partial one of any other run."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

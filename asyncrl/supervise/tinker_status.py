@@ -1,7 +1,5 @@
 """The state of a Tinker API server from its files, for `asyncrl doctor` and `watch`."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ Training prompts are an endless stream, a function of (seed, index).  Held-out a
 out-of-distribution prompts are fixed sets.  A hash of a problem's canonical form assigns the
 problem to one split, so the splits are disjoint by construction."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from asyncrl.contract.errors import ConfigError

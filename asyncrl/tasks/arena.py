@@ -5,8 +5,6 @@ the game writes the prompts, and a prompt of the task is only a seed.  A two-pla
 `ArenaDuel`, whose opponent is in games.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 
 The prompts of a set have its name as their split, which selects their reward."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

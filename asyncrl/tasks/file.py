@@ -4,8 +4,6 @@ A column `image` or `images` holds a prompt's images. The reward function receiv
 in `prompt.meta`, as text or JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

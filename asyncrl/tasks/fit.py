@@ -4,8 +4,6 @@ Examples are packed if the model has a packed forward: linear layers process no 
 attention pads only within a micro-batch.  The warm start of tiny models and `asyncrl sft` both use
 this module."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -11,8 +11,6 @@ All samples of a group play the same side of one game, because they are compared
 seed chooses the side.  Each session has its own state of Python's global generator
 (SeededRandom)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from types import TracebackType

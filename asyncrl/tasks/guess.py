@@ -1,7 +1,5 @@
 """GuessTheNumber in few characters, for a tiny model: the environment of configs/guess.toml."""
 
-from __future__ import annotations
-
 from asyncrl.tasks.arena import ASKED, ArenaGame, import_textarena
 
 import_textarena()  # with this module: the import takes longer than the limit of a first step

@@ -1,7 +1,5 @@
 """Several tasks as one: every prompt names its task, which computes its reward."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from functools import cache

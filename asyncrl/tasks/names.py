@@ -10,8 +10,6 @@ An answer ends with its line (`generator.stop = ["\\n"]`).  Held-out problems ar
 never appear together in training.  Out-of-distribution problems have names that never appear in
 training."""
 
-from __future__ import annotations
-
 from functools import cache
 from random import Random
 

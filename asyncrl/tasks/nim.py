@@ -9,8 +9,6 @@ b1     move          one stone of heap b
 An invalid move loses.  `NimGame` is the game, `NimTask` has its prompts (the initial heaps) and its
 warm start, and `best_move` is a perfect opponent."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -4,8 +4,6 @@ Every assistant turn of a chat is one example, with the turns before it as the p
 the chat template's text up to the token that ends the turn.  Any other answer is its text and the
 end token, as the model has to write it in a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@
 of the question assigns a problem to one split, and the generator's own judge computes the
 reward."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from functools import lru_cache

@@ -2,8 +2,6 @@
 
 The last two need a KL penalty."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Build a tiny model for a task and train it on demonstrations with deliberate mistakes."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """The HTTP routes of `asyncrl watch` (starlette): JSON for the page in static/, and the page."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Mapping

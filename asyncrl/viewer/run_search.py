@@ -1,7 +1,5 @@
 """Find the runs that `asyncrl watch` shows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from asyncrl.contract.errors import ConfigError

@@ -1,7 +1,5 @@
 """Serve the page of `asyncrl watch`: address, token, and a process of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import subprocess

@@ -4,8 +4,6 @@ DeepSpeed averages the ranks' gradients, so each loss is multiplied by the numbe
 Rajbhandari et al. 2020, arXiv 1910.02054.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import math

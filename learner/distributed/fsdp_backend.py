@@ -8,8 +8,6 @@ the replicas add up their gradients. Ranks add gradients up without averaging th
 parts are float32: layers are gathered, multiplied and published in bfloat16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

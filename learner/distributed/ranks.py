@@ -5,8 +5,6 @@ length. The loss has global denominators, so the ranks' gradients add up to that
 All ranks must make the same number of passes, so ranks with fewer micro-batches add empty ones.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import signal

@@ -1,8 +1,6 @@
 """A limit that sets itself: the rule by hand, what a ticket is told, what survives a restart, and
 that real runs move it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A buffer killed under a run of real processes: `process` and `disk` go on with what was promised,
 `memory` ends the run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """The admission window: the controller on planted times, what it admits, that it never passes the
 limit, and what survives a restart; in the store, the service, one process and the simulation."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The session that a learner waits for: who it is, what limit would not wait, who is told."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Images in the buffer: a group has each blob once, the journal keeps it, and samples whose images
 are missing or damaged are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The journal: every tear is cut, every damage is told, and a store folded from it is the store
 that wrote it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

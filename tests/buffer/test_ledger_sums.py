@@ -1,8 +1,6 @@
 """The ledger's lines sum to what the generators say that they drew, by counts of their own: through
 losses, kills and roll-backs."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

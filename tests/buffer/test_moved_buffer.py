@@ -1,8 +1,6 @@
 """A buffer stands still in the middle of a run, another one goes on at another address from its
 journal; the first one wakes and is over."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

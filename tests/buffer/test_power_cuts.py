@@ -1,7 +1,5 @@
 """Power losses at every sync of the journal and of the checkpoints: what was promised is there."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Iterator

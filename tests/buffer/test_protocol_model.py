@@ -1,8 +1,6 @@
 """Our own model of the protocol: every schedule within small bounds, each rule needed, and the real
 store in step with it."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

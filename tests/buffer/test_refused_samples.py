@@ -1,8 +1,6 @@
 """A sample whose outcome cannot be is failed alone: its sender goes on, the ledger closes, and a
 sender that keeps doing it ends."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

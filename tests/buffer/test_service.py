@@ -1,7 +1,5 @@
 """The buffer's loop over its real socket, with a generator and a learner played by hand."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

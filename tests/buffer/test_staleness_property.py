@@ -1,8 +1,6 @@
 """The staleness bound and the ledger over random schedules of the real store and admission; each
 condition is needed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections import Counter

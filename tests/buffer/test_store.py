@@ -1,7 +1,5 @@
 """The store by hand: one rule of the protocol per test, with a clock that the test moves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,8 +1,6 @@
 """The store's rules that a run rarely meets: renewals, strays, resumed rings, rollbacks, orders,
 bounds of memory."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

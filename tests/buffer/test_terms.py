@@ -1,7 +1,5 @@
 """Of two buffers of a run one speaks: terms, the journal's segments, what peers do."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

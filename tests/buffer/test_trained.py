@@ -1,8 +1,6 @@
 """What was trained, summed: the same totals and the same digest, however much of it is only sums;
 copies of a run keep to themselves."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Versions per token are exact, and the logged lag is the lag: both reckoned again from what a real
 run wrote, by other code."""
 
-from __future__ import annotations
-
 import collections
 import json
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """`asyncrl compare` on real runs: the same data, bitwise twins, resuming, the page and its numbers,
 and what it refuses."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,8 +1,6 @@
 """The verdict is calibrated: equal arms are seldom called different, planted differences are found
 as often as theory says."""
 
-from __future__ import annotations
-
 import math
 import random
 

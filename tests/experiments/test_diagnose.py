@@ -3,8 +3,6 @@
 The writers are those of transformers, torch, and tinker-cookbook; the other files are by schema.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

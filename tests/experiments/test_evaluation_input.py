@@ -1,7 +1,5 @@
 """Bad sets and a bad `asyncrl eval`: one clear line each."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from types import SimpleNamespace

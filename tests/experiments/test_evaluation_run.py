@@ -1,7 +1,5 @@
 """Evaluation sets in a real run, and `asyncrl eval` on the model that it exports."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 test_compare.py and test_sweep.py draw real comparisons and sweeps, test_notebook.py real runs."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

@@ -1,8 +1,6 @@
 """The lab's own claims on a smaller model (2 symbols, 3 tokens), its gradients against autograd,
 and the command line."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engine and learner that differ at equal weights: said once, at once."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """The order in which the buffer serves groups (`staleness.order`), and answers that come late on
 purpose (`staleness.delay`)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Exact mode repeats bitwise, whoever wrote the answers: one to three generators, slow ones, killed
 ones; and lag 0 is the plain loop."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

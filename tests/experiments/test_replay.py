@@ -1,8 +1,6 @@
 """`asyncrl replay` on recordings of real runs: the same bits with nothing changed, the difference
 with something changed, cuts, damage, refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

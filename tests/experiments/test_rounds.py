@@ -1,7 +1,5 @@
 """How benchmarks are timed: a round beside other work is made again; a figure says its spread."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -1,8 +1,6 @@
 """`asyncrl simulate`: cases reckoned by hand, in simulated time; the fit to a trace written here;
 the command and its errors."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,8 +1,6 @@
 """`asyncrl simulate` with sessions, by hand in simulated time, and what each treatment of late ones
 costs."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 """`asyncrl sweep`: its cells, early abandonment, resuming, the limit it suggests, and what it
 refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """A sweep of a config with sessions: its cells are runs of `asyncrl run`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A run in one warm process: the same data whatever the lag, the lag that the limit allows, the
 same bits again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """The learners of several ranks (torch, DeepSpeed, FSDP2) against one torch process: same data,
 same seed, every ZeRO stage; stops, resumes, lost ranks, whole runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A loss that is not a number, as a user brings it about: by a weight function of one's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

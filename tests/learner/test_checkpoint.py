@@ -1,8 +1,6 @@
 """Checkpoints: whole or absent, the last k kept, a damaged one passed over, another model's
 refused, epochs claimed once."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

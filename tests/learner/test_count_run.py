@@ -1,7 +1,5 @@
 """Runs that train from images: the shipped config, exact mode, kills, the journal and a replay."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The value head of gae in the learner's own step: what it starts as, that it learns, that it is
 cut, saved and restored like the policy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

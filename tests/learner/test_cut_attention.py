@@ -1,8 +1,6 @@
 """Long rows of packed attention are cut into runs of queries over the keys they see: the results
 are those of rows that are not cut, in exact mode bit for bit, and no more is computed than that."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """On-policy distillation: a teacher's reverse KL on the student's own answers, with the task's
 reward or without it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """What only FSDP2 does over several ranks: methods that DeepSpeed refuses, models without a packed
 forward, parts of a predictable size; and the table of what each backend supports."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """learner.gradient_checkpointing: the same bits, each layer computed again in the backward pass."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """One learner step: the gradient does not know how the batch was cut, the trust region can stop it,
 bad numbers are skipped."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Adapters: their gradient is that of transformers with peft, they alone are trained, published and
 kept, an engine adds them to the base anew each time, and the base is the reference."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

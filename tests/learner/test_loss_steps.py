@@ -1,8 +1,6 @@
 """What a step of the loss needs, remembers and adds up: forwards asked for, denominators, chosen
 tokens, terms, numbers; and the learner's parts."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

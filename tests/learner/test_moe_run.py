@@ -1,7 +1,5 @@
 """Runs of a mixture of experts whose routing the learner replays."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Muon for the matrices, and the learning rate that falls with the lag."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

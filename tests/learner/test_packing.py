@@ -1,8 +1,6 @@
 """Trajectories to tensors and back to micro-batches: every field at its own place, and no cut that
 breaks its limits."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """learner/sample_log.py: the samples that a run logs with every token."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Supervised training: what is learned of a file, packed or row by row the same, resumed bit for
 bit, and a model that a run takes.  The warm start is made of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -2,8 +2,6 @@
 
 That holds after kills, from the journal and in a replay, too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

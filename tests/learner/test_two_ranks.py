@@ -1,8 +1,6 @@
 """Two ranks in one process, each a learner in a thread of its own: the same step as one, however
 unevenly the samples are dealt. And the threads that learner.ranks = auto chooses."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

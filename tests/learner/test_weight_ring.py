@@ -1,7 +1,5 @@
 """Weights through the ring: whole or not at all, whatever happens to a reader."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,8 +1,6 @@
 """Samples of weights that are not what their label says, planted into real runs: refused with both
 names, and nothing of them is trained on."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

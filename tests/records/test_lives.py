@@ -1,8 +1,6 @@
 """Who lives in a run directory and how the others ended: the rows and locks, and what doctor and
 report make of them."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import json

@@ -3,8 +3,6 @@
 The pages of a run, of two runs, of a simulation and of a comparison are opened in a real browser.
 Terminals get no escape codes."""
 
-from __future__ import annotations
-
 import html
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`asyncrl.run` and `asyncrl.load_run`, as a notebook calls them: with real runs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

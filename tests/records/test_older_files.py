@@ -4,8 +4,6 @@
 tests/actors/gateway/test_session_journal.py, and a server that sampled two sequences and made two
 steps, without its weights.  A run's journal and recording: see test_older_runs.py."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tarfile

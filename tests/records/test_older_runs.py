@@ -4,8 +4,6 @@
 model of 16 channels, `durability.mode = "disk"` and `record.stream = true`, interrupted early.  It
 holds a journal, a recording, checkpoints, metrics and the resolved config."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tarfile

@@ -1,8 +1,6 @@
 """What the pages say beside their curves: how sure an accuracy is, what a band is, which colour is
 which work; and that nothing is empty."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

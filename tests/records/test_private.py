@@ -1,7 +1,5 @@
 """Several users on one machine: what another one made, can write to or has linked is not used."""
 
-from __future__ import annotations
-
 import ast
 import fcntl
 import os

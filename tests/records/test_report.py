@@ -1,8 +1,6 @@
 """The report is opened in a real browser, which runs its scripts; the numbers are read from the
 page that it built."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Prompts given as objects to `asyncrl.run`: data sets of the real package, and lists of dicts."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import tomllib

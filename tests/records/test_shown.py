@@ -1,7 +1,5 @@
 """samples.jsonl shows some answers of some batches, spread over each; the others are left alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

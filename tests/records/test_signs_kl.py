@@ -1,8 +1,6 @@
 """Runs that drift, collapse or overfit say so by name: rules over rows like those of real runs
 (docs/log), and over healthy ones."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

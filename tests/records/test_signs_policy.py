@@ -1,8 +1,6 @@
 """Signs of the policy and its engine: planted in rows and in a learner under every shipped config's
 settings, and none in two healthy runs."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """A run's files of rows after a power cut or on a full disk: read past what is torn, never
 half-written, one clear line."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

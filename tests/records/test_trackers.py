@@ -2,8 +2,6 @@
 
 wandb is part of the development environment. `make trackers` runs this file with all three."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """`asyncrl.train` in a script, with functions of the script, of its modules and of a notebook."""
 
-from __future__ import annotations
-
 import re
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """asyncrl/viewer: what a page and a terminal show of a run, from its files alone."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The page of `asyncrl watch` in the installed Chromium: clicked through, on a real run."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

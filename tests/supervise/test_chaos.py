@@ -1,8 +1,6 @@
 """benchmarks/chaos.py: its checker finds what is wrong with histories made by hand, and a short run
 of real processes, killed and stopped at points of their work, has nothing wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,8 +1,6 @@
 """benchmarks/effective.py: what counts as useful time, by histories made by hand, and two kills of
 a real run."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

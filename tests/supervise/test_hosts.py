@@ -1,8 +1,6 @@
 """The supervisor's rules with a maker that starts nothing: whoever starts the processes, they are
 the same."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """The supervisor's rules, with children of one line: what is started again, what ends the run, what
 no longer matters at its end."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

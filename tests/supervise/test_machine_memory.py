@@ -1,8 +1,6 @@
 """Free memory and kills for want of it, as the kernel's files say them; and the process that was
 killed for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

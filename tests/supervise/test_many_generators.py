@@ -1,7 +1,5 @@
 """A thousand generators that wait cost a trajectory no more than ten: counts of work, no times."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

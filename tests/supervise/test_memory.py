@@ -1,8 +1,6 @@
 """The learner stays flat over many small batches, in a process of its own whose resident memory is
 read (the engine: test_speed.py); what is freed there is not faulted in again."""
 
-from __future__ import annotations
-
 import importlib
 import platform
 import signal

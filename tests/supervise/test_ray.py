@@ -1,8 +1,6 @@
 """A run on a Ray cluster of three raylets on this machine, one of which is lost; what a placement
 asks for, and what it says when there is no room."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

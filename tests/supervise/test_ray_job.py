@@ -1,7 +1,5 @@
 """`ray job submit` of a run: on a cluster of one node with its dashboard, as a user types it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

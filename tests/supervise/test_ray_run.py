@@ -1,8 +1,6 @@
 """benchmarks/ray_run.py: what it finds wrong, and whose host it takes away.  The run itself is
 tests/supervise/test_ray.py's."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The main job, for real: buffer, generator and learner as separate processes, started as a user
 starts them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 """benchmarks/scale.py: generators with connections of their own and a real buffer, and the service
 with a list for a socket; what is judged."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A run whose generator shares nothing with the others but a tcp address and keys, as on another
 machine."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Whatever ends a run, nothing of it survives: no process, no socket, no shared memory.  And a run
 that stands still is ended by rule."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

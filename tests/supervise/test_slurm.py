@@ -1,8 +1,6 @@
 """The batch script of `asyncrl run --on slurm`, with commands in place of Slurm's and ours: what it
 starts, where, with which keys, and what it does when the job's time is over."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,8 +1,6 @@
 """The batch script of `asyncrl run --on slurm` in a real Slurm: a controller and two nodes of this
 machine, with a configuration of their own in a temporary directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """textarena's games as environments: the real GuessTheNumber, and a stand-in where luck matters."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

@@ -1,8 +1,6 @@
 """Chats in prompt files are rendered as transformers' own `apply_chat_template` does, or refused
 with file and line."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

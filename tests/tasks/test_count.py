@@ -1,7 +1,5 @@
 """The task with pictures, its warm start, and images in files of prompts."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

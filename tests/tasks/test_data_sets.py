@@ -1,7 +1,5 @@
 """Prompts from CSV, from directories of data sets, and from the hub by its own client."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

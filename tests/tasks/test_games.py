@@ -1,7 +1,5 @@
 """Games of two: whose turn it is, who answers for the other side, and what of it is trained."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

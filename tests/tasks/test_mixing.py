@@ -1,8 +1,6 @@
 """A mixture of tasks: its prompts and rewards, what is refused, and a run in processes and by
 turns."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Tasks: right answers by hand, splits that share no problem, streams that repeat, files that name
 their bad line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 In one process, by turns, through the store, engine, schedule and learner of a run; `calc` in the
 processes of a run. What whole runs learn is measured in benchmarks/ and stands in docs/log."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

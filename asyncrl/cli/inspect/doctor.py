@@ -1,7 +1,5 @@
 """`asyncrl doctor`: the state of a run; `asyncrl engines`: the engines that work here."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`asyncrl watch`: a page of runs in the browser; `asyncrl samples`: samples in the terminal."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

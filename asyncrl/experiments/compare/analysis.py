@@ -4,8 +4,6 @@ They are each arm over its seeds and its difference from the base; of a comparis
 and tradeoffs of speed and reward, of a sweep the suggested limit with its reason.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

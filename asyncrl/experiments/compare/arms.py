@@ -3,8 +3,6 @@
 Reports describe an arm by its resolved config, never by its name.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

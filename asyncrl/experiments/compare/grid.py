@@ -11,8 +11,6 @@ checkpoint or starts over.
   other cells are real runs of separate processes in DIR/runs/ARM-seedN.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

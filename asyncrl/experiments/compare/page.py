@@ -4,8 +4,6 @@ A comparison has overlaid curves with bands, each arm's settings, and the verdic
 maps, speed against reward, curves, and every cell.
 """
 
-from __future__ import annotations
-
 import bisect
 import json
 import math

@@ -10,8 +10,6 @@ There are two sources of uncertainty, kept apart.
 Several arms are corrected by Holm (1979).
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools

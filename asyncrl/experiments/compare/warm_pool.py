@@ -8,8 +8,6 @@ A worker is `python -m asyncrl.experiments.compare.warm_pool DIR [--abandon]`. I
 stdin, one a line, and writes events to stdout, one JSON object a line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Read the log of a run of another framework: metrics by role."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import gzip

@@ -6,8 +6,6 @@ path-wise part. Only their sum is the gradient of E[k]. All values are exact sum
 responses, except those marked as sampled.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ Proximal policies are compared by decoupled PPO with its clip and weights of at 
 versions are a random walk to theta, and mu is a small distance away from the version that sampled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The output of a lab experiment: tables and a verdict on the terminal, a page and a JSON file."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ Tensors are packed as in asyncrl.algorithms. Tokens of one response have differe
 squared norm of a response's gradient is the sum over its tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -6,8 +6,6 @@ followed by another batch. KL(mu || theta) in nats a token and the expected rewa
 all responses.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

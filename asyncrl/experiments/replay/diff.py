@@ -4,8 +4,6 @@ It reports the settings that differ, the first step at which a metric differs an
 the curves.
 """
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ behavior probabilities and rewards. In a run, the changed learner's weights woul
 completions from the second version on. Every report of this module says so.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

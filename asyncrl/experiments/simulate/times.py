@@ -10,8 +10,6 @@ A distribution is written in one of these forms:
   third of another
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

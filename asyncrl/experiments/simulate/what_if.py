@@ -4,8 +4,6 @@ They ask for the effect of another limit, more generators, a faster weight sync 
 of late samples.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -8,8 +8,6 @@ run continues, and the reason of a failure.
     adapters   the differences between the trackers
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path

@@ -7,8 +7,6 @@ tracker is used through its own package, whose environment variables and login d
 go.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

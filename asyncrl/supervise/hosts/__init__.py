@@ -4,8 +4,6 @@ A launcher only starts processes and reports their state.  The supervisor has al
 process is restarted, how often, what ends the run, in which order); they are the same for all
 launchers."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@ All of it is arithmetic over the config and the shapes in the model's config.jso
 has the formulas). Nothing is started, and no weights are read.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit

@@ -3,8 +3,6 @@
 The job has two components.  The first runs the batch script, the buffer, the learner, the gateway
 of sessions and one generator.  The second has a task for each further generator, which joins."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Sequence

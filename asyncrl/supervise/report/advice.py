@@ -3,8 +3,6 @@
 docs/watch.md lists what the rules find.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The model card of an exported model: README.md with data, settings, results, lag and ledger."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The metrics on each page, and the plots of one or several runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The report of a run: a self-contained HTML page with plots, the ledger and numbers as JSON."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """One run, from the files of its directory, and the blocks in which every page shows it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

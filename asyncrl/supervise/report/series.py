@@ -1,7 +1,5 @@
 """Metrics of a run as columns, read incrementally while the run goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

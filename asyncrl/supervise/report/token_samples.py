@@ -4,8 +4,6 @@
 Tinker server's model, without rewards, weights and clips.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A column `image` has one image, a column `images` a list. Only a path of a PNG o
 data: URL counts as an image, because data sets have columns of that name with other text.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Write prompts from Python objects, such as a data set of the package `datasets`, to files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 A source is PATH or PATH#SPLIT. A directory was written by `save_to_disk` of `datasets`, or holds
 files whose names or folders name their split, as in a repository of the hub."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io

@@ -8,8 +8,6 @@ A picture has 3 x 3 cells of 6 pixels, each empty or with a square or a disc in 
 A problem is the color to count and a letter for each cell: `.` is empty, `r` a red disc, `R` a red
 square."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 
