@@ -330,17 +330,13 @@ def explain_unknown_key(key: str, root: Any, fields: Collection[str]) -> str:
         return f"is called {current} here; write that"
     if root is Config and (replacement := SPLIT.get(key) or SPLIT.get(name)):
         return f"was replaced; write {replacement}"
-    candidates = [*fields, *(["method"] if root is Config and not prefix else [])]
-    section = f"{prefix}." if prefix else ""
-    similar = difflib.get_close_matches(name, candidates, 1, 0.5)
-    same_name = [
-        other_key for other_key in layers.list_keys(root) if other_key.rsplit(".", 1)[-1] == name
-    ]
-    if similar:
-        return f"unknown key; did you mean {section}{similar[0]}?"
-    if same_name:
-        return f"unknown key; did you mean {same_name[0]}?"
-    if not candidates:  # the key's prefix is not a section
+    top = {"method": "method"} | RENAMED if root is Config and not prefix else {}
+    similar = difflib.get_close_matches(name, [*fields, *top], 1, 0.5)
+    guesses = [other for other in layers.list_keys(root) if f".{other}".endswith(f".{name}")]
+    guesses += [top.get(match, key[: -len(name)] + match) for match in similar]
+    if guesses:
+        return f"unknown key; did you mean {guesses[0]}?"
+    if not fields:  # the key's prefix is not a section
         sections = sorted(
             {
                 other_key.partition(".")[0]
@@ -349,7 +345,7 @@ def explain_unknown_key(key: str, root: Any, fields: Collection[str]) -> str:
             }
         )
         return f"unknown key; there is no section {prefix}; sections: {', '.join(sections)}"
-    return f"unknown key; keys of this section: {', '.join(candidates)}"
+    return f"unknown key; keys of this section: {', '.join(fields)}"
 
 
 def list_keys(kind: Any = Config) -> list[str]:

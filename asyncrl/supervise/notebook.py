@@ -86,14 +86,15 @@ class LoadedRun(msgspec.Struct, frozen=True, eq=False):
 
     def facts(self) -> dict[str, str]:
         """Return the run's identity and progress, as a notebook shows them."""
-        ends = (self.summary[key] for key in ("heldout_start", "heldout_end"))
-        accuracy = " -> ".join(format_number(value, ".3f") for value in ends)
+        accuracy = (
+            format_number(self.summary[key], ".3f") for key in ("heldout_start", "heldout_end")
+        )
         return {
             "path": str(self.path),
             "task": self.config.task.name,
             "model": self.config.model.path,
             "steps": f"{self.summary['steps']} of {self.config.learner.steps}",
-            "held-out": accuracy,
+            "held-out": " -> ".join(accuracy),
             "mean lag": f"{self.summary['lag']['mean']:.2f}",
             "contents": f"{len(self.metrics)} metrics, {len(self.samples)} samples",
         }
@@ -115,10 +116,9 @@ class LoadedRun(msgspec.Struct, frozen=True, eq=False):
         A row of an evaluation has only its accuracies, a row of a batch all other metrics."""
         table: dict[tuple[float, int], dict[str, float]] = {}
         for name, series in self.metrics.items():
-            measured = zip(
+            for seconds, step, value in zip(
                 series.seconds.tolist(), series.steps.tolist(), series.values, strict=True
-            )
-            for seconds, step, value in measured:
+            ):
                 row = table.setdefault((seconds, step), {"step": step, "seconds": seconds})
                 row[name] = float(value)
         return [table[key] for key in sorted(table)]
@@ -186,15 +186,15 @@ class RunFollower:
             return
         for row, offset in jsonl.read_new_rows(self.run_dir / "metrics.jsonl", self._offset):
             self._offset = offset
-            evaluated = metrics.name_evaluation(row)
-            self._pass_on(self.on_evaluation if evaluated else self.on_step, row)
+            callback = self.on_evaluation if metrics.name_evaluation(row) else self.on_step
+            self._pass_on(callback, row)
         checkpoint = doctor.find_checkpoint(self.run_dir)
-        if checkpoint is not None and checkpoint["version"] > self._version:
+        if checkpoint and checkpoint["version"] > self._version:
             self._version = checkpoint["version"]
             self._pass_on(self.on_checkpoint, checkpoint)
 
     def _pass_on(self, callback: Callback | None, value: dict[str, Any]) -> None:
-        if callback is not None and not self.stopped:
+        if callback and not self.stopped:
             self.stopped = callback(value) is True
 
 
@@ -250,6 +250,7 @@ def run(
         )
     if code:
         text = result.get("error") or message or f"exit code {code}"
+        text = re.sub(rf"{folder}\S+ ", "", text)  # a place in the caller's table
         raise KINDS.get(code, AsyncrlError)(text, code)
     return load_run(result["run_dir"])
 
@@ -356,7 +357,7 @@ def _run_command(
         text=True,
         start_new_session=True,
     )
-    assert process.stderr is not None
+    assert process.stderr
     stderr: IO[str] = process.stderr
     lines: SimpleQueue[str] = SimpleQueue()
     reader = threading.Thread(target=lambda: [*map(lines.put, stderr)], daemon=True)
@@ -385,6 +386,6 @@ def _run_command(
             reader.join(POLL_S)
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
-    if callback_error is not None:
+    if callback_error:
         raise callback_error
     return code, last_line

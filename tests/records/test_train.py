@@ -87,7 +87,8 @@ def test_keys_are_not_given_twice_and_have_known_names(small_model: Path, tmp_pa
     for keys, problem in (
         ({"staleness.max_lag": 4}, "^staleness.max_lag: is also given by another argument"),
         ({"max_steps": 3, "learner.steps": 3}, "^learner.steps: is also given by another"),
-        ({"beta": 0.1}, "beta: was replaced; write kl.loss.coefficient"),
+        ({"beta": 0.1}, "^beta: was replaced; write kl.loss.coefficient"),
+        ({"num_iteration": 2}, "^num_iteration: unknown key; did you mean learner.epochs"),
     ):
         with pytest.raises(ConfigError, match=problem):
             asyncrl.train(small_model, [{"prompt": "1"}], "math:sqrt", runs=str(tmp_path), **keys)
