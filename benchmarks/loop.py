@@ -23,6 +23,10 @@ Proves, on two cores, `sort`, 32 x 8 completions:
                step with the built-in reward; also measured: the same function for lists and as a
                coroutine, and the built-in reward in a process (reward.workers = 1)
 - publication  at most 1 % of a step for a model of at least 100 MB
+- cores        with 84k and 2.6M parameters, the demo's lengths and a tail (answers that end by
+               chance, 147 tokens on average, 512 at most): a step of a run with learner.ranks =
+               auto takes at most 0.70, 0.95 and 0.75 (tail) of the strong loop's with two threads
+               or two ranks, whichever is faster. Untrained models, whose rewards are all 0
 
 Rivals' settings (threads, their wait policy, rows of a micro-batch, TRL's batch and attention,
 the synchronous run's use of cores) are chosen by one short run of each before the rounds.
@@ -63,7 +67,7 @@ from asyncrl.config.tree import TaskConfig
 from asyncrl.tasks import get_task
 
 PEER_S = 4.0
-PARTS = ["speed", "curves", "reward", "own", "publication"]
+PARTS = ["speed", "curves", "reward", "own", "publication", "cores"]
 OWN = ["reward.function='benchmarks.lib.cheap_reward:reward'", "reward.workers=1"]
 FILE_PROMPTS = 4096
 Row = dict[str, dict[str, float]]
@@ -482,6 +486,97 @@ def publication(work: Path, n: int) -> tuple[list[dict[str, Any]], dict[str, Any
     ], result
 
 
+# parameters -> arguments of `build_model`
+SIZES: dict[str, dict[str, int]] = {"84k": {}, "2.6M": {"hidden": 256, "layers": 4, "heads": 8}}
+# lengths -> symbols of the model (an answer ends at each token with about one chance in so many),
+# most tokens, groups in a batch, goals by size
+LENGTHS: dict[str, tuple[int, int, int, dict[str, float]]] = {
+    "demo": (0, 56, 16, {"84k": 0.70, "2.6M": 0.95}),
+    "tail": (150, 512, 8, {"84k": 0.75, "2.6M": 0.75}),
+}
+DECIDED = 24  # batches after which `auto` has decided and tried
+
+
+def divided_cores(
+    work: Path, cores: list[int], n: int, only: list[str], *, quick: bool
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The strong loop, synchronous and asynchronous runs, and one that divides the cores."""
+    from asyncrl.models.policy import build_model
+
+    symbols = list(get_task(TaskConfig(name="sort")).symbols)
+    goals: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"step_ms": {}, "rounds": {}}
+    cases = {f"{size}, {lengths}": (size, lengths) for lengths in LENGTHS for size in SIZES}
+    for case in only or list(cases)[: 1 if quick else None]:
+        size, lengths = cases[case]
+        count, most, groups, targets = LENGTHS[lengths]
+        model = work / case
+        more = [chr(0x4E00 + i) for i in range(count - len(symbols))]
+        build_model(model, [*symbols, *more], max_positions=1024, **SIZES[size])
+        common = [
+            STILL,
+            f"learner.groups={groups}",
+            f"generator.slots={groups * 8}",
+            f"generator.max_new_tokens={most}",
+            f"generator.context={most + 32}",
+        ]
+
+        def ours(
+            name: str,
+            r: int,
+            *sets: str,
+            skip: int = SKIP,
+            model: Path = model,
+            common: Any = common,
+        ) -> dict[str, float]:
+            return asyncrl(
+                work,
+                f"{model.name}-{name}-{r}",
+                model,
+                cores,
+                skip + (4 if quick else 12),
+                f"seed={r}",
+                *common,
+                *sets,
+                skip=skip,
+            )
+
+        def loop(
+            name: str, r: int, model: Path = model, most: int = most, groups: int = groups
+        ) -> dict[str, float]:
+            return strong(name, model, cores, SKIP + 12, r, most=most, groups=groups)
+
+        kinds: dict[str, Callable[[int], dict[str, float]]] = {
+            "two threads": partial(loop, "two threads"),
+            "two ranks": partial(loop, "two ranks"),
+            "sync": lambda r: ours("sync", r, "staleness.max_lag=0"),
+            "async": lambda r: ours("async", r),
+            "auto": lambda r: ours("auto", r, "learner.ranks='auto'", skip=DECIDED),
+        }
+
+        def one_round(r: int, kinds: Any = kinds, case: str = case) -> Row:
+            row = {name: kinds[name](r) for name in (kinds if r % 2 == 0 else reversed(kinds))}
+            ms = ", ".join(f"{name} {1e3 * row[name]['step']:.0f} ms" for name in kinds)
+            print(f"{case}, round {r}: {ms}", file=sys.stderr)
+            return row
+
+        rows: list[Row] = [one_round(r) for r in range(n)]
+        ms = {k: round(1e3 * statistics.median(row[k]["step"] for row in rows)) for k in kinds}
+        rival = min(("two threads", "two ranks"), key=lambda name: ms[name])
+        goals.append(
+            rounds.figure(
+                f"step, auto / strong loop: {case}",
+                [row["auto"]["step"] / row[rival]["step"] for row in rows],
+                targets[size],
+                at_least=False,
+                rival=rival,
+                **{f"{k}_over_rival": round(ms[k] / ms[rival], 3) for k in ("async", "sync")},
+            )
+        )
+        result["step_ms"][case], result["rounds"][case] = ms, rows
+    return goals, result
+
+
 def parsed() -> Any:
     p = rounds.parser(__doc__)
     p.add_argument("--model", default="", help="a warm-started `sort` model; absent: built")
@@ -492,7 +587,7 @@ def parsed() -> Any:
         "--kinds",
         nargs="+",
         default=[],
-        help="of `own`: some of the alternatives, by name; absent: all",
+        help="of `own` and `cores`: some of the alternatives, by name; absent: all",
     )
     p.add_argument(
         "--trl-python", default=sys.executable, help="a Python with the extra `bench`; absent: this"
@@ -512,7 +607,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as tmp:
         work = Path(tmp)
         model = Path(args.model).resolve() if args.model else work / "model"
-        if not args.model:
+        if not args.model and args.parts != ["cores"]:
             code = (
                 "import sys; from asyncrl.config.load import load; from asyncrl.tasks.warm_start "
                 "import warm_start;"
@@ -527,6 +622,7 @@ def main() -> None:
             "reward": lambda: slow_rewards(work, model, cores, n, SKIP + 4 if args.quick else 24),
             "own": lambda: own_rewards(work, model, cores, n, steps, args.kinds),
             "publication": lambda: publication(work, 5),
+            "cores": lambda: divided_cores(work, cores, n, args.kinds, quick=args.quick),
         }
         for part in args.parts:
             if part != "publication" or not args.quick:

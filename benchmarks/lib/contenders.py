@@ -137,6 +137,8 @@ def strong(
     policy: str = "PASSIVE",
     rows: int = 64,
     heldout: int = 0,
+    most: int = MOST,
+    groups: int = GROUPS,
 ) -> dict[str, float]:
     """benchmarks/lib/strong_loop.py, as STRONG has `name`: on one core, or on two."""
     threads, ranks = STRONG[name]
@@ -145,7 +147,7 @@ def strong(
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     argv = [*start, str(HERE / "strong_loop.py"), str(model), "sort"]
     argv += [f"--steps={steps}", f"--seed={seed}", f"--lr={lr}", f"--rows={rows}"]
-    argv += [f"--threads={threads}", f"--heldout={heldout}"]
+    argv += [f"--threads={threads}", f"--heldout={heldout}", f"--most={most}", f"--groups={groups}"]
     said = output(argv, cores[: threads * ranks], threads, policy)
     out = json.loads(next(x for x in said.splitlines() if x.startswith("{")))
     return summary(out) | dict(zip(("heldout_start", "heldout_end"), out["heldout"], strict=False))

@@ -344,13 +344,15 @@ def main() -> None:
     p.add_argument("--rows", type=int, default=64, help="answers a micro-batch")
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--heldout", type=int, default=0, help="prompts of each accuracy; 0: none")
+    p.add_argument("--most", type=int, default=56, help="tokens of an answer")
+    p.add_argument("--groups", type=int, default=32)
     args = p.parse_args()
     torch.set_num_threads(args.threads)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
     task = get_task(TaskConfig(name=args.task))
     how = {"seed": args.seed, "rows": args.rows, "heldout": args.heldout}
-    out = train(args.model, task, args.steps, args.lr, **how)
+    out = train(args.model, task, args.steps, args.lr, args.most, args.groups, **how)
     if not dist.is_initialized() or dist.get_rank() == 0:
         step = statistics.median(out["step_seconds"])
         print(json.dumps(out | {"median_step_ms": round(1e3 * step, 1)}), flush=True)
