@@ -65,7 +65,7 @@ from asyncrl.tinker.model_records import (
     find_saved,
 )
 from asyncrl.tinker.sample_log import TrainedSampleLog
-from asyncrl.tinker.samplers import SessionShares
+from asyncrl.tinker.samplers import INFLIGHT, SessionShares
 from asyncrl.tinker.sequences import (
     ModelAncestry,
     SampledRun,
@@ -569,12 +569,13 @@ class ServedModel:
 
     async def _save_for_sampler(self, number: int, message: JsonObject) -> TrainingOutcome:
         request = wire.validate(sdk.SaveWeightsForSamplerRequest, message)
-        if request.kind != "snapshot":
-            raise ConfigError(f"kind = {request.kind}: only snapshots are served")
+        if request.path is not None and request.kind != "snapshot":
+            raise ConfigError(f"path = {request.path}: weights of kind = {request.kind} have none")
         values: JsonObject = {"type": "save_weights_for_sampler", "path": None}
         if request.path is None:
             path = self.locate_version(self.branch, self.version)
-            values |= {"sampling_session_id": f"{self.record.model}:v{self.version}:{number}"}
+            kind = ":" if request.kind == "snapshot" else INFLIGHT
+            values["sampling_session_id"] = f"{self.record.model}{kind}v{self.version}:{number}"
         else:
             path = self._locate_unused("sampler_weights", request.path, number, overwrite=False)
             values["path"] = f"tinker://{self.record.model}/sampler_weights/{request.path}"

@@ -28,6 +28,7 @@ KEPT = 4096  # requests from which on results that clients have are forgotten
 REQUEST_BYTES = 1 << 30  # of all requests and their results
 UNCLAIMED_S = 600.0  # after which a result counts as one that its client has
 REMEMBERED = 10_000  # samplers that stay usable
+INFLIGHT = ":inflight:"  # in the ids of samplers that follow the newest weights of their kind
 
 
 class SessionShares:
@@ -114,6 +115,9 @@ class SamplerService:
         self.path = folder / "samplers.jsonl"
         records = [msgspec.convert(record, SamplerRecord) for record in jsonl.read(self.path)]
         self.samplers = {record.id: record for record in records}  # the one used last comes last
+        self.inflight: dict[str, SamplerRecord] = {}  # model -> the newest one
+        for record in records:
+            self._follow(record)
         self.file = jsonl.JsonlAppender(self.path)
         self.promises: dict[str, SamplePromise] = {}
         self.shares = SessionShares(REQUEST_BYTES)
@@ -133,6 +137,7 @@ class SamplerService:
         if record.id not in self.samplers:
             self.file.write(msgspec.to_builtins(record))
             self.samplers[record.id] = record
+            self._follow(record)
             if len(self.samplers) > 2 * self.remembered:
                 # drop samplers whose weights were deleted, then the least recently used ones
                 stored = self.samplers.values()
@@ -142,6 +147,14 @@ class SamplerService:
                 self.clones = Counter(kept)
                 self.file.replace(jsonl.encode(map(msgspec.to_builtins, self.samplers.values())))
         return self.samplers[record.id]
+
+    def _follow(self, record: SamplerRecord) -> None:
+        """Let all inflight samplers of a model sample from a new one's weights."""
+        model, kind, save = record.id.partition(INFLIGHT)
+        if kind:
+            newest = self.inflight.get(model, record)
+            numbers = [int(id.rpartition(":")[2]) for id in (save, newest.id)]
+            self.inflight[model] = record if numbers[0] >= numbers[1] else newest
 
     def find(self, id: str | None) -> SamplerRecord:
         """Return a sampler.  Raises ConfigError."""
@@ -173,6 +186,7 @@ class SamplerService:
                 raise ConfigError(
                     f"{sampler.path} were saved again: create a new sampling client for them"
                 )
+        sampler = self.inflight.get(sampler.id.partition(INFLIGHT)[0], sampler)
         seed = request.sampling_params.seed
         job = wire.parse_sample_request(
             request,

@@ -336,6 +336,29 @@ def test_weights_that_change_while_a_request_waits_are_not_sampled(
             assert np.allclose(own[1:], scored(client), atol=1e-5)
 
 
+def test_inflight_samplers_follow_the_newest_weights(start: Start) -> None:
+    """A sequence is sampled whole from one version, with which it is recorded."""
+    server = start("staleness.max_lag=0")
+    text = types.ModelInput.from_ints([5, 6, 7, 8, 1])
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        frozen = sampler_of(client)
+        before = frozen.compute_logprobs(text).result()
+        followers = []
+        for _ in range(3):
+            step(client, TUNED, "cross_entropy")
+            followers.append(client.save_weights_and_get_sampling_client(kind="inflight").result())
+            for sampler in followers:
+                own = sampler.compute_logprobs(text).result()
+                assert np.allclose(own[1:], scored(client), atol=1e-5)
+        assert frozen.compute_logprobs(text).result() == before
+        data = [policy_datum(draw(sampler, 1)[0]) for sampler in followers]
+        assert step(client, data)["lag_max"] == 0
+    newest = server.server.samplers.inflight
+    assert start().server.samplers.inflight == newest
+    assert newest[client.model_id].version == 3
+
+
 def test_doctor_finds_samples_of_another_distribution(start: Start) -> None:
     """Log-probabilities at temperature 0.5 are not those that training computes."""
     server = start()
