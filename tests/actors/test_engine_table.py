@@ -11,12 +11,13 @@ import msgspec
 import pytest
 from process_kit import ROOT
 
-from actors.engine import build_engine
+from actors.engine import build_engine, mark_version
 from asyncrl.cli import main
 from asyncrl.config import load, rules, tree
 from asyncrl.config.engines import ENGINES, EngineInfo, EngineName
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.versions import Label
 from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.models import installed
 from asyncrl.models.policy import load_policy
@@ -138,3 +139,10 @@ def test_one_process_and_the_probe_follow_from_the_row(
 def test_every_setting_of_a_row_is_one_of_the_section() -> None:
     known = set(tree.GeneratorConfig.__struct_fields__)
     assert all(set(row.settings) <= known for row in ENGINES.values())
+
+
+def test_of_two_versions_at_one_position_the_later_one_counts() -> None:
+    marks = [(0, Label(1, 0), "a")]
+    for position, number in ((3, 1), (3, 2), (4, 3)):
+        mark_version(marks, position, Label(1, number), "b")
+    assert [(position, label.number) for position, label, _ in marks] == [(0, 0), (3, 2), (4, 3)]

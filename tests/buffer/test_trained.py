@@ -4,6 +4,7 @@ copies of a run keep to themselves."""
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from process_kit import ROOT
@@ -13,7 +14,7 @@ from asyncrl.config import load
 from asyncrl.contract.messages import Batch, TrainingSequence, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
-from buffer.numbers import compute_batch_metrics
+from buffer.numbers import compute_batch_metrics, leave_out_wait_for_ticket
 from buffer.training_log import TrainingLog
 
 
@@ -97,3 +98,11 @@ def test_tokens_on_the_keys_of_older_weights_are_counted() -> None:
     batch = Batch(1, 5, samples, [0, 1, 1], [0, 0, 0], [[], [], []], {}, 1, {})
     metrics = compute_batch_metrics(batch, {0: 11, 1: 10})
     assert metrics["lag/old_kv_share"] == pytest.approx((3 + 2) / (5 + 5 + 5 + 6))
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(4.0, (4.0, 0.5, 20.0)), (9.0, (8.0, 0.75, 10.0))])
+def test_a_first_step_begins_with_the_first_ticket(seconds: float, left: Any) -> None:
+    names = ("time/step", "time/learner_idle_share", "throughput/learner_tokens_per_s")
+    values = dict(zip(names, (8.0, 0.75, 10.0), strict=True))
+    leave_out_wait_for_ticket(values, seconds)
+    assert tuple(values.values()) == left

@@ -91,6 +91,10 @@ def test_weights_that_are_not_finite_fail_their_own_requests(
     """Keys and values that are not finite must not reach the requests after it either."""
     [before] = sample(sampler, sample_call(**more))
     assert isinstance(before, SampleResult)
+    assert [(len(one.tokens), one.stop) for one in before.sequences] == [(80, False)] * 3
+    first = int.from_bytes(before.sequences[0].tokens[:4], "little")
+    [ended] = sample(sampler, sample_call(stop=[first], **more))
+    assert isinstance(ended, SampleResult) and ended.sequences[0].stop
     assert sample(sampler, sample_call("bad", **more), sample_call(**more)) == [
         CallFailure(NOT_FINITE),
         before,
