@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from gateway_calls_kit import AT, call
 
-from actors.engine import CompletionRequest, build_engine, draw_uniform_rows
+from actors.engine import Completion, CompletionRequest, build_engine, draw_uniform_rows
 from actors.gateway import service
 from actors.gateway.service import REMEMBERED, CallRouter
 from actors.generator import REPORT_S, CallPeer, CallTurn
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import build_model, list_named_weights
@@ -233,6 +234,12 @@ def test_every_call_is_admitted_at_or_above_its_sessions_minimum(turn) -> None:
     assert sorted(turn.calls) == [2, 3, 4]
     assert drawn(turn, calls[1:4], Label(1, 3)) == []  # sent again: known
     assert [x.id for x in drawn(turn, [], Label(1, 4))] == [2]
+    turn.take_calls([call(6)])
+    (asked,), _ = turn.build_requests(Label(1, 4))
+    routed = RoutedExperts(np.zeros((3, 1, 1), np.uint16), 2)
+    ended = np.ones(1, np.int32), np.zeros(1, np.float32), [], "stop"
+    turn.finish(Completion(asked.key, asked.prompt, *ended, support=None, routed=routed))
+    assert turn.results.pop().routed == routed.encode()
 
 
 def test_a_call_that_cannot_be_drawn_is_answered_by_a_failure_and_the_others_are_drawn(

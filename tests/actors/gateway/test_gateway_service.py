@@ -548,6 +548,10 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: MakeWorld) -> None:
     one = next(x for x in gateway.episodes.values() if x.session.name == f"11.{behind.sample}.1")
     second = gateway.describe_session(one, time.monotonic())
     assert second.what.endswith(f"behind that of session {name} in the same process")
+    one.session.state, one.session.judging_at = "judging", time.monotonic() - 5.0
+    judged = gateway.describe_session(one, time.monotonic())
+    assert (judged.kind, judged.what) == ("reward", "the reward of its answer")
+    assert judged.seconds >= 5.0 and not judged.limit
     source = m.WeightsSource(2, "here", "", "")
     gateway.announce(m.PolicyAnnouncement(Label(2, 1), "d", source))
     assert {x.kind for x in told()} == {"grant"}
