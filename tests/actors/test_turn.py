@@ -246,10 +246,11 @@ def test_weights_go_back_only_when_nothing_is_written() -> None:
     made = schedule(ticket(2, 1, 1, 2))
     made.announce(announcement(1, 2))
     assert len(made.admit(V2, 1)) == 1
-    made.add_tickets([exact(3, 2, V1)])
+    made.add_tickets([exact(3, 2, V1), exact(4, 3, V2)])
     assert made.next_version(V2) is None
-    assert numbers(made.admit(V2, 9)) == [], "the engine drains"
-    made.finish_sample((2, 0, 1), 3)
+    assert numbers(made.admit(V2, 9)) == [(4, 0)], "the engine drains of all others"
+    for key in ((2, 0, 1), (4, 0, 3)):
+        made.finish_sample(key, 3)
     assert made.next_version(V2) == V1
 
 

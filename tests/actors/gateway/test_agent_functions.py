@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -436,11 +435,12 @@ def test_an_environment_is_examined_in_a_process_of_its_own(
         (KeyError("x"), "raised KeyError: 'x'"),
     ],
 )
-def test_a_data_set_that_cannot_be_built_is_one_line(error: Exception, why: str) -> None:
-    rows = Words({"bad": "train", "error": error}).iterate_rows("train")
-    with pytest.raises(ConfigError) as raised:
-        examine.write_rows("verifiers:words", rows, io.StringIO())
-    assert str(raised.value) == f"agent.env = verifiers:words: its data set: {why}"
+def test_a_data_set_that_cannot_be_built_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, why: str
+) -> None:
+    monkeypatch.setattr(examine.self_playing, "load", lambda _, args: Words(args))
+    made = examine.examine("verifiers:words", {"bad": "train", "error": error}, tmp_path)
+    assert made == {"error": f"agent.env = verifiers:words: its data set: {why}"}
 
 
 def test_an_environment_plays_its_sessions(
