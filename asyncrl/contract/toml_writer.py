@@ -54,8 +54,8 @@ def find_differences(
 ) -> Differences:
     """Return every leaf in which two nested tables differ, by dotted key.
 
-    >>> find_differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "d": 3})
-    {'a.c': (2, 4)}
+    >>> find_differences({"a": 3, "b": {"c": 1, "d": 2}}, {"a": 4, "b": {"c": 1, "d": 5}})
+    {'a': (3, 4), 'b.d': (2, 5)}
     """
     differences: Differences = {}
     for key in sorted({*base, *compared}):
