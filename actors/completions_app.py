@@ -47,8 +47,9 @@ from actors.gateway.endpoint.replies import describe_token
 from actors.gateway.endpoint.requests import decode_body, parse_ids, parse_stops
 from actors.gateway.endpoint.web import HANDLERS, LARGEST_BODY, list_models, open_body
 from actors.gateway.refusals import TOO_LONG, CallRefused, build_refusal
+from asyncrl.config import load, rules
 from asyncrl.config.layers import describe_values
-from asyncrl.config.tree import Config, GeneratorConfig, ModelConfig, TaskConfig
+from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.contract.versions import Label
@@ -58,10 +59,8 @@ from asyncrl.models.tokenizer import collect_stop_tokens, encode_prompt, read_vo
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.transport.http_server import HttpServer, ListenAddress, authorize
 
-MOST_LIKELY = 20  # tokens a position whose log-probabilities a client may ask for
 MOST_COMPLETIONS = 1024  # of one request
-DEFAULT_TOKENS = 16  # of a completion; OpenAI's default
-MostLikely = Annotated[int, Meta(ge=0, le=MOST_LIKELY)]
+MostLikely = Annotated[int, Meta(ge=0, le=20)]  # tokens a position with log-probabilities
 NonNegative = Annotated[int, Meta(ge=0)]
 # options without effect here, from clients that always send them
 QUIET = ("user", "store", "metadata", "stream_options", "best_of")
@@ -136,16 +135,20 @@ def parse_order(
             raise build_refusal("logprobs", "give true or false, and top_logprobs a number")
         most_likely = (fields.top_logprobs or 0) if fields.logprobs else None
     elif fields.top_logprobs is not None:
-        reason = "belongs to /v1/chat/completions; give logprobs a number"
-        raise build_refusal("top_logprobs", reason)
+        raise build_refusal(
+            "top_logprobs", "belongs to /v1/chat/completions; give logprobs a number"
+        )
     elif fields.logprobs is not None and fields.logprobs is not False:
         most_likely = int(fields.logprobs)
     if most_likely is not None and most_likely > vocabulary:
         raise build_refusal("logprobs", f"{most_likely}: the model has {vocabulary} tokens")
     if chat:
         if fields.prompt is not None or fields.echo:
-            key = "echo" if fields.echo else "prompt"
-            raise build_refusal(key, "belongs to /v1/completions", "unsupported_parameter")
+            raise build_refusal(
+                "echo" if fields.echo else "prompt",
+                "belongs to /v1/completions",
+                "unsupported_parameter",
+            )
         prompts = [encode(Prompt(0, "", messages=normalize_messages(fields.messages)))]
     else:
         several = fields.prompt  # one prompt or several, each text or token ids
@@ -163,7 +166,7 @@ def parse_order(
     longest = max(map(len, prompts))
     if tokens is None:  # a chat's response may fill the context
         room = max(1, context - longest)
-        tokens = room if chat else min(room, DEFAULT_TOKENS)
+        tokens = room if chat else min(room, 16)  # OpenAI's default
     stop = parse_stops(fields.stop)
     if not tokens and not (fields.echo and most_likely is not None):
         raise build_refusal("max_tokens", "0 needs echo = true and logprobs, to score the prompt")
@@ -248,7 +251,7 @@ class EngineThread:
         def abort() -> None:
             self.engine.abort(keys)
             for key in keys:
-                if (future := self.futures.pop(key, None)) is not None:
+                if future := self.futures.pop(key, None):
                     future.set_exception(CancelledError())
 
         self._submit(abort, Future())
@@ -264,11 +267,10 @@ class EngineThread:
         def run() -> None:
             try:
                 work()
-            except AsyncrlError as error:  # of this request alone
-                future.set_exception(error)
             except BaseException as error:
                 future.set_exception(error)
-                raise
+                if not isinstance(error, AsyncrlError):  # which is of this request alone
+                    raise
 
         # a closed connection cancels what it waits for: the thread's result must find it open
         future.set_running_or_notify_cancel()
@@ -365,10 +367,11 @@ class CompletionsApp:
             samples = await self._generate(order)
             scores: list[PromptScores | None] = [None] * len(samples)
             if order.most_likely is not None:  # prompts and completions are scored together
-                sequences = [np.concatenate([sample.prompt, sample.tokens]) for sample in samples]
-                most_likely = max(1, order.most_likely)
-                scored = await asyncio.wrap_future(self.engine.score(sequences, most_likely))
-                scores = [*scored]
+                scored = self.engine.score(
+                    [np.concatenate([sample.prompt, sample.tokens]) for sample in samples],
+                    max(1, order.most_likely),
+                )
+                scores = [*await asyncio.wrap_future(scored)]
         except AsyncrlError as error:
             raise CallRefused(500, "engine", str(error)) from error
         choices = [
@@ -409,7 +412,6 @@ class CompletionsApp:
         With a seed, sample i of a prompt has the same random stream in every request.
         """
         body = order.body
-        greedy = body.temperature == 0
         requests = [
             CompletionRequest(
                 key=(number, sample, 1),
@@ -418,7 +420,7 @@ class CompletionsApp:
                 max_new_tokens=max(1, order.max_new_tokens),
                 temperature=body.temperature or 1.0,
                 top_p=body.top_p,
-                top_k=1 if greedy else body.top_k,
+                top_k=body.top_k if body.temperature else 1,  # a temperature of 0 is greedy
                 stop=self.stops,
                 seed=secrets.randbits(63) if body.seed is None else body.seed,
                 drawn_for=(0, sample),
@@ -432,9 +434,9 @@ class CompletionsApp:
                 Completion(request.key, request.prompt, *no_tokens, [], "length", support=None)
                 for request in requests
             ]
-        futures = [asyncio.wrap_future(self.engine.complete(request)) for request in requests]
         try:
-            return list(await asyncio.gather(*futures))
+            futures = (asyncio.wrap_future(self.engine.complete(request)) for request in requests)
+            return await asyncio.gather(*futures)
         except BaseException:  # the connection has closed, or a request is refused
             self.engine.cancel([request.key for request in requests])
             raise
@@ -455,8 +457,11 @@ class CompletionsApp:
     ) -> JsonObject:
         """Build one choice, which ends before a stop text."""
         prompt, tokens = sample.prompt.tolist(), sample.tokens.tolist()
-        visible = [token for token in tokens if token not in self.stops]
-        text = str(self.tokenizer.decode(visible, skip_special_tokens=True))
+        text = str(
+            self.tokenizer.decode(
+                [token for token in tokens if token not in self.stops], skip_special_tokens=True
+            )
+        )
         end = min(
             (position for stop in order.stop if (position := text.find(stop)) >= 0), default=-1
         )
@@ -544,15 +549,21 @@ def build_config(
     max_positions = model_check.find_max_positions(raw) or max(context, MOST_CONTEXT)
     if context > max_positions:
         raise ConfigError(f"--context {context}: the model in {path} has {max_positions} positions")
-    return Config(
-        model=ModelConfig(path=path, dtype=dtype, device=device),  # type: ignore[arg-type]
-        task=TaskConfig(name="none"),
-        generator=GeneratorConfig(
-            slots=slots,
-            context=context or min(max_positions, MOST_CONTEXT),
-            threads=threads or len(os.sched_getaffinity(0)),
-        ),
+    config = load.build(
+        {
+            "model": {"path": path, "dtype": dtype, "device": device},
+            "task": {"name": "none"},
+            "generator": {
+                "slots": slots,
+                "context": context or min(max_positions, MOST_CONTEXT),
+                "threads": threads or len(os.sched_getaffinity(0)),
+            },
+        }
     )
+    for problem in rules.check(config):
+        if problem.startswith("model."):  # a run's other rules do not bind a server
+            raise ConfigError(problem)
+    return config
 
 
 def serve(app: CompletionsApp, bind: ListenAddress, announce: Callable[[str], None]) -> None:

@@ -132,8 +132,8 @@ def serve(
     name: str | None,
     port: int,
     host: str,
-    certificate: str,
-    private_key: str,
+    certificate: Path | None,
+    private_key: Path | None,
     no_key: bool,
     context: int | None,
     slots: int,
@@ -155,18 +155,26 @@ def serve(
             f"--no-key --host {host}: everyone with access to this address could use the model; "
             "leave out --no-key, or listen on 127.0.0.1"
         )
-    bind = ListenAddress(host, port, certificate, private_key, port_name="--port")
+    bind = ListenAddress(host, port, certificate or "", private_key or "", port_name="--port")
     bind.require_encryption()
     path = fetch.locate_model(model, "MODEL")
     from actors import completions_app  # imports torch
 
-    config = completions_app.build_config(
-        path, context=context or 0, slots=slots, dtype=dtype, device=device, threads=threads or 0
-    )
     own_key = os.environ.get("OPENAI_API_KEY", "")
     key = "" if no_key else own_key or secrets.token_urlsafe(18)
     print_progress(f"loading {path}")
-    app = completions_app.CompletionsApp(config, name or model, key)
+    app = completions_app.CompletionsApp(
+        completions_app.build_config(
+            path,
+            context=context or 0,
+            slots=slots,
+            dtype=dtype,
+            device=device,
+            threads=threads or 0,
+        ),
+        name or model,
+        key,
+    )
 
     def announce(url: str) -> None:
         print_progress(f"serving {app.name} with up to {app.context} tokens; stop with Ctrl-C")

@@ -244,7 +244,7 @@ def require_directory(path: str | Path, key: str = "model.path") -> None:
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(
             f"{key}: {path} is not a model directory (it has no config.json); give a model "
-            f"directory, or {HUB}ORG/NAME for a model of the hub"
+            f"directory, which of a run is RUN/model, or {HUB}ORG/NAME for a model of the hub"
         )
 
 

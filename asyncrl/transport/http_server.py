@@ -12,6 +12,7 @@ import hmac
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -45,8 +46,8 @@ class ListenAddress:
 
     host: str = "127.0.0.1"
     port: int = 0
-    certificate: str = ""
-    private_key: str = ""
+    certificate: str | Path = ""
+    private_key: str | Path = ""
     behind_proxy: bool = False
     port_name: str = "agent.port"
     further_ports: Sequence[int] = ()

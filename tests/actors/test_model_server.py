@@ -203,7 +203,9 @@ def test_the_key_is_needed_and_other_routes_are_named(url: str) -> None:
         (["MODEL", "--context", "65"], "--context 65: the model in DIRECTORY has 64 positions"),
         (["MODEL", "--no-key", "--host", "0.0.0.0"], "everyone with access to this address"),
         (["MODEL", "--host", "0.0.0.0"], "is open to the network; give --certificate"),
-        (["MODEL", "--certificate", "c.pem"], "--certificate and its private key: give both"),
+        (["MODEL", "--certificate", __file__], "--certificate and its private key: give both"),
+        (["MODEL", "--certificate", "c.pem"], "'--certificate': File 'c.pem' does not exist"),
+        (["MODEL", "--device", "gpu"], "'gpu' is not a device; choose one of auto, cpu, cuda"),
     ],
 )
 def test_a_bad_command_gets_one_clear_line(
