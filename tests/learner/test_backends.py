@@ -38,7 +38,7 @@ def zero(stage: int, **learner: Any) -> dict[str, Any]:
 # every rank holds all, as at stage 0
 TORCH = {"backend": "torch", "ranks": 2, "zero_stage": 0}
 FSDP2 = {"backend": "fsdp2", "ranks": 2}
-COPIES = FSDP2 | {"mesh": {"replicate": 2}}
+COPIES = FSDP2 | {"ranks": 4, "mesh": {"shard": 2, "replicate": 2}}
 
 
 def shards(learner: dict[str, Any]) -> int:
@@ -97,8 +97,8 @@ TRAINED: dict[str, Any] = {"bad": BAD, "lost": LOST, "sessions": ["split", "shar
         (FSDP2 | {"ranks": 1}, FORKED),
         (FSDP2, FORKED),
         (FSDP2 | {"ranks": 4, "offload": True}, FORKED),
-        (COPIES, TORCHRUN),
-        (COPIES | {"ranks": 4}, FORKED),
+        (FSDP2 | {"mesh": {"replicate": 2}}, TORCHRUN),
+        (COPIES, FORKED),
     ],
 )
 def test_every_backend_is_the_torch_learner(
@@ -212,7 +212,7 @@ def test_an_early_stopped_step_leaves_weights_and_moments_untouched(
         (zero(3), [zero(3, ranks=1)], zero(1), "is of 2 ranks at ZeRO stage 3"),
         (
             FSDP2,
-            [FSDP2 | {"ranks": 3}, COPIES | {"ranks": 4}],
+            [FSDP2 | {"ranks": 3}, COPIES],
             {"backend": "torch"},
             "the optimizer of learner.backend = fsdp2",
         ),
