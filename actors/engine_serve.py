@@ -3,9 +3,10 @@
 The generator process stays thin: tickets, rewards and delivery.  Each completion is one streamed
 request for tokens at the server with the fewest.  A new version pauses every server between two of
 its steps, is read from a safetensors file (actors/vllm_transfer.py), named, and probed as the
-engine inside this process is (`ProbedEngine`).  vLLM names the version of every token.  A server
-that ends, hangs or answers with another version gets no requests until it has the current weights
-again; its unfinished requests go to the others, and their lost tokens count as sampled.
+engine inside this process is (`ProbedEngine`).  Threads make the updates, which need no turn of the
+event loop that has the answers.  vLLM names the version of every token.  A server that ends, hangs
+or answers with another version gets no requests until it has the current weights again; its
+unfinished requests go to the others, and their lost tokens count as sampled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import functools
 import os
 import queue
 import shlex
@@ -23,10 +23,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 import msgspec
@@ -95,6 +95,16 @@ class ServerLost(Exception):
 LOST = (ServerLost, httpx2.TransportError, msgspec.DecodeError)
 
 
+class ServedVersion(NamedTuple):
+    """A version that `load` was given."""
+
+    version: str  # its name at vLLM
+    label: Label
+    loads: int  # the number of the load
+    path: Path  # its file
+    expected: np.ndarray  # log-probabilities of its probe
+
+
 class LiveRequest:
     """A request between `add` and its completion."""
 
@@ -126,13 +136,11 @@ class Server:
         self.starts = 0
         self.log = tempfile.TemporaryFile()
         self.live = 0
-        self.version = ""  # of its weights; "": it gets no requests
-        self.probe: asyncio.Task[None]  # of them
-        self.label = Label(0, 0)
-        self.loads = 0  # of the engine, when it got them
+        self.weights: ServedVersion | None = None  # None: it gets no requests
+        self.probe: Future[None] = Future()  # of its newest weights
         self.given: set[str] = set()  # all versions that it got
         self.is_lost = False
-        self.lock = asyncio.Lock()  # of an update
+        self.lock = threading.Lock()  # of an update
 
     def start(self) -> None:
         """Start a server of our own, unless it runs or has ended too often."""
@@ -192,21 +200,20 @@ class ServeEngine(ProbedEngine):
         if settings.weights_dir:  # servers may run as other users
             Path(self.folder.name).chmod(0o755)
         self.startup_s = config.watchdog.startup_s
-        self.file: Path | None = None  # the loaded weights
-        self.expected: np.ndarray  # log-probabilities of their probe
-        self.revivals: set[asyncio.Task[None]] = set()
+        self.newest: ServedVersion
+        self.losing = threading.Lock()
         self.readied = asyncio.Event()  # a server has become ready
         self.requests: dict[Key, LiveRequest] = {}
         self.finished: queue.SimpleQueue[LiveRequest | Exception] = queue.SimpleQueue()
         self.tls = httpx2.create_ssl_context()
         self.client = httpx2.Client(**self._say_how())
-        # in the loop a call would wait for its turn among hundreds of answers
-        self.callers = ThreadPoolExecutor(2 * len(self.servers), "vllm-calls")
+        # for each server a thread for its update, one for its return and one for its probe
+        self.callers = ThreadPoolExecutor(3 * len(self.servers), "vllm-calls")
         self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self.loop = self.runner.get_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self._for_each(functools.partial(self._in_thread, self._connect))
+        list(self.callers.map(self._connect, self.servers))
 
     def _say_how(self) -> dict[str, Any]:
         """Return the settings of a client."""
@@ -219,17 +226,6 @@ class ServeEngine(ProbedEngine):
             "verify": self.tls,
         }
 
-    async def _in_thread(self, act: Callable[..., Any], *given: Any) -> Any:
-        return await self.loop.run_in_executor(self.callers, act, *given)
-
-    def _for_each(self, act: Callable[[Server], Awaitable[None]]) -> None:
-        """Do something with all servers that are not lost, at once."""
-
-        async def act_on_all() -> None:
-            await asyncio.gather(*(act(server) for server in self.servers if not server.is_lost))
-
-        asyncio.run_coroutine_threadsafe(act_on_all(), self.loop).result()
-
     # ---- the protocol ----------------------------------------------------------------------------
 
     @property
@@ -240,19 +236,18 @@ class ServeEngine(ProbedEngine):
         self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
     ) -> None:
         weights, expected = self.merge(weights, probe)
-        old, path = self.file, Path(self.folder.name) / f"{label.epoch}.{label.number}.{digest}"
+        self.label, self.digest, self.loads = label, digest, self.loads + 1
+        path = Path(self.folder.name) / self.version
         try:
             save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, path)
         except (OSError, SafetensorError) as error:
             raise AsyncrlError(f"generator.weights_dir: cannot write {path}: {error}") from error
 
-        async def take() -> None:
-            self.label, self.digest, self.loads = label, digest, self.loads + 1
-            self.file, self.expected = path, expected
-
-        asyncio.run_coroutine_threadsafe(take(), self.loop).result()  # at once for all its tasks
-        self._for_each(self._update_or_lose)
-        if old is not None and old != path:
+        old = self.newest.path if self.loads > 1 else path
+        self.newest = ServedVersion(self.version, label, self.loads, path, expected)
+        servers = [server for server in self.servers if not server.is_lost]
+        list(self.callers.map(self._update_or_lose, servers))
+        if old != path:
             old.unlink()
 
     def add(self, requests: Iterable[CompletionRequest]) -> None:
@@ -298,9 +293,11 @@ class ServeEngine(ProbedEngine):
 
     def close(self) -> None:
         """End requests and the servers of our own, and forget the weights."""
-        for server in self.servers:
-            server.stop()
         self.client.close()  # a lost server is looked for no longer
+        for server in self.servers:
+            server.command = ()  # not to start again
+            server.stop()
+            server.probe.cancel()
         self.callers.shutdown(wait=False, cancel_futures=True)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
@@ -313,14 +310,16 @@ class ServeEngine(ProbedEngine):
         """Ask servers until one has answered whole."""
         try:
             while True:
-                while not (ready := [server for server in self.servers if server.version]):
+                while not (ready := [server for server in self.servers if server.weights]):
                     self.readied.clear()
                     await self.readied.wait()
                 server = min(ready, key=lambda server: server.live)
+                if (weights := server.weights) is None:  # a thread has begun an update
+                    continue
                 server.live += 1
                 try:
-                    await self._stream(server, live)
-                    await asyncio.shield(server.probe)
+                    await self._stream(server, live, weights)
+                    await asyncio.shield(asyncio.wrap_future(server.probe))
                     break
                 except LOST as error:
                     live.lost += len(live.tokens)
@@ -332,12 +331,12 @@ class ServeEngine(ProbedEngine):
         except Exception as error:
             self.finished.put(error)
 
-    async def _stream(self, server: Server, live: LiveRequest) -> None:
+    async def _stream(self, server: Server, live: LiveRequest, weights: ServedVersion) -> None:
         request = live.request
-        live.born = server.label
+        live.born = weights.label
         body = {
             "token_ids": request.prompt.tolist(),
-            "cache_salt": self.salt(request.group, f"{self.folder.name[-8:]}-{server.loads}"),
+            "cache_salt": self.salt(request.group, f"{self.folder.name[-8:]}-{weights.loads}"),
             "stream": True,
             "sampling_params": {
                 "max_tokens": request.max_new_tokens,
@@ -453,88 +452,87 @@ class ServeEngine(ProbedEngine):
                 f"start it with: {self.hint}"
             ) from error
 
-    async def _update(self, server: Server) -> None:
-        """Give a server the loaded weights, if it lacks them, and probe it."""
-        async with server.lock:
-            while server.version != self.version:
-                was_ready, server.version = bool(server.version), ""  # requests for it wait
+    def _update(self, server: Server) -> None:
+        """Give a server the newest weights, if it lacks them, and probe it."""
+        with server.lock:
+            while server.weights != (weights := self.newest):
+                was_ready, server.weights = server.weights is not None, None  # requests wait
                 if was_ready:
-                    await server.probe  # so that it meets no later weights
-                version, label, loads = self.version, self.label, self.loads
-                expected, path = self.expected, str(self.file)
-                # from now on answers wait for the probe
-                swap = self.loop.create_task(self._in_thread(self._swap, server, version, path))
-                server.probe = self.loop.create_task(self._probe(server, expected, swap))
+                    server.probe.result()  # so that it meets no later weights
+                probe = server.probe = Future()  # from now on answers wait for it
                 try:
-                    await swap
+                    self._swap(server, weights)
                 except LOST as error:
-                    with contextlib.suppress(*LOST):
-                        await server.probe
+                    probe.set_exception(error)
                     if not server.given and not isinstance(error, httpx2.TransportError):
                         raise ConfigError(
                             f"generator.servers: {server.url} cannot take the weights of "
                             f"model.path = {self.path}: {error}"
                         ) from error
                     raise
-                server.version, server.label, server.loads = version, label, loads
-                self.readied.set()
+                self.callers.submit(self._probe, server, weights, probe)
+                server.weights = weights
+                self.loop.call_soon_threadsafe(self.readied.set)
             if server.is_lost or len(server.given) == 1:
-                await server.probe
+                server.probe.result()
 
-    def _swap(self, server: Server, version: str, path: str) -> None:
+    def _swap(self, server: Server, weights: ServedVersion) -> None:
         """Give a server the weights of a file, between two of its steps."""
         # without its cache, a server reads the tokens of running requests again
         clear = "false" if self.in_flight == "keep_kv" else "true"
         self._call(server, f"/pause?mode=keep&clear_cache={clear}", {})
         self._call(server, "/start_weight_update", {})
-        self._call(server, "/update_weights", {"update_info": {"path": path}})
-        server.given.add(version)
-        self._call(server, "/finish_weight_update", {"weight_version": version})
+        self._call(server, "/update_weights", {"update_info": {"path": str(weights.path)}})
+        server.given.add(weights.version)
+        self._call(server, "/finish_weight_update", {"weight_version": weights.version})
         self._call(server, "/resume", {})
 
-    async def _probe(self, server: Server, expected: np.ndarray, swap: asyncio.Task[None]) -> None:
+    def _probe(self, server: Server, weights: ServedVersion, probe: Future[None]) -> None:
         """Compare a server's log-probabilities with the learner's; its answers wait for it.
 
         It waits behind the tokens of running requests, which are read again: `load` does not wait.
         """
-        await swap
-        ask = functools.partial(self._generate, temperature=0.0, prompt_logprobs=0)
-        answer = await self._in_thread(ask, server, self.ids)
-        positions = filter(None, answer["prompt_logprobs"])
-        self.check_probe(expected, [next(iter(x.values()))["logprob"] for x in positions])
-
-    async def _update_or_lose(self, server: Server) -> None:
         try:
-            await self._update(server)
+            answer = self._generate(server, self.ids, temperature=0.0, prompt_logprobs=0)
+            positions = filter(None, answer["prompt_logprobs"])
+            measured = [next(iter(x.values()))["logprob"] for x in positions]
+            self.check_probe(weights.expected, measured)
+        except Exception as error:
+            probe.set_exception(error)
+        else:
+            probe.set_result(None)
+
+    def _update_or_lose(self, server: Server) -> None:
+        try:
+            self._update(server)
         except LOST as error:
             self._lose(server, error)
 
     def _lose(self, server: Server, error: Exception) -> None:
-        """Give a server no requests until it has the loaded weights again."""
-        server.version = ""
-        if not server.is_lost:
-            server.is_lost = True
+        """Give a server no requests until it has the newest weights again."""
+        server.weights = None
+        with self.losing:
+            was_lost, server.is_lost = server.is_lost, True
+        if not was_lost:
             why = server.explain_end() or f"{type(error).__name__}: {error}"
             print(
                 f"generator: the vLLM server at {server.url} is lost, its requests wait for "
                 f"another or for its return: {why}",
                 file=sys.stderr,
             )
-            self.revivals.add(self.loop.create_task(self._revive(server)))
+            self.callers.submit(self._revive, server)
 
-    async def _revive(self, server: Server) -> None:
+    def _revive(self, server: Server) -> None:
         """Bring a lost server back."""
         try:
             while server.is_lost:
-                await asyncio.sleep(RETRY_S)
-                try:
-                    await self._in_thread(self._connect, server)
-                    await self._update(server)
+                time.sleep(RETRY_S)
+                with contextlib.suppress(*LOST):
+                    self._connect(server)
+                    self._update(server)
                     server.is_lost = False
-                except LOST:
-                    continue
             print(f"generator: the vLLM server at {server.url} is back", file=sys.stderr)
-            await self._update_or_lose(server)  # a version loaded meanwhile
+            self._update_or_lose(server)  # a version loaded meanwhile
         except Exception as error:
             self.finished.put(error)
 

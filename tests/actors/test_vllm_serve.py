@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import os
+import random
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,111 +19,18 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import uvicorn
 from engine_kit import expected, request
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
-from vllm_kit import flat
+from played_vllm import PlayedVllm
+from process_kit import ROOT
+from vllm_kit import flat, vllm_config
 
 from actors import engine_serve
-from actors.engine import Completion
+from actors.engine import Completion, Key
 from actors.engine_serve import ServeEngine, make_engine
 from asyncrl.config import load as config_load
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable, ProtocolError
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
-
-
-class Played:
-    """A server that answers each prompt with its tokens, and does what a test plants."""
-
-    def __init__(self, probe: list[float]) -> None:
-        self.probe = probe
-        self.vllm = "0.32.0"
-        self.status: dict[str, int] = {}  # path -> status of its answers
-        self.version = "default"
-        self.label = ""  # the version that it claims for tokens, if not its own
-        self.cut = 0  # answers to break off in the middle
-        self.raw = 0.0  # log-probability of a certain token
-        self.is_paused = False
-        self.finish = "stop"  # why its answers end
-        self.error: dict[str, str] = {}  # amid an answer
-        self.gate = asyncio.Event()  # answers wait for it in the middle
-        self.gate.set()
-        self.asked: list[str] = []
-        self.left = 0  # clients that went away
-        paths = (
-            "/health /version /is_paused /inference/v1/generate /init_weight_transfer_engine "
-            "/pause /start_weight_update /update_weights /finish_weight_update /resume "
-            "/collective_rpc"
-        )
-        app = Starlette(
-            routes=[Route(path, self.answer, methods=["GET", "POST"]) for path in paths.split()]
-        )
-        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
-        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
-
-    async def answer(self, asked: Request) -> Response:
-        path = asked.url.path
-        body = json.loads(await asked.body() or b"{}")
-        self.asked.append(path)
-        if status := self.status.get(path, 0):
-            return JSONResponse({"error": {"message": f"no {path}"}}, status)
-        if path == "/version":
-            return JSONResponse({"version": self.vllm})
-        if path == "/is_paused":
-            return JSONResponse({"is_paused": self.is_paused})
-        if path in ("/pause", "/resume"):
-            self.is_paused = path == "/pause"
-        if path == "/finish_weight_update":
-            self.version = body["weight_version"]
-        if path == "/update_weights":
-            assert Path(body["update_info"]["path"]).stat().st_size
-        if not path.endswith("generate"):
-            return JSONResponse({})
-        if not body.get("stream"):
-            scores = [None, *({"3": {"logprob": x}} for x in self.probe)]
-            part = {"token_ids": [3], "logprobs": {"content": [{"logprob": self.raw}]}}
-            return JSONResponse({"choices": [part], "prompt_logprobs": scores})
-        return StreamingResponse(self.stream(body), media_type="text/event-stream")
-
-    async def stream(self, body: dict[str, Any]) -> Any:
-        tokens = [*body["token_ids"], 1]
-        middle = len(tokens) // 2
-        started_with = self.label or self.version
-        for part in (tokens[:middle], tokens[middle:]):
-            choice = {
-                "token_ids": part,
-                "logprobs": {"content": [{"logprob": -float(token)} for token in part]},
-                "weight_versions": None,
-            }
-            if part[-1] == 1:
-                version = self.label or self.version
-                choice["finish_reason"] = self.finish
-                choice["weight_versions"] = [
-                    {"version": started_with, "start": 0, "end": middle},
-                    {"version": version, "start": middle, "end": len(tokens)},
-                ]
-            yield f"data: {json.dumps({'choices': [choice]})}\n\n"
-            if self.error:
-                yield f"data: {json.dumps({'error': self.error})}\n\n"
-                return
-            if self.cut:
-                self.cut -= 1
-                return
-            try:
-                while not self.gate.is_set():
-                    await asyncio.sleep(0.01)
-            except asyncio.CancelledError:
-                self.left += 1
-                raise
-        yield "data: [DONE]\n\n"
 
 
 @pytest.fixture(scope="module")
@@ -133,42 +42,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, policy.Policy
 @pytest.fixture
 def played(
     model: tuple[Path, policy.PolicyModel], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[], Played]]:
+) -> Callable[[], PlayedVllm]:
     monkeypatch.setattr(engine_serve, "CONNECT_S", 0.0)
     monkeypatch.setattr(engine_serve, "RETRY_S", 0.05)
     probe = policy.compute_probe_logprobs(model[1]).tolist()
-    servers = []
+    return lambda: PlayedVllm(probe)
 
-    def start() -> Played:
-        servers.append(Played(probe))
-        return servers[-1]
 
-    yield start
+def engine(path: Path, *servers: PlayedVllm, **more: Any) -> ServeEngine:
     for server in servers:
-        server.gate.set()
-        server.server.should_exit = True
-
-
-def engine(path: Path, *servers: Played, **more: Any) -> ServeEngine:
-    settings = {
-        "engine": "vllm-serve",
-        "servers": [server.url for server in servers],
-        "slots": 8,
-        "context": 64,
-        "max_new_tokens": 40,
-    }
-    return make_engine(
-        config_load.convert(
-            {
-                "model": {"path": str(path)},
-                "task": {"name": "sort"},
-                "generators": 1,
-                "generator": settings | more,
-                "weights": {"in_flight": "recompute_kv"},
-            },
-            "c.toml",
-        )
-    )
+        server.start()
+    settings = {"servers": [server.url for server in servers], "max_new_tokens": 40} | more
+    return make_engine(vllm_config(path, engine="vllm-serve", **settings))
 
 
 def give(e: ServeEngine, model: policy.PolicyModel, number: int) -> None:
@@ -185,7 +70,7 @@ def finish(e: ServeEngine) -> list[Completion]:
 
 def test_requests_of_a_broken_server_go_to_another_until_it_is_back(
     model: tuple[Path, policy.PolicyModel],
-    played: Callable[[], Played],
+    played: Callable[[], PlayedVllm],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Whether an answer breaks off, is refused, or is of weights that the server was not given.
@@ -227,7 +112,7 @@ def test_requests_of_a_broken_server_go_to_another_until_it_is_back(
 
 
 def test_weights_arrive_amid_answers_and_nothing_of_an_ended_one_is_left(
-    model: tuple[Path, policy.PolicyModel], played: Callable[[], Played]
+    model: tuple[Path, policy.PolicyModel], played: Callable[[], PlayedVllm]
 ) -> None:
     """Ended one by one, or all with the engine: asyncio complains of a task that is forgotten amid
     its work."""
@@ -282,7 +167,7 @@ def test_a_server_that_cannot_be_used_is_refused(
     plant: dict[str, Any],
     said: str,
     model: tuple[Path, policy.PolicyModel],
-    played: Callable[[], Played],
+    played: Callable[[], PlayedVllm],
 ) -> None:
     path, policy_model = model
     server = played()
@@ -325,6 +210,60 @@ def test_the_command_of_one_of_two_servers(model: tuple[Path, policy.PolicyModel
         "--worker-extension-cls actors.vllm_transfer.FileTransferExtension "
         "--skip-tokenizer-init --enable-scale-out --disable-log-stats --enforce-eager"
     )
+
+
+@pytest.mark.slow
+def test_no_answer_is_lost_twice_or_mislabelled_over_thirty_kills(
+    model: tuple[Path, policy.PolicyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers of our own are killed at any instant: amid answers, updates and their start.  The
+    log-probability of a token tells the weights that sampled it; `benchmarks/kills.py --servers`
+    does the same to real ones."""
+    monkeypatch.setattr(engine_serve, "RESTARTS", 1000)
+    monkeypatch.setattr(engine_serve, "RETRY_S", 0.05)
+    program = str(ROOT / "tests" / "support" / "played_vllm.py")
+    monkeypatch.setattr(
+        engine_serve,
+        "build_command",
+        lambda config, host, port: [sys.executable, program, f"{port}"],
+    )
+    rng = random.Random(0)
+    killed: set[int] = set()
+
+    def kill(shell: int) -> None:
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(shell).children():
+                if "played_vllm" in "".join(child.cmdline()):
+                    child.kill()
+                    killed.add(child.pid)
+
+    e = engine(model[0], own_servers=2)
+    try:
+        asked: dict[Key, list[int]] = {}
+        answers: list[Completion] = []
+        number = 0
+        while (goes_on := len(killed) < 30 or number < 6) or e.active:
+            if number and len(killed) < 30 and rng.random() < 0.1:
+                [shell] = filter(None, [rng.choice(e.servers).process])
+                threading.Timer(rng.random() * 0.1, kill, [shell.pid]).start()
+            if len(answers) >= 8 * number:
+                size = len(policy.list_probe_ids(e.shape)) - 1
+                weights = {"w": torch.tensor([number / 8])}
+                probe = np.full(size, -number / 8, "<f4").tobytes()
+                e.load(weights, Label(1, number), f"d{number}", probe)
+                number += 1
+            while goes_on and e.active < 16:
+                asked[len(asked), 0, 1] = prompt = rng.choices(range(4, 10), k=rng.randint(2, 20))
+                e.add([request(len(asked) - 1, 0, prompt)])
+            answers += e.step()
+        assert sorted(a.key for a in answers) == sorted(asked)
+        for a in answers:
+            assert a.tokens.tolist() == [*asked[a.key], 1]
+            for span in a.spans:
+                lower = -a.logprobs - a.tokens
+                assert set(lower[span.start : span.end]) == {span.label.number / 8}
+    finally:
+        e.close()
 
 
 @pytest.mark.slow
