@@ -27,34 +27,24 @@ NO_GPU = ENV | {"CUDA_VISIBLE_DEVICES": ""}
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("gpu_one", ["learner rank 0: cuda", "generator 0: cuda"]),
+        ("gpu_one", "learner rank 0: cuda, generator 0: cuda"),
         (
             "gpu_many",
-            [
-                "learner rank 0: GPU 0",
-                "learner rank 1: GPU 1",
-                "generator 0: GPU 2",
-                "generator 1: GPU 3",
-            ],
+            "rank 0: GPU 0, learner rank 1: GPU 1, generator 0: GPU 2, generator 1: GPU 3",
         ),
     ],
 )
-def test_dry_run(name: str, said: list[str]) -> None:
+def test_dry_run(name: str, said: str) -> None:
     argv = [sys.executable, "-m", "asyncrl.cli", "run", f"configs/{name}.toml"]
     done = run_command([*argv, "--dry-run"], env=NO_GPU)
-    assert done.code == 0 and ", ".join(said) in done.err, done.err
+    assert done.code == 0 and said in done.err, done.err
 
 
-SEVEN_BILLION = {  # the shapes of Qwen2.5-7B
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-}
+SEVEN_BILLION = (  # the shapes of Qwen2.5-7B
+    '{"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, '
+    '"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, '
+    '"vocab_size": 152064, "tie_word_embeddings": false}'
+)
 
 
 def run_cluster(path: Path, *sets: str, words: tuple[str, ...] = ("--dry-run", "--json")) -> None:
@@ -66,7 +56,7 @@ def test_a_cluster_is_planned_by_hand(tmp_path: Path, capsys: pytest.CaptureFixt
     """From config.json alone.  A layer has 2 x 3584 x (3584 + 512) + 3 x 3584 x 18944 weights,
     4,608 biases and two norms of 3584; the tables have 2 x 152064 x 3584.  A server keeps 16,528
     blocks of 32 tokens of 2 x 28 x 4 x 128 numbers of two bytes."""
-    (tmp_path / "config.json").write_text(json.dumps(SEVEN_BILLION))
+    (tmp_path / "config.json").write_text(SEVEN_BILLION)
     run_cluster(tmp_path, "learner.steps=8", "learner.groups=8")
     made = json.loads(capsys.readouterr().out.splitlines()[-1])
     places = [made[f"place {number}"] for number in range(1, 13)]
@@ -117,7 +107,7 @@ def test_a_cluster_is_planned_by_hand(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_cluster_that_cannot_be_is_refused(
     change: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SEVEN_BILLION))
+    (tmp_path / "config.json").write_text(SEVEN_BILLION)
     for sets, words, wanted in (
         ((change,), ("--dry-run",), said),
         ((), (), "such a run is only planned"),
@@ -143,16 +133,8 @@ def test_parameters_are_counted_by_their_shapes(family: str, tied: bool, tmp_pat
 
 
 def test_without_cuda_the_run_says_so_before_anything_starts(tmp_path: Path) -> None:
-    argv = [
-        sys.executable,
-        "-m",
-        "asyncrl.cli",
-        "run",
-        "configs/gpu_one.toml",
-        "--set",
-        f"runs={str(tmp_path)!r}",
-    ]
-    done = run_command(argv, env=NO_GPU)
+    words = ["run", "configs/gpu_one.toml", "--set", f"runs={str(tmp_path)!r}"]
+    done = run_command([sys.executable, "-m", "asyncrl.cli", *words], env=NO_GPU)
     assert done.code == 2
     assert "model.device: needs CUDA, and torch" in done.err
     assert not list(tmp_path.iterdir())
