@@ -18,7 +18,7 @@ from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.models import trainer
-from asyncrl.models.packed_forward import SupportTable
+from asyncrl.models.packed_forward import SupportTable, copy_to
 
 
 def split_minibatches(
@@ -87,9 +87,8 @@ class PackedBatch(LossBatch):
 
     def find_token_positions(self, samples: Sequence[int]) -> Tensor:
         """Return the positions among N of the tokens of `samples`, in their order."""
-        return from_numpy(
-            np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in samples])
-        ).to(self.seq.device)
+        parts = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in samples]
+        return copy_to(self.seq.device, from_numpy(np.concatenate(parts)))
 
     def find_whole_samples(self, mask: Tensor) -> list[int]:
         """Return the samples whose tokens are all in the mask, bool [N], and which have any."""
@@ -112,7 +111,9 @@ class PackedBatch(LossBatch):
 
     def get_token_temperature(self, samples: Sequence[int]) -> Tensor:
         """Return the sampling temperature of each token of `samples`."""
-        return self.temperature.to(self.seq.device)[self.seq[self.find_token_positions(samples)]]
+        return copy_to(self.seq.device, self.temperature)[
+            self.seq[self.find_token_positions(samples)]
+        ]
 
     def get_row_temperature(self, samples: Sequence[int]) -> Tensor:
         """Return the sampling temperature of each row of `samples`."""
@@ -123,7 +124,7 @@ class PackedBatch(LossBatch):
         """Move the loss's tensors to `device`; returns self."""
         for name in (x.name for x in fields(LossBatch)):
             if isinstance(value := getattr(self, name), Tensor):
-                setattr(self, name, value.to(device))
+                setattr(self, name, copy_to(device, value))
         return self
 
 

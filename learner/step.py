@@ -413,7 +413,7 @@ class LearnerCore:
                 if decides_before or step_loss.needs_current(prep):
                     current = self._forward(self.model, packed)
                 step = step_loss.begin_step(
-                    prep, torch.tensor(samples, device=self.loss_device), current
+                    prep, packed_forward.copy_to(self.loss_device, torch.tensor(samples)), current
                 )
                 prep.metrics |= step.metrics
                 # skip the step: with a learning rate of 0 it would still move Adam's moments

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -109,6 +110,12 @@ class DiagnosticTokens:
     age: Tensor | None = None
 
 
+@cache
+def _copy_edges(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Copy BUCKET_STARTS and EDGES to a device, for which a host would wait each time."""
+    return BUCKET_STARTS.to(device), EDGES.to(device, torch.float64)
+
+
 def sum_statistics(v: DiagnosticTokens) -> dict[str, Tensor]:
     """Return the sums of a micro-batch, float64 on the tokens' device.
 
@@ -165,10 +172,11 @@ def sum_statistics(v: DiagnosticTokens) -> dict[str, Tensor]:
     table = torch.stack([columns[name] for name in TOKENS]).double()
     table[: -len(START_STATISTICS)].masked_fill_(~v.valid, 0.0)
     table[-len(START_STATISTICS) :].masked_fill_(~known, 0.0)
-    bucket = torch.bucketize(v.lag, BUCKET_STARTS.to(a.device), right=True)[:, None]
+    starts, edges = _copy_edges(a.device)
+    bucket = torch.bucketize(v.lag, starts, right=True)[:, None]
     in_bucket = (bucket == torch.arange(len(BUCKETS), device=a.device)) & v.valid[:, None]
     columns_of_token = torch.cat([v.valid[:, None], in_bucket], 1).double()
-    bins = torch.bucketize(a.abs().double(), EDGES.to(a.device, torch.float64))
+    bins = torch.bucketize(a.abs().double(), edges)
     totals = {
         "tokens": table @ columns_of_token,
         "samples": _sum_samples(v),

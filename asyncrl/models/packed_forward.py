@@ -37,6 +37,16 @@ WORTH_A_TABLE = {"cpu": 1 << 13}
 WORTH_A_TABLE_ELSEWHERE = 1 << 20
 
 
+def copy_to(device: torch.device, x: Tensor) -> Tensor:
+    """Copy x to a device; from pinned memory, so that the host does not wait for a GPU's work."""
+    is_pinned = device.type != x.device.type == "cpu"
+    return (x.pin_memory() if is_pinned else x).to(device, non_blocking=is_pinned)
+
+
+def _to_device(x: ndarray, device: torch.device) -> Tensor:
+    return copy_to(device, from_numpy(np.ascontiguousarray(x, dtype=np.int64)))
+
+
 @dataclass
 class ForwardInput:
     """B rows to score, each a prompt and a response.
@@ -69,8 +79,8 @@ class ForwardInput:
     def locate(self, plan: PackingPlan) -> tuple[Tensor, Tensor]:
         """Return the inverse temperature and the token to score of each response position [N]."""
         device = plan.ids.device
-        scale = (1.0 / self.temperature.to(device, float32))[plan.sample]
-        return scale, plan.targets if self.targets is None else self.targets.to(device)
+        scale = (1.0 / copy_to(device, self.temperature).float())[plan.sample]
+        return scale, plan.targets if self.targets is None else copy_to(device, self.targets)
 
     def take(self, part: slice) -> ForwardInput:
         """Return the rows `part`, which may end beyond the last row."""
@@ -278,9 +288,8 @@ class SupportTable:
         )
         self.offsets = np.concatenate([[0], np.cumsum(joined.sizes)])
         position = np.repeat(np.arange(len(joined.sizes)), joined.sizes)
-        self.position = from_numpy(position).to(device)
-        self.ids = from_numpy(joined.ids.astype(np.int64)).to(device)
-        self.truncated = from_numpy(joined.sizes > 0).to(device)
+        self.position, self.ids = (_to_device(x, device) for x in (position, joined.ids))
+        self.truncated = copy_to(device, from_numpy(joined.sizes > 0))
 
     @classmethod
     def build(
@@ -318,6 +327,21 @@ class SupportTable:
 # ---- log-probabilities ---------------------------------------------------------------------------
 
 
+def count_logit_rows(head: Tensor) -> int:
+    """Return the number of tokens whose logits are in memory at a time; head: [V, H].
+
+    Each time the whole head is read, so a GPU takes at least 1,024 tokens: four float32 tensors of
+    0.6 GB at 150,000 symbols.
+    """
+    return max(1 if head.device.type == "cpu" else 1024, LOGIT_CHUNK // len(head))
+
+
+def _compute_logs(hidden: Tensor, head: Tensor, scale: Tensor) -> Tensor:
+    """Log-probabilities [n, V] in float32."""
+    logits = exact_operators.multiply(hidden, head.T).float()
+    return log_softmax(logits.mul_(scale[:, None]), -1)
+
+
 class _PickedLogprobs(Function):
     """Log-probability and entropy of given tokens, computed in chunks.
 
@@ -337,19 +361,17 @@ class _PickedLogprobs(Function):
         support: SupportTable | None,
     ) -> tuple[Tensor, Tensor]:
         n = hidden.shape[0]
-        step = exact_operators.round_up(LOGIT_CHUNK // weight.shape[0], exact_operators.ROWS)
+        step = exact_operators.round_up(count_logit_rows(weight), exact_operators.ROWS)
         lp = hidden.new_empty(n, dtype=float32)
         ent = hidden.new_zeros(n if want_entropy else 0, dtype=float32)
         saved_logs = []
         for at in range(0, n, step):
             s = slice(at, at + step)
-            logs = log_softmax(
-                exact_operators.multiply(hidden[s], weight.T).float() * scale[s, None], -1
-            )
+            logs = _compute_logs(hidden[s], weight, scale[s])
             picked = logs if support is None else support.renormalize(logs, at)
             lp[s] = picked.gather(1, targets[s, None])[:, 0]
             if want_entropy:
-                ent[s] = -(logs.exp() * logs).sum(-1)
+                ent[s] = -logs.exp().mul_(logs).sum(-1)
             saved_logs = [logs] if n <= step else []
         ctx.want_entropy = want_entropy
         ctx.step = step
@@ -367,16 +389,14 @@ class _PickedLogprobs(Function):
             if saved_logs:
                 logs = saved_logs[0]
             else:
-                logs = log_softmax(
-                    exact_operators.multiply(hidden[s], weight.T).float() * scale[s, None], -1
-                )
+                logs = _compute_logs(hidden[s], weight, scale[s])
             p = logs.exp()
             supported = p if ctx.support is None else ctx.support.renormalize(logs, at).exp()
             d = supported * -grads[0][s, None]
             d.scatter_add_(1, targets[s, None], grads[0][s, None])
             if ctx.want_entropy:
-                d -= p * (logs + ent[s, None]) * grads[1][s, None]
-            d = (d * scale[s, None]).to(hidden.dtype)
+                d -= (logs + ent[s, None]).mul_(p).mul_(grads[1][s, None])
+            d = d.mul_(scale[s, None]).to(hidden.dtype)
             gh[s] = d @ weight
             gw += d.T @ hidden[s]
         return gh, gw, None, None, None, None
@@ -398,8 +418,8 @@ class _VocabularySum(Function):
         s: slice, tensors: Sequence[Tensor], support: SupportTable | None, term: VocabularyTerm
     ) -> tuple[Tensor, Tensor]:
         hidden, weight, other_hidden, other_weight, scale = tensors
-        a = log_softmax((hidden[s] @ weight.T).float() * scale[s, None], -1)
-        b = log_softmax((other_hidden[s] @ other_weight.T).float() * scale[s, None], -1)
+        a = _compute_logs(hidden[s], weight, scale[s])
+        b = _compute_logs(other_hidden[s], other_weight, scale[s])
         if support is not None:
             a, b = (support.renormalize(logs, s.start) for logs in (a, b))
         return term(a, b)
@@ -408,7 +428,7 @@ class _VocabularySum(Function):
     def forward(
         ctx: Any, support: SupportTable | None, term: VocabularyTerm, *tensors: Tensor
     ) -> Tensor:
-        ctx.step = max(1, LOGIT_CHUNK // tensors[1].shape[0])
+        ctx.step = count_logit_rows(tensors[1])
         ctx.compute = partial(_VocabularySum._compute_chunk, support=support, term=term)
         ctx.save_for_backward(*tensors)
         chunks = (slice(at, at + ctx.step) for at in range(0, len(tensors[0]), ctx.step))
@@ -463,14 +483,13 @@ def compute_squared_probabilities(
     weight = lay.hf.get_output_embeddings().weight
     scale = 1.0 / temperature.to(hidden.device, float32)
     squares = torch.empty(len(hidden), dtype=float32, device=hidden.device)
-    rows = max(1, LOGIT_CHUNK // weight.shape[0])
+    rows = count_logit_rows(weight)
     for start in range(0, len(hidden), rows):
         chunk = slice(start, start + rows)
-        logits = (hidden[chunk] @ weight.T).float() * scale[chunk, None]
-        p = logits.softmax(-1)
+        logs = _compute_logs(hidden[chunk], weight, scale[chunk])
         if support is not None:
-            p = support.renormalize(log_softmax(logits, -1), start).exp()
-        squares[chunk] = p.square().sum(-1)
+            logs = support.renormalize(logs, start)
+        squares[chunk] = logs.exp().square().sum(-1)
     return squares
 
 
@@ -540,10 +559,6 @@ def _build_causal_mask(valid: ndarray) -> ndarray:
     return visible
 
 
-def _to_device(x: ndarray, device: torch.device) -> Tensor:
-    return from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(device)
-
-
 def _build_table(
     indices: tuple[ndarray, ndarray, ndarray],
     visible: ndarray,
@@ -557,7 +572,7 @@ def _build_table(
     """
     rows, keys, flat = (_to_device(index, device) for index in indices)
     bias = np.where(visible, np.float32(0), np.float32(-1e30))
-    return AttentionTable(rows, keys, from_numpy(bias).to(device), flat, query_offset)
+    return AttentionTable(rows, keys, copy_to(device, from_numpy(bias)), flat, query_offset)
 
 
 def plan_packing(

@@ -16,7 +16,7 @@ from asyncrl.models.packed_attention import cut_queries
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
 LOGITS = 1 << 24  # held at once, asyncrl.models.packed_forward.LOGIT_CHUNK
-COPIES = 5  # float32 tensors of that size in the loss's backward pass
+COPIES = 4  # float32 tensors of that size in the loss's backward pass
 RING = 4  # weights.slots
 PROGRAM = 450 << 20  # bytes of a process with torch that holds no model: 300 to 450 MiB
 
@@ -115,9 +115,9 @@ def activations(
     return layer + shape.layers * between if recompute else shape.layers * layer
 
 
-def loss(shape: Shape, width: int, tokens: int) -> int:
+def loss(shape: Shape, width: int, tokens: int, device: str = "cpu") -> int:
     """A chunk of logits, forward and backward, and the head's gradient before it is added."""
-    rows = min(tokens, max(LOGITS // shape.vocabulary, 16) + 15)
+    rows = min(tokens, max(LOGITS // shape.vocabulary, 16 if device == "cpu" else 1024) + 15)
     return 4 * COPIES * rows * shape.vocabulary + width * shape.embedding
 
 
@@ -142,7 +142,7 @@ def learner(
     width = WIDTHS[dtype]
     passes = {
         "activations": activations(shape, width, micro, recompute, device),
-        "loss": loss(shape, width, micro.answers * micro.answer),
+        "loss": loss(shape, width, micro.answers * micro.answer, device),
     }
     if stage == "fsdp2":
         part = 4 * shape.parameters // ranks

@@ -16,7 +16,7 @@ from bench_rivals_kit import program
 from engine_kit import request, run
 from holding import held
 from learner_step_kit import batch, core, weights
-from pretend_gpu import GPU, pretend_gpu
+from pretend_gpu import GPU, pretend_gpu, waits
 from process_kit import ROOT
 
 from actors.decoding.drafts import DraftPolicy
@@ -142,6 +142,19 @@ def test_a_run_of_the_config_for_one_gpu_ends(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     summary = json.loads(ended.stdout.strip().splitlines()[-1])
     assert summary["steps"] == 2 and summary["tokens"] > 0
+
+
+def test_no_micro_batch_waits_for_the_gpu(gpu: None, tmp_path: Path) -> None:
+    """Only a batch does, before its first one and after its last."""
+    policy.build_model(tmp_path / "m", "abcdefgh", hidden=32)
+    counts = []
+    for tokens in (40, 1 << 12):
+        one = core(tmp_path / "m", model={"device": "cuda"}, learner={"micro_batch_tokens": tokens})
+        one.train(batch(0))
+        waits.clear()
+        one.train(batch(1))
+        counts.append(len(waits))
+    assert 0 < counts[0] == counts[1] < 20, waits
 
 
 def test_a_checkpoint_of_a_gpu_continues_there(gpu: None, tmp_path: Path) -> None:

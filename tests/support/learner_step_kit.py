@@ -70,7 +70,7 @@ def core(
         "group_size": SIZE,
     } | sections.pop("learner", {})
     sections["correction"] = {"proximal": "recompute"} | sections.get("correction", {})
-    model = {"path": str(model_dir), "device": "cpu"}
+    model = {"path": str(model_dir), "device": "cpu"} | sections.pop("model", {})
     raw = {
         "model": model | ({"reference": str(reference)} if reference else {}),
         "task": {"name": "sort"},

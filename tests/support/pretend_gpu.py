@@ -22,6 +22,28 @@ from transformers import PreTrainedModel
 GPU = torch.device("cuda", 0)
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default}
+# operators for which the host has waited until a GPU's work was done
+waits: list[str] = []
+WAITING = {
+    *(aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default),
+    *(aten.equal.default, aten._unique2.default),
+}
+
+
+def record_wait(function: Any, args: Any, kwargs: dict[str, Any], on_gpu: list[Any]) -> None:
+    """Add the operator to `waits`, if it waits."""
+    waited = function in WAITING and bool(on_gpu)
+    if function is aten._to_copy.default and kwargs.get("device") is not None:
+        crosses = is_gpu(kwargs["device"]) != isinstance(args[0], GpuTensor)
+        waited = crosses and not kwargs.get("non_blocking")
+    if function is aten.copy_.default:
+        waited = len({isinstance(x, GpuTensor) for x in args[:2]}) == 2 and args[2:] != (True,)
+    if function is aten.index.Tensor and on_gpu:  # a mask's indices are counted first
+        waited = any(x is not None and x.dtype == torch.bool for x in args[1])
+    if waited:
+        waits.append(str(function))
+
+
 # a CPU tensor may index one of the GPU
 INDEXED = {
     aten.index.Tensor,
@@ -66,6 +88,7 @@ class GpuTensor(torch.Tensor):
         return False
 
     def tolist(self) -> Any:
+        waits.append("tolist")
         return self.host.tolist()
 
     def numpy(self, *_: Any, **__: Any) -> Any:
@@ -103,6 +126,7 @@ def compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     on_gpu = [value for value in flat if isinstance(value, GpuTensor)]
     on_cpu = [v for v in flat if isinstance(v, torch.Tensor) and not isinstance(v, GpuTensor)]
     made_there = bool(on_gpu)
+    record_wait(function, args, kwargs, on_gpu)
     if kwargs.get("device") is not None:
         made_there = is_gpu(kwargs["device"])
     if on_gpu and function not in COPIES:
@@ -119,7 +143,9 @@ def compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
     if is_gpu(host_kwargs.get("device")):
         host_kwargs = host_kwargs | {"device": "cpu"}
-    if function is aten.histc.default and on_gpu:  # takes integers on a GPU alone
+    if function is aten._pin_memory.default:
+        result = host_args[0]
+    elif function is aten.histc.default and on_gpu:  # takes integers on a GPU alone
         result = function(host_args[0].double(), *host_args[1:]).to(host_args[0].dtype)
     else:
         result = function(*host_args, **host_kwargs)
