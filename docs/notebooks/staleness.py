@@ -155,7 +155,7 @@ def _(mo):
         ## 4. What to do
 
         - Take the smallest limit at which neither side waits: 1 or 2 in most runs.
-        - Look at the effective sample size (`is/ess`). Near 1, the ratios leave nearly all of the batch.
+        - Look at the effective sample size (`is/ess`). Near 1, the ratios leave all of the batch.
         - If it falls, choose a method made for lag: `asyncrl methods` lists them.
         - `asyncrl watch RUN` shows all of this for a run of your own, and what to try.
         """

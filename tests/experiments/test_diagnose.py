@@ -153,6 +153,17 @@ def test_ten_healthy_runs_have_no_finding(framework: str, tmp_path: Path) -> Non
         assert {x["name"] for x in result["numbers"]} == {*rows[0]} - {"step"}
 
 
+@pytest.mark.parametrize("lag", [0.0, 1.5])
+def test_the_generation_of_a_synchronous_run_is_no_wait(tmp_path: Path, lag: float) -> None:
+    waits, lags = NAMES["verl"]["wait_s"], NAMES["verl"]["lag"]
+    rows = make_rows("verl")
+    for row in rows:
+        row |= {lags: lag, "timing_s/gen": 0.6 * row["timing_s/step"]}
+        del row[waits]
+    result = diagnose(write_jsonl(tmp_path / "m.jsonl", rows, "verl"))
+    assert names_of(result) == ({"trainer_waits"} if lag else set())
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("framework", NAMES)
 def test_each_fault_that_a_log_can_show_is_named(

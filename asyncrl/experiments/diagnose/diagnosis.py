@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -53,9 +54,12 @@ def diagnose(log: RunLog) -> JsonObject:
             values["reward_late"], values["reward_early"] = fallen
     if "mixed" in values:
         values["equal"], values["at"]["equal"] = 1 - values["mixed"], values["at"]["mixed"]
-    if values.get("step_s", 0) > 0 and "wait_s" in values:
+    lag = values.get("lag", 0.0)
+    # what is not named a wait is, in a synchronous run, the generation itself
+    waits = lag >= MIXED or re.search("wait|exposed", values["at"].get("wait_s", ""))
+    if values.get("step_s", 0) > 0 and "wait_s" in values and waits:
         values["wait_share"] = values["wait_s"] / values["step_s"]
-    if (lag := values.get("lag", 0.0)) < MIXED:
+    if lag < MIXED:
         values["at_lag_0"] = 0.0
     else:
         values["lag_note"] = f" (at a mean lag of {lag:.2g}, so lag is a part of it)"
