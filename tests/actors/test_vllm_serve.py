@@ -217,8 +217,7 @@ def test_no_answer_is_lost_twice_or_mislabelled_over_thirty_kills(
     model: tuple[Path, policy.PolicyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two servers of our own are killed at any instant: amid answers, updates and their start.  The
-    log-probability of a token tells the weights that sampled it; `benchmarks/kills.py --servers`
-    does the same to real ones."""
+    log-probability of a token tells the weights that sampled it."""
     monkeypatch.setattr(engine_serve, "RESTARTS", 1000)
     monkeypatch.setattr(engine_serve, "RETRY_S", 0.05)
     program = str(ROOT / "tests" / "support" / "played_vllm.py")
