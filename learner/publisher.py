@@ -21,7 +21,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 from asyncrl.records import buffer_leadership, private, rundir, stream
 from asyncrl.records.metrics import OPTIMIZER_STEPS
-from asyncrl.records.stream import MIB, RecordedStep, RecordingHeader, RecordingWriter
+from asyncrl.records.stream import MIB, RecordingHeader, RecordingWriter
 from asyncrl.transport import weight_transport
 from asyncrl.transport.chunks import ChunkServer
 from asyncrl.transport.ring import WeightRing
@@ -232,9 +232,7 @@ class Recorder:
         if self.broken:
             return
         try:
-            has_room = self.log.add(
-                batch.number, RecordedStep(stream.strip_batch(batch), metrics, digest)
-            )
+            has_room = self.log.add(batch, metrics, digest)
         except AsyncrlError as error:
             return self.stop(f"{self.log.path} cannot be written: {error.__cause__}")
         if not has_room:

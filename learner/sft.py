@@ -32,7 +32,7 @@ from asyncrl.models.policy import build_manifest, compute_weights_digest, export
 from asyncrl.models.tokenizer import collect_model_stops, load_tokenizer
 from asyncrl.records import atomic_write, jsonl
 from asyncrl.records.rundir import RunLock, choose_directory
-from asyncrl.tasks import pairs
+from asyncrl.tasks import fit
 from asyncrl.tasks.fit import ModelFitter, select_batch
 from learner import checkpoint
 
@@ -67,10 +67,10 @@ class SftRun:
         tokenizer = load_tokenizer(config.model.path)
         limit = int(self.model.hf.config.get_text_config().max_position_embeddings)
         path = config.model.path
-        train = pairs.read(config.data.train, tokenizer, config.data, limit, path)
+        train = fit.read_pairs(config.data.train, tokenizer, config.data, limit, path)
         heldout = config.data.heldout
         self.heldout = (
-            pairs.read(heldout, tokenizer, config.data, limit, path).rows if heldout else []
+            fit.read_pairs(heldout, tokenizer, config.data, limit, path).rows if heldout else []
         )
         added_ends = set(train.ends) - set(collect_model_stops(tokenizer, path))
         self.ends = train.ends if added_ends else ()

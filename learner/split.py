@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms import kl, ratios, split
+from asyncrl.algorithms import diagnostics, kl, ratios
 from asyncrl.algorithms.loss import PreparedBatch
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError
@@ -127,7 +127,8 @@ class SplitMeter:
         assert packed.age is not None
         updated = updated.to(prep.start.dtype)
         columns = (packed.behavior, version, prep.start, updated, packed.token_lag, packed.age)
-        metrics = split.compute_metrics(split.LogRatioSplit(*(x[usable] for x in columns)))
+        split = diagnostics.LogRatioSplit(*(x[usable] for x in columns))
+        metrics = diagnostics.compute_split_metrics(split)
         metrics["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
         if self.config.exact is True and metrics.get("mismatch/max_one_version", 0.0) != 0:
             raise AsyncrlError(

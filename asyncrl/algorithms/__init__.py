@@ -3,17 +3,15 @@
 `loss` is the only entry that the learner uses. The other modules are its parts:
 
     settings     the config sections that the algorithms read, and the names of the registries
-    loss         the loss of a batch: per batch, per optimizer step, per micro-batch
+    loss         the loss of a batch: per batch, per optimizer step, per micro-batch; its reduction,
+                 and KL budgets
     batch        the packed batch that the loss takes
     advantages   rewards to advantages: shaping, KL in the reward, estimators
     correction   importance weights proximal / behavior: level, bound, rejection, veto
     surrogates   trust regions on the ratio target / proximal
     reshape      gamma of IS-reshape and its repairs
     kl           KL estimators, also off-policy with a gradient through the expectation
-    reductions   token factors with global denominators
-    stopping     early stop, KL budgets, ESS floor
-    diagnostics  sums over tokens and the metrics computed from them
-    split        the log-ratio in three parts
+    diagnostics  sums over tokens, the metrics computed from them, the log-ratio in three parts
     ratios       log-ratios and sums over samples
 
 The names that a config can choose are keys of a dict: SURROGATES, BY_ANSWER, BY_TOKEN, LEVELS,

@@ -21,7 +21,6 @@ from asyncrl.algorithms import diagnostics, kl, own_functions, ratios, settings
 from asyncrl.algorithms.batch import LossBatch
 from asyncrl.algorithms.ratios import (
     PaddedRows,
-    choose_function,
     compute_running_sum,
     find_sample_max,
     sum_by_sample,
@@ -267,14 +266,6 @@ def scale_to_unit(x: Tensor, reference: Tensor | None = None) -> Tensor:
         return x
     low, high = reference.aminmax()
     return where(_are_equal(reference), 0.0, (x - low) / (high - low))
-
-
-def compute_overlong_penalty(lengths: Tensor, limit: int, ramp: int) -> Tensor:
-    """A linear ramp [B] from 0 at `limit - ramp` tokens to 1 at `limit`.
-
-    Soft overlong punishment of DAPO, arXiv 2503.14476.
-    """
-    return ((lengths - (limit - ramp)) / max(ramp, 1)).clamp(0.0, 1.0)
 
 
 # ---- by name -------------------------------------------------------------------------------------
@@ -591,7 +582,7 @@ def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> tuple[Tensor, Tens
 # advantage.name, the tag of its struct in `settings` -> [B], broadcast to the sample's tokens. The
 # KL penalty in the reward is subtracted from the sample's reward
 BY_ANSWER: dict[str, Callable[[RewardedBatch, Any], Tensor]] = {
-    "reinforce": lambda a, c: choose_function("advantage.baseline", BASELINES, c.baseline)(a),
+    "reinforce": lambda a, c: BASELINES[c.baseline](a),
     "rloo": lambda a, c: compute_rloo(a.rewards, a.groups),
     "grpo": _apply_grpo,
     # r_i - mean, without division (Liu et al. 2025, arXiv 2503.20783)
@@ -632,9 +623,10 @@ def _shape_truncated(
     if a.truncated == "penalty":
         return rewards - penalty * truncated
     if a.truncated == "soft":
-        return rewards - penalty * compute_overlong_penalty(
-            lengths, config.generator.max_new_tokens, a.truncation_ramp
-        )
+        # a linear ramp up to max_new_tokens: soft overlong punishment of DAPO, arXiv 2503.14476
+        ramp = int(a.truncation_ramp)
+        over = lengths - (int(config.generator.max_new_tokens) - ramp)
+        return rewards - penalty * (over / ramp).clamp(0.0, 1.0)
     if a.truncated in ("zero", "fixed"):
         return where(truncated, -penalty if a.truncated == "fixed" else 0.0, rewards)
     return rewards
@@ -665,7 +657,7 @@ def shape_rewards(
             batch.greedy, batch.greedy_truncated, batch.greedy_lengths, config
         )
     batch_rewards = rewards if greedy is None else torch.cat([rewards, greedy])
-    scale = choose_function("advantage.rewards", SCALES, a.rewards)
+    scale = SCALES[a.rewards]
     columns = {field.name: getattr(batch, field.name) for field in fields(LossBatch)}
     shaped = RewardedBatch(**columns, lengths=lengths, ema=baseline)
     shaped.rewards, shaped.mask = scale(rewards, batch_rewards), valid
@@ -757,11 +749,10 @@ def _compute_penalized(
     by_token = shaped.tokens is not None or a.name not in BY_ANSWER
     if by_token and a.name in BY_TOKEN:
         return BY_TOKEN[a.name](replace(shaped, kl_penalty=kl_penalty), a)
-    by_name = choose_function("advantage.name", BY_ANSWER, a.name)
     if kl_penalty is not None:
         net = shaped.rewards - sum_by_sample(kl_penalty, shaped.seq, shaped.count)
         shaped = replace(shaped, rewards=net)
-    adv = by_name(shaped, a)
+    adv = BY_ANSWER[a.name](shaped, a)
     if isinstance(a, settings.AnswerAdvantage) and a.whiten:
         adv = whiten(adv)
     return adv[shaped.seq], None

@@ -25,7 +25,6 @@ from asyncrl.algorithms.ratios import (
     CLAMP,
     average_by_sample,
     average_masked,
-    choose_function,
     compute_binary_kl,
     find_sample_max,
     sum_by_sample,
@@ -59,7 +58,7 @@ LEVELS: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {
 def compute_weights(log_rho: Tensor, mask: Tensor, seq: Tensor, n: int, level: str) -> Tensor:
     """Return unbounded weights [N] by a name of LEVELS.
 
-    A sample's weight is broadcast to its tokens. Raises ConfigError for an unknown level.
+    A sample's weight is broadcast to its tokens.
 
     Args:
         log_rho: [N].
@@ -68,7 +67,7 @@ def compute_weights(log_rho: Tensor, mask: Tensor, seq: Tensor, n: int, level: s
         n: number of samples.
     """
     x = where(mask, log_rho.detach(), 0.0)
-    return choose_function("correction.level", LEVELS, level)(x, mask, seq, n)
+    return LEVELS[level](x, mask, seq, n)
 
 
 # correction.bound -> bounded weights [N] of weights [N], lo, hi
@@ -80,11 +79,6 @@ BOUNDS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     # w 1[lo <= w <= hi] (IcePop, at token level)
     "mask": lambda w, lo, hi: where((w >= lo) & (w <= hi), w, 0.0),
 }
-
-
-def apply_bound(w: Tensor, bound: str, lo: float, hi: float) -> Tensor:
-    """Return weights [N] after a name of BOUNDS. Raises ConfigError for an unknown one."""
-    return choose_function("correction.bound", BOUNDS, bound)(w, lo, hi)
 
 
 def compute_score_center(
@@ -105,7 +99,7 @@ def compute_score_center(
     def bound(w: Tensor) -> Tensor:
         lo, hi = DEFAULT_BOUNDS["token"]
         lo, hi = lo if c.lo is None else c.lo, hi if c.hi is None else c.hi
-        return torch.ones_like(w) if c.level == "none" else apply_bound(w, c.bound, lo, hi)
+        return torch.ones_like(w) if c.level == "none" else BOUNDS[c.bound](w, lo, hi)
 
     p, q = logs.exp(), sampled_logs.exp()
     factor = bound((logs - sampled_logs).clamp(-CLAMP, CLAMP).exp()) * q
@@ -184,8 +178,7 @@ def compute_statistic(
     """
     raw = where(mask, log_rho.detach(), 0.0)
     mu = torch.zeros_like(raw) if log_mu is None else where(mask, log_mu.detach(), 0.0)
-    by_token = choose_function("correction.reject", STATISTICS, name)(raw, mu)
-    s = choose_function("correction.reject_over", OVER, aggregation)(by_token, mask, seq, n)
+    s = OVER[aggregation](STATISTICS[name](raw, mu), mask, seq, n)
     return s.clamp(-CLAMP, CLAMP).exp() if name == "ratio" else s
 
 
@@ -271,11 +264,8 @@ def find_vetoed(
     """
     if kind == "none":
         return torch.zeros_like(mask)
-    default = choose_function("correction.veto", VETO, kind)
-    threshold_tensor = torch.tensor(
-        default if threshold is None else threshold, dtype=log_rho.dtype
-    )
-    limit = threshold_tensor.log().item()
+    least = VETO[kind] if threshold is None else threshold
+    limit = torch.tensor(least, dtype=log_rho.dtype).log().item()
     bad = mask & ((log_prox if kind == "probability" else log_rho) < limit)
     return sum_by_sample(bad.to(log_rho.dtype), seq, n)[seq] > 0
 
@@ -294,17 +284,6 @@ def find_m2_threshold(log_rho: Tensor, mask: Tensor, limit: float = 0.04) -> Ten
     if not len(magnitude):
         return magnitude.new_tensor(torch.inf)
     return where(beyond, magnitude, torch.inf).amin()
-
-
-def compute_effective_sample_size(w: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return (sum w)^2 / (n sum w^2), a share in (0, 1] (Kong 1992); 1 without weights.
-
-    It covers the mask, or all of w.
-    """
-    selected = torch.ones_like(w, dtype=torch.bool) if mask is None else mask
-    w = where(selected, w, 0.0)
-    n = selected.sum()
-    return where(n > 0, w.sum().square() / (n * w.square().sum()).clamp(min=1e-30), 1.0)
 
 
 @dataclass
@@ -367,9 +346,8 @@ def correct(
             import_function(c.function, "correction.function")(token, mask, seq, n, c)
         ).detach()
     else:
-        w = apply_bound(
+        w = BOUNDS[c.bound](
             compute_weights(log_rho, mask, seq, n, c.level),
-            c.bound,
             lo if c.lo is None else c.lo,
             hi if c.hi is None else c.hi,
         )

@@ -14,7 +14,7 @@ Schulman, "Approximating KL divergence" (2020); Tang and Munos 2025, arXiv 2506.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,17 @@ from torch import Tensor
 
 from asyncrl.algorithms.ratios import (
     CLAMP,
-    build_name_error,
-    choose_function,
     compute_log_ratio,
     compute_running_sum,
     subtract,
     sum_discounted_suffix,
 )
+from asyncrl.contract.errors import ConfigError
+
+
+def build_name_error(key: str, name: str, valid: Iterable[str]) -> ConfigError:
+    """Build the error for a name outside a closed set."""
+    return ConfigError(f"{key} = {name}: choose one of {', '.join(valid)}")
 
 
 def estimate_k1(x: Tensor) -> Tensor:
@@ -204,7 +208,7 @@ def compute_term(
     more: other fields of `KLInputs`.
     """
     inputs = KLInputs(lp, ref, behavior, seq, **more)
-    return choose_function("kl.loss.off_policy", OFF_POLICY, off_policy)(inputs)
+    return OFF_POLICY[off_policy](inputs)
 
 
 @dataclass
@@ -224,8 +228,6 @@ class KLController:
 
         A kl that is not finite changes nothing.
         """
-        if self.kind not in ("fixed", "adaptive"):
-            raise build_name_error("kl.reward.controller", self.kind, ("fixed", "adaptive"))
         if self.kind == "adaptive" and abs(kl) < torch.inf:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.beta *= 1 + error * samples / self.horizon

@@ -21,6 +21,7 @@ quantity. Statistics of the whole batch are computed in `prepare` and `begin_ste
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -32,9 +33,7 @@ from asyncrl.algorithms import (
     kl,
     own_functions,
     ratios,
-    reductions,
     reshape,
-    stopping,
     surrogates,
 )
 from asyncrl.algorithms.advantages import compute_advantage
@@ -46,6 +45,84 @@ from asyncrl.contract.errors import ConfigError
 add_sums = diagnostics.add_sums
 finish = diagnostics.compute_metrics
 finish_each = diagnostics.compute_metrics_of_each
+
+# loss.reduction -> the divisor of each sample's tokens. Its arguments are T_i [B], the tokens of
+# the mask in each sample (T is their sum), S, the number of samples with any, and a fixed length
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    # T (DAPO, arXiv 2503.14476)
+    "token-mean": lambda tokens, samples, length: tokens.sum().clamp(min=1),
+    # S
+    "seq-mean-token-sum": lambda tokens, samples, length: samples,
+    # S T_i (GRPO)
+    "seq-mean-token-mean": lambda tokens, samples, length: samples * tokens.clamp(min=1),
+    # S length (Dr. GRPO, arXiv 2503.20783)
+    "seq-mean-token-sum-norm": lambda tokens, samples, length: samples * length,
+}
+
+
+def compute_factors(
+    mask: Tensor, seq: Tensor, n: int, reduction: str, length: float = 1.0
+) -> Tensor:
+    """Return the factor [N] of each token of `mask` bool [N], 0 elsewhere.
+
+    The loss is sum(factor * per-token loss). Denominators are global, so that micro-batches and
+    ranks add up to one batch. `reduction` is a name of REDUCTIONS.
+    """
+    tokens = ratios.sum_by_sample(mask.to(torch.float64), seq, n)
+    samples = (tokens > 0).sum().clamp(min=1)
+    divisor = REDUCTIONS[reduction](tokens, samples, length)
+    return where(mask, (torch.ones_like(tokens) / divisor)[seq], 0.0)
+
+
+def sum_sample_weights(log_w: Tensor, mask: Tensor, seq: Tensor, n: int) -> Tensor:
+    """Return (samples, sum W, sum W^2), float64 [3], over samples with a token in the mask.
+
+    W = exp(sum log w) of each sample, not truncated. Sums of micro-batches and ranks add up.
+    """
+    has_tokens = ratios.sum_by_sample(mask.double(), seq, n) > 0
+    log_ratios = ratios.sum_by_sample(where(mask, log_w, 0.0).double(), seq, n)
+    w = where(has_tokens, log_ratios.clamp(-ratios.CLAMP, ratios.CLAMP).exp(), 0.0)
+    return torch.stack([has_tokens.double().sum(), w.sum(), w.square().sum()])
+
+
+@dataclass
+class KLBudget:
+    """A KL budget over the optimizer steps of one batch, in nats a token.
+
+    It measures dK1, the KL that one full step adds, from its own first step. That step is a full
+    one, because nothing is spent and dK1 is unknown. It adds sqrt(K) = 0.15 of 0.2, so a third of a
+    step still fits:
+
+    >>> b = KLBudget(0.04)
+    >>> round(b.compute_next_share(0.0), 3)
+    1.0
+    >>> round(b.compute_next_share(0.0225), 3)
+    0.333
+    """
+
+    limit: float
+    step_kl: float | None = None
+    # sqrt(K) before the first step, and the g of that step
+    _last: tuple[float, float] | None = field(default=None, repr=False)
+
+    def compute_next_share(self, kl: float) -> float:
+        """Return g in [0, 1], the share of a full step that still fits; once per optimizer step.
+
+        It is exactly 0 at the budget. To second order sqrt(KL) adds like a distance:
+
+            g = clip((sqrt(budget) - sqrt(K)) / sqrt(dK1), 0, 1)
+
+        Before dK1 is known, g = 1 - sqrt(K / budget). kl: K, measured before the step.
+        """
+        root = max(kl, 0.0) ** 0.5
+        if self.step_kl is None and self._last is not None and self._last[1] > 0:
+            self.step_kl = ((root - self._last[0]) / self._last[1]) ** 2
+        distance = self.limit**0.5 if self.step_kl is None else max(self.step_kl, 1e-12) ** 0.5
+        distance_left = max(self.limit, 0.0) ** 0.5 - root
+        g = float(min(1.0, max(0.0, distance_left / max(distance, 1e-12))))
+        if self._last is None:
+            self._last = (root, g)
+        return g
 
 
 @dataclass(kw_only=True)
@@ -61,7 +138,7 @@ class PreparedBatch:
     corrected: correction.ImportanceWeights | None
     returns: Tensor | None = None  # [N], with a value head
     metrics: dict[str, float] = field(default_factory=dict)
-    budget: stopping.KLBudget | None = None  # over the steps of this batch
+    budget: KLBudget | None = None  # over the steps of this batch
     steps: int = 0  # optimizer steps begun
     number: int = 0  # of the batch; random choices are a function of (seed, number, step)
     # [N] the learner's policy at the start of the batch, valid where `known`: given with the batch,
@@ -220,7 +297,7 @@ def prepare(
         "answer/masked_share": 1 - valid.to(adv.dtype).mean(),
     }
     stop = config.stop
-    budget = stopping.KLBudget(stop.kl_max) if stop.action == "slow" and stop.kl_max > 0 else None
+    budget = KLBudget(stop.kl_max) if stop.action == "slow" and stop.kl_max > 0 else None
     if batch.version is not None:
         scalars["is/fallback_share"] = ratios.average_masked(batch.version.isnan(), valid)
     metrics = {name: x[0] for name, x in diagnostics.copy_to_host(scalars).items()}
@@ -262,7 +339,9 @@ def compute_learning_rate_share(
     count, total, square = sums["ess/answers"].tolist()
     ess = total * total / max(count * square, 1e-300) if count else 1.0
     stop = prep.config.stop
-    share = step.lr_scale * stopping.scale_lr_by_ess(ess, stop.ess_on_policy, stop.lr_by_ess)
+    # VCPO, arXiv 2602.17616; it scales the rate, because Adam would undo a factor of the loss
+    share = min(1.0, ess / stop.ess_on_policy)
+    share = step.lr_scale * (share**0.5 if stop.lr_by_ess == "sqrt" else share)
     prep.metrics |= {"optim/lr_scale": share, "optim/answer_ess": ess}
     return share
 
@@ -333,9 +412,7 @@ def begin_step(prep: PreparedBatch, samples: Tensor, current: Tensor | None = No
     length = 1.0
     if c.loss.reduction == "seq-mean-token-sum-norm":
         length = float(c.loss.norm_length or c.generator.max_new_tokens)
-    factor = reductions.compute_factors(
-        counted_tokens, batch.seq, batch.count, c.loss.reduction, length
-    )
+    factor = compute_factors(counted_tokens, batch.seq, batch.count, c.loss.reduction, length)
     step = StepPlan(factor.to(batch.behavior.dtype), correction.WeightStatistics())
     _fill_statistics(prep, step, current)
     if c.correction.m2:
@@ -406,9 +483,12 @@ def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: Tensor | None
     if stops:
         # of the updates so far, over the whole batch
         total, weight = sum_update_kl(prep, slice(None), current)
+        # the effective sample size (Kong 1992), 1 without a token
+        w = where(prep.valid, log_w.exp(), 0.0)
+        count, squares = prep.valid.sum(), w.square().sum()
         device_values |= {
             "stop": (total / weight.clamp(min=1e-12)).clamp(min=0),
-            "ess": correction.compute_effective_sample_size(log_w.exp(), prep.valid),
+            "ess": where(count > 0, w.sum().square() / (count * squares).clamp(min=1e-30), 1.0),
         }
     if name == "reshape":
         step.reshape = reshape.compute_statistics(log_w, prep.valid, c.reshape.rho_min)
@@ -420,17 +500,14 @@ def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: Tensor | None
     # the only synchronization with the device before the gradient of the step
     host = {key: x[0] for key, x in diagnostics.copy_to_host(device_values).items()}
     if stops:
-        step.lr_scale = stopping.compute_lr_scale(
-            host["stop"],
-            host["ess"],
-            kl_max=stop.kl_max if stop.action == "slow" else 0.0,
-            ess_min=stop.ess_min,
-            budget=prep.budget,
-        )
+        if host["ess"] < stop.ess_min:
+            step.lr_scale = 0.0
+        elif prep.budget is not None and stop.action == "slow" and stop.kl_max > 0:
+            step.lr_scale = prep.budget.compute_next_share(host["stop"])
         step.metrics |= {"optim/stop_ess": host["ess"], "optim/lr_scale": step.lr_scale}
     if step.reshape is not None:
         if c.reshape.budget == "tokens":
-            prep.budget = prep.budget or stopping.KLBudget(c.reshape.kl_budget)
+            prep.budget = prep.budget or KLBudget(c.reshape.kl_budget)
             step.reshape.share = prep.budget.compute_next_share(host["k"])
         step.metrics |= {
             "reshape/gamma_base": host["base"],
@@ -527,8 +604,7 @@ def compute_micro_loss(
         reshape=c.reshape,
         prepass={name: x[part] if x.dim() else x for name, x in step.prepass.items()},
     )
-    surrogate = ratios.choose_function("loss.surrogate", surrogates.SURROGATES, c.loss.surrogate)
-    trust = surrogate(tokens, c.loss)
+    trust = surrogates.SURROGATES[c.loss.surrogate](tokens, c.loss)
     live = valid & weights.kept
     weight = where(live, weights.weight * prep.staleness_weight[part], 0.0)
     # what this pass did with the tokens, for the ledger and the log of samples
@@ -545,7 +621,7 @@ def compute_micro_loss(
     sums = tokens.sums | {"loss/policy": -where(live, trust.objective * scale, 0.0).sum()}
     if c.stop.lr_by_ess != "off":
         log_w = ratios.subtract(target, tokens.behavior)
-        sums["ess/answers"] = stopping.sum_sample_weights(log_w, valid, b.seq[part], b.count)
+        sums["ess/answers"] = sum_sample_weights(log_w, valid, tokens.seq, b.count)
     extra, terms = _compute_extra_terms(
         prep,
         part,
@@ -683,12 +759,14 @@ def sum_update_kl(prep: PreparedBatch, part: Tensor | slice, lp: Tensor) -> tupl
     valid = prep.valid[part]
     behavior = prep.batch.behavior[part]
     start = prep.start[part]
+
+    def sum_kl(log_r: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        k = torch.expm1(log_r) - log_r
+        return where(valid, weight * k, 0.0).sum(), where(valid, weight, 0.0).sum()
+
     to_start = ratios.compute_log_ratio(start, behavior)
-    if prep.config.stop.against == "behavior":
-        total, weight = stopping.sum_kl(
-            ratios.compute_log_ratio(lp, behavior), torch.ones_like(start), valid
-        )
-        return total - stopping.sum_kl(to_start, torch.ones_like(start), valid)[0], weight
-    return stopping.sum_kl(
-        ratios.compute_log_ratio(lp, start), to_start.exp().clamp(max=2.0), valid
-    )
+    if prep.config.stop.against == "start":
+        return sum_kl(ratios.compute_log_ratio(lp, start), to_start.exp().clamp(max=2.0))
+    ones = torch.ones_like(start)
+    total, weight = sum_kl(ratios.compute_log_ratio(lp, behavior), ones)
+    return total - sum_kl(to_start, ones)[0], weight

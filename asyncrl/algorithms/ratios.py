@@ -9,31 +9,13 @@ one token lies beyond the clamp.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
-from asyncrl.contract.errors import ConfigError
-
-Function = TypeVar("Function")
 CLAMP = 20.0
 # stands for an infinite log-ratio: beyond every clamp, and sums of it stay finite
 FAR = 1000.0
 EDGE = 1e-8  # distance of a probability from 0 and 1 before its logarithm is taken
-
-
-def build_name_error(key: str, name: object, valid: Iterable[str]) -> ConfigError:
-    """Build the error for a name outside a closed set."""
-    return ConfigError(f"{key} = {name}: choose one of {', '.join(valid)}")
-
-
-def choose_function(key: str, table: Mapping[str, Function], name: str) -> Function:
-    """Return the function of `table` named by the config's `key`. Raises ConfigError."""
-    if name not in table:
-        raise build_name_error(key, name, table)
-    return table[name]
 
 
 def subtract(a: Tensor, b: Tensor) -> Tensor:

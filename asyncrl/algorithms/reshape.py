@@ -8,7 +8,7 @@ box_cox: objective A (w^gamma - 1) / gamma, gradient coefficient w^gamma A
 gamma = 1 is `vanilla` on the behavior policy in both forms. IS-reshape controls variance, not
 drift. Its repairs against drift are A an early stop (`[stop]`), B `clip`, C a KL penalty towards
 mu, and D a KL budget on gamma or the coefficient (here) or on the learning rate
-(`stopping.KLBudget`). IS-reshape v3.1 (technical report); Box and Cox 1964 for the second form.
+(`loss.KLBudget`). IS-reshape v3.1 (technical report); Box and Cox 1964 for the second form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.ratios import average_masked, choose_function
+from asyncrl.algorithms.ratios import average_masked
 from asyncrl.algorithms.settings import Reshape
 
 
@@ -53,17 +53,6 @@ def compute_statistics(log_w: Tensor, mask: Tensor, rho_min: float = 0.3) -> Res
     return ReshapeStatistics(sigma2, base, average_masked(torch.expm1(x) - x, mask))
 
 
-def compute_gamma_v31(
-    log_w: Tensor, adv: Tensor, base: Tensor, *, tau: float = 1.0, temperature: float = 5.0
-) -> Tensor:
-    """gamma_base + (sigmoid(-T log w) - gamma_base) sigmoid(A log w / tau) [N].
-
-    At w = 1 it is (gamma_base + 1/2) / 2, so 0.75 for gamma_base = 1.
-    """
-    target = torch.sigmoid(-temperature * log_w)
-    return base + (target - base) * compute_p_correct(log_w, adv, tau)
-
-
 def compute_p_correct(log_w: Tensor, adv: Tensor, tau: float) -> Tensor:
     """Return P_correct = sigmoid(C / tau) [N], C = A log w."""
     return torch.sigmoid(adv * log_w / tau)
@@ -81,8 +70,11 @@ class GammaInputs:
 
 # reshape.mode -> gamma [N]
 MODES: dict[str, Callable[[GammaInputs], Tensor]] = {
-    "v3.1": lambda x: compute_gamma_v31(
-        x.log_w, x.adv, x.stats.base, tau=x.c.tau, temperature=x.c.temperature
+    # gamma_base + (sigmoid(-T log w) - gamma_base) P_correct: at w = 1 (gamma_base + 1/2) / 2
+    "v3.1": lambda x: (
+        x.stats.base
+        + (torch.sigmoid(-x.c.temperature * x.log_w) - x.stats.base)
+        * compute_p_correct(x.log_w, x.adv, x.c.tau)
     ).clamp(min=x.c.gamma_min),
     "base": lambda x: x.stats.base.expand_as(x.log_w).clamp(min=x.c.gamma_min),
     "constant": lambda x: torch.full_like(x.log_w, x.c.gamma),
@@ -104,5 +96,4 @@ BUDGETS: dict[str, Callable[[Tensor, GammaInputs], Tensor]] = {
 def compute_gamma(log_w: Tensor, adv: Tensor, stats: ReshapeStatistics, c: Reshape) -> Tensor:
     """Return gamma [N]: mode, then gamma_min, then repair D (which may reach 0)."""
     x = GammaInputs(log_w, adv, stats, c)
-    g = choose_function("reshape.mode", MODES, c.mode)(x)
-    return choose_function("reshape.budget", BUDGETS, c.budget)(g, x)
+    return BUDGETS[c.budget](MODES[c.mode](x), x)

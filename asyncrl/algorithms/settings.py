@@ -91,7 +91,7 @@ else:
     Reject = Literal[read_names("correction", "STATISTICS")]
     Over = Literal[read_names("correction", "OVER")]
     Veto = Literal[read_names("correction", "VETO")]
-    Reduction = Literal[read_names("reductions", "REDUCTIONS")]
+    Reduction = Literal[read_names("loss", "REDUCTIONS")]
     Mode = Literal[read_names("reshape", "MODES")]
     Budget = Literal[read_names("reshape", "BUDGETS")]
     Form = Literal[read_names("surrogates", "FORMS")]
@@ -782,46 +782,21 @@ else:
     AnyLoss = functools.reduce(operator.or_, list_variants(Loss))
 
 
-class StalenessKeys(Protocol):
-    """Keys read from [staleness]."""
-
-    @property
-    def on_exceed(self) -> str: ...
-    @property
-    def limit(self) -> float: ...
-    @property
-    def half_life(self) -> float: ...
-
-
-class GeneratorKeys(Protocol):
-    """Keys read from [generator]."""
-
-    @property
-    def max_new_tokens(self) -> int: ...
-
-
-class LearnerKeys(Protocol):
-    """Keys read from [learner]."""
-
-    @property
-    def epochs(self) -> int: ...
-    @property
-    def minibatches(self) -> int: ...
-    @property
-    def distributed(self) -> bool: ...
-
-
 class Settings(Protocol):
-    """All sections that the algorithms read: `asyncrl.config.tree.Config` or an equivalent."""
+    """All sections that the algorithms read: `asyncrl.config.tree.Config` or an equivalent.
+
+    They read on_exceed, limit and half_life of [staleness], max_new_tokens of [generator], and
+    epochs, minibatches and distributed of [learner].
+    """
 
     @property
     def seed(self) -> int: ...
     @property
-    def staleness(self) -> StalenessKeys: ...
+    def staleness(self) -> Any: ...
     @property
-    def generator(self) -> GeneratorKeys: ...
+    def generator(self) -> Any: ...
     @property
-    def learner(self) -> LearnerKeys: ...
+    def learner(self) -> Any: ...
     @property
     def advantage(self) -> Advantage: ...
     @property

@@ -22,7 +22,6 @@ from asyncrl.algorithms.ratios import (
     CLAMP,
     FAR,
     average_by_sample,
-    choose_function,
     compute_binary_kl,
     compute_log_ratio,
     compute_running_min,
@@ -332,9 +331,7 @@ def compute_reshape(
     slow = torch.ones_like(adv)
     if c.budget == "tokens":
         slow = where(adv * log_w > 0, torch.full_like(adv, share), 1.0)
-    coefficient, value = choose_function("reshape.form", FORMS, c.form)(
-        log_w, adv, g, bounded, slow
-    )
+    coefficient, value = FORMS[c.form](log_w, adv, g, bounded, slow)
     return SurrogateTerm(where(cut == OPEN, coefficient, 0.0), value, cut)
 
 

@@ -113,9 +113,7 @@ def diff_configs(left: str, right: str, as_json: bool) -> None:
     from asyncrl.config import explain as explaining
     from asyncrl.config.load import format_value
 
-    differences = explaining.compare_configs(
-        explaining.read_config(left), explaining.read_config(right)
-    )
+    differences = explaining.compare_configs(left, right)
     if as_json:
         result.print_result({"equal": not differences, "differs": differences})
     for key, values in () if as_json else differences.items():

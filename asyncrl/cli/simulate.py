@@ -1,4 +1,4 @@
-"""`asyncrl simulate` and `diagnose`; folders of asyncrl/experiments implement them."""
+"""`asyncrl simulate` and `diagnose`; asyncrl/experiments implements them."""
 
 import json
 from pathlib import Path
@@ -58,9 +58,9 @@ def diagnose(path: Path, framework: str, html: Path | None, as_json: bool) -> No
     PATH is a log file of verl, TRL, prime-rl, NeMo-RL, the Tinker cookbook, SkyRL, slime, AReaL or
     ART, or the directory of a run. It reads numbers and predicts nothing.
     """
-    from asyncrl.experiments.diagnose import diagnosis, run_log
+    from asyncrl.experiments import diagnose as diagnosis
 
-    log = run_log.read(path, framework)
+    log = diagnosis.read(path, framework)
     found = diagnosis.diagnose(log)
     if html is not None:
         diagnosis.write_page(html, log, found)

@@ -116,21 +116,13 @@ def _format_row(explanation: KeyExplanation) -> str:
         default = f"`{default}`"
     if explanation.reason:
         default += f": {explanation.reason}"
-    cells = (
-        f"`{explanation.key}`",
-        explanation.meaning,
-        values,
-        default,
-        " and ".join(explanation.read) or "-",
-    )
-    return "| " + " | ".join(_escape_cell(text) for text in cells) + " |\n"
-
-
-def _escape_cell(text: str) -> str:
-    """Escape text that would break a table row or become markup."""
-    text = re.sub(r",\s*\n\]", "]", text)  # a list that TOML writes over several lines
-    text = re.sub(r"\[?\n\s*", lambda m: "[" if m.group().startswith("[") else " ", text)
-    return text.replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*")
+    read = " and ".join(explanation.read) or "-"
+    row = ""
+    for text in (f"`{explanation.key}`", explanation.meaning, values, default, read):
+        text = re.sub(r",\s*\n\]", "]", text)  # a list that TOML writes over several lines
+        text = re.sub(r"\[?\n\s*", lambda m: "[" if m.group().startswith("[") else " ", text)
+        row += " | " + text.replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*")
+    return f"{row.lstrip()} |\n"
 
 
 def find_unit(key: str) -> str:
@@ -183,16 +175,14 @@ def _describe_conditions(key: str, places: list[layers.KeyPlace]) -> list[str]:
     return conditions
 
 
-def read_config(source: str) -> Config:
-    """Load a config file, a bundled config or the config of a run directory."""
-    path = Path(source)
-    return load.load(path / "config.toml" if path.is_dir() else path)
+def compare_configs(*sources: str) -> Differences:
+    """Return key -> (left, right) of differing keys; None: the config does not read the key.
 
-
-def compare_configs(left: Config, right: Config) -> Differences:
-    """Return key -> (left, right) of differing keys; None: the config does not read the key."""
-    left_values, right_values = (flatten(layers.read_keys(config)) for config in (left, right))
-    return find_differences(left_values, right_values)
+    sources: two of a config file, a bundled config or a run directory."""
+    paths = (Path(source) for source in sources)
+    configs = (load.load(path / "config.toml" if path.is_dir() else path) for path in paths)
+    left, right = (flatten(layers.read_keys(config)) for config in configs)
+    return find_differences(left, right)
 
 
 def annotate(text: str, origins: dict[str, str]) -> str:

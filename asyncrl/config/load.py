@@ -165,10 +165,15 @@ def _apply_layers(
         and layers.get_value(raw, Config, "correction.proximal") == "behavior"
     ):
         layers.remove(raw, "correction.preset")  # with the behavior policy there are no weights
-    if "method" in raw and methods.find_method(raw) is None:
-        raise ConfigError(
-            f"{source.locate('method')}: {methods.explain_unknown_method(raw['method'])}"
+    if "method" in raw and (name := str(raw["method"])) not in methods.METHODS:
+        problem = (
+            f"{raw['method']!r} is unknown{methods.suggest_method(name)}; choose one of "
+            f"{', '.join(methods.METHODS)}, or build it of advantage, loss, correction and kl: "
+            "docs/methods.md"
         )
+        if instead := methods.REMOVED.get(name):
+            problem = f"{name} was removed; write {instead}"
+        raise ConfigError(f"{source.locate('method')}: method: {problem}")
     _drop_removed(raw, source)
     origin_of: dict[str, str] = {}  # filled key -> the preset or method that filled it
     for fill, origin in (

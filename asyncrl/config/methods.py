@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any
 
 import msgspec
 
@@ -46,12 +45,6 @@ REMOVED = {
 }
 
 
-def find_method(raw: RawTable) -> Method | None:
-    """Return the method that a table names, or None."""
-    name = raw.get("method")
-    return METHODS.get(name) if isinstance(name, str) else None
-
-
 def simplify(name: str) -> str:
     """Return the name without case, separators and doubled letters, a plus as a p.
 
@@ -73,22 +66,12 @@ def suggest_method(name: str) -> str:
     return f" (did you mean {methods[close[0]]}?)" if close else ""
 
 
-def explain_unknown_method(name: Any) -> str:
-    """Return the error text for an unknown method."""
-    if instead := REMOVED.get(str(name)):
-        return f"method: {name} was removed; write {instead}"
-    return (
-        f"method: {name!r} is unknown{suggest_method(str(name))}; choose one of "
-        f"{', '.join(METHODS)}, or build it of advantage, loss, correction and kl: docs/methods.md"
-    )
-
-
 def replace(raw: RawTable) -> None:
     """Remove from `raw` the keys that a method of a later layer replaces.
 
     These are its own keys, the correction, and the keys that only the earlier surrogate and
     advantage read."""
-    method = find_method(raw)
+    method = METHODS.get(str(raw.get("method")))
     if method is None:
         return
     raw.pop("correction", None)
@@ -106,7 +89,7 @@ FUNCTIONS = {"loss.function": "loss.surrogate", "advantage.function": "advantage
 
 
 def fill(raw: RawTable) -> None:
-    """Set the keys of `raw`'s method that `raw` does not have."""
-    if method := find_method(raw):
-        for key, value in method.keys.items():
+    """Set the keys of `raw`'s method, if it names one, that `raw` does not have."""
+    if "method" in raw:
+        for key, value in METHODS[raw["method"]].keys.items():
             layers.put(raw, key, value)

@@ -13,7 +13,7 @@ import msgspec
 from asyncrl.algorithms import settings
 from asyncrl.algorithms.settings import Section
 from asyncrl.config import presets
-from asyncrl.config.agents import VERIFIERS, AgentConfig, AgentSource
+from asyncrl.config.agents import VERIFIERS, AgentSource
 from asyncrl.config.engines import ENGINES, list_engines
 from asyncrl.config.tree import (
     Config,
@@ -61,15 +61,12 @@ def _read(config: msgspec.Struct, key: str) -> Any:
     return value
 
 
-def _has_value(config: msgspec.Struct, key: str, wanted: Any) -> bool:
+def _matches(config: msgspec.Struct, key: str, choice: Any) -> bool:
+    if isinstance(choice, list):
+        return any(_matches(config, key, one) for one in choice)
     value = _read(config, key)
-    if isinstance(wanted, bool):
-        return bool(value) == wanted
-    choices = wanted if isinstance(wanted, list) else [wanted]
-    return any(_matches(config, value, choice) for choice in choices)
-
-
-def _matches(config: msgspec.Struct, value: Any, choice: Any) -> bool:
+    if isinstance(choice, bool):
+        return bool(value) == choice
     match = re.fullmatch("([<>]=?|[=~])(.+)", choice) if isinstance(choice, str) else None
     if match is None:
         return bool(value == choice)
@@ -84,7 +81,7 @@ def apply_table(table: str, config: msgspec.Struct) -> Problems:
     """Yield the text of each rule of a table that applies to a config, or to a part of one."""
     for rule in TABLES[table]:
         when, some, unless = (
-            [_has_value(config, key, wanted) for key, wanted in conditions.items()]
+            [_matches(config, key, wanted) for key, wanted in conditions.items()]
             for conditions in (rule.when, rule.some, rule.unless)
         )
         if all(when) and (any(some) or not some) and not any(unless):
@@ -234,8 +231,16 @@ def _check_sessions(config: Config) -> Problems:
     """Refuse settings that sessions do not support, or were never tested with."""
     for title, agent in config.agents.items():
         prefix = f"task.mixture: {title}: " if title else ""
-        for problem in (*apply_table("agents", agent), *_check_command(agent)):
-            yield prefix + problem
+        yield from (prefix + problem for problem in apply_table("agents", agent))
+        if not all(agent.command):
+            yield (
+                f'{prefix}agent.command: a word is empty; write a list like ["python", "agent.py"]'
+            )
+        if invalid := [name for name in agent.env_pass if not name or "=" in name]:
+            yield (
+                f"{prefix}agent.env_pass: {invalid[0]!r} is not a variable's name; give only the "
+                "name, the value is inherited"
+            )
         if agent.max_tokens < config.generator.max_new_tokens:
             yield (
                 f"{prefix}agent.max_tokens: {agent.max_tokens} are fewer than one call may sample "
@@ -253,16 +258,6 @@ def _check_sessions(config: Config) -> Problems:
             'do not have: set agent.fork = "end"'
             for setting in settings.list_ordered_settings(config)
         ]
-
-
-def _check_command(agent: AgentConfig) -> Problems:
-    if agent.command and not all(agent.command):
-        yield ('agent.command: a word is empty; write a list like ["python", "agent.py"]')
-    if invalid := [name for name in agent.env_pass if not name or "=" in name]:
-        yield (
-            f"agent.env_pass: {invalid[0]!r} is not a variable's name; give only the name, the "
-            "value is inherited"
-        )
 
 
 def _check_mixture(config: Config) -> Problems:

@@ -7,12 +7,30 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.config.engines import list_engines
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.experiments.serial_record import KEPT, RunRecord
 from asyncrl.records import jsonl, metrics, rundir
 from buffer import training_log
+
+
+def needs_own_process(config: Config) -> str:
+    """Return the reason why `config` cannot run in a warm process (serial.py); empty if it can."""
+    if config.uses_sessions:
+        return "agent: sessions need a gateway, which a warm process lacks; run it as processes"
+    if not config.generator.abilities.one_process:
+        return (
+            f"generator.engine: {config.generator.engine} does not run in a warm process; "
+            f"use {list_engines('one_process')}"
+        )
+    if config.learner.distributed:
+        return (
+            f"learner.backend: {config.learner.backend} with learner.ranks = "
+            f"{config.learner.ranks} does not run in a warm process; use torch and one rank"
+        )
+    return ""
 
 
 def complete(

@@ -42,7 +42,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFiniteError
 from asyncrl.contract.freshness.meter import BatchMeter
 from asyncrl.contract.messages import LearnerHello
 from asyncrl.contract.versions import Label
-from asyncrl.experiments.one_process import needs_own_process
+from asyncrl.experiments.process_run import needs_own_process
 from asyncrl.experiments.serial_record import RunRecord, SerialRecord
 from asyncrl.models import policy
 from buffer.groups import make_store_settings

@@ -157,15 +157,9 @@ class EventFile:
         Value = self.summaries.Summary.Value
         rows = [Value(tag=name, simple_value=value) for name, value in values.items()]
         rows += [Value(tag=name, histo=self._build_histogram(c)) for name, c in counts.items() if c]
-        self._add_event(step, summary=self.summaries.Summary(value=rows))
+        self.add_event(step, summary=self.summaries.Summary(value=rows))
 
-    def start_session(self, step: int) -> None:
-        """Add the start of a session: TensorBoard drops all earlier events from `step` on."""
-        if not self.failed:
-            start = self.events.SessionLog(status=self.events.SessionLog.START)
-            self._add_event(step, session_log=start)
-
-    def _add_event(self, step: int, **content: Any) -> None:
+    def add_event(self, step: int, **content: Any) -> None:
         try:
             self._write(self.events.Event(wall_time=time.time(), step=step, **content))
         except OSError as error:
@@ -271,7 +265,9 @@ class MetricsWriter:
 
         rows: all valid ones."""
         self.newest, self.evaluations = -1, set()
-        self.board.start_session(step)
+        if not self.board.failed:
+            log = self.board.events.SessionLog
+            self.board.add_event(step, session_log=log(status=log.START))
         for row in rows:
             if evaluation := name_evaluation(row):
                 self.evaluations.add((row["step"], evaluation))

@@ -185,7 +185,7 @@ def render(title: str, subtitle: str, blocks: Sequence[Block], data: Mapping[str
     sample_data = {block.id: {"rows": block.rows, "shades": block.shades} for block in samples}
     script = files["plot.js"] + (files["samples.js"] if samples else "")
     values = {**data, **{f"{name}-rows": rows for name, rows in sample_data.items()}}
-    return _fill(
+    return fill(
         "page.html",
         title=title,
         subtitle=subtitle,
@@ -216,12 +216,11 @@ def format_number(value: float | None, form: str) -> str:
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
-def render_blocks(blocks: Sequence[Block]) -> str:
-    """Return blocks without plots and samples as HTML. Every text is escaped."""
-    return _fill("blocks.html", blocks=blocks)
+def fill(name: str, **values: Any) -> str:
+    """Return a template as HTML, such as `blocks.html`, of blocks without plots and samples.
 
-
-def _fill(name: str, **values: Any) -> str:
+    Every text is escaped.
+    """
     text: str = _get_template(name).render(values)
     return text.encode("utf-8", "backslashreplace").decode()
 

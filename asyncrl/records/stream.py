@@ -81,12 +81,6 @@ def encode_frame(number: int, value: msgspec.Struct | None) -> bytes:
     return FRAMES.make_header([payload], number) + payload
 
 
-def strip_batch(batch: Batch) -> Batch:
-    """Remove what training does not read: texts, the ledger and the cursors of a checkpoint."""
-    samples = [msgspec.structs.replace(s, text="", prompt_text="") for s in batch.samples]
-    return msgspec.structs.replace(batch, samples=samples, ledger={}, stats={}, trained_above=[])
-
-
 @dataclass
 class Recording:
     """An indexed recording.
@@ -228,9 +222,14 @@ class RecordingWriter(AppendLog):
             self.full = True
         return not self.full
 
-    def add(self, number: int, step: RecordedStep) -> bool:
-        """Append a batch; return False if there is no room for it."""
-        data = encode_frame(number, step)
+    def add(self, batch: Batch, numbers: dict[str, float], digest: str) -> bool:
+        """Append a batch, its metrics and the weights after it; return False if it does not fit.
+
+        Texts, the ledger and cursors of checkpoints are removed: training reads none of them."""
+        replace = msgspec.structs.replace
+        samples = [replace(sample, text="", prompt_text="") for sample in batch.samples]
+        stripped = replace(batch, samples=samples, ledger={}, stats={}, trained_above=[])
+        data = encode_frame(batch.number, RecordedStep(stripped, numbers, digest))
         if not self.has_room(len(data)):
             return False
         self._write(data)

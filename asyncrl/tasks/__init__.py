@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks import arena, calc, file, guess_task, names, nim, reasoning, synthetic
+from asyncrl.tasks import arena, calc, file, guess_task, nim, synthetic
 from asyncrl.tasks.mixture import MixtureTask
 from asyncrl.tasks.pictures import count
 
@@ -27,7 +27,8 @@ class Task(Protocol):
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]: ...
 
 
-OTHERS: dict[str, type[Task]] = {
+BUILT_IN: dict[str, type[Task]] = {
+    **synthetic.TASKS,
     **{
         task_class.name: task_class
         for task_class in (
@@ -36,14 +37,15 @@ OTHERS: dict[str, type[Task]] = {
             guess_task.GuessTask,
             arena.SeedPrompts,
             nim.NimTask,
+            synthetic.SortNamesTask,
+            synthetic.FirstNameTask,
         )
     },
-    **names.TASKS,
 }
 FILE_TASKS: dict[str, type[file.FileTask]] = {
     task_class.name: task_class for task_class in (file.FileTask, file.EnvironmentPrompts)
 }
-NAMES = (*synthetic.TASKS, *OTHERS, *FILE_TASKS, f"{reasoning.PREFIX}GENERATOR", MixtureTask.name)
+NAMES = (*BUILT_IN, *FILE_TASKS, f"{synthetic.PREFIX}GENERATOR", MixtureTask.name)
 
 
 def get_task(config: Any) -> Task:
@@ -55,11 +57,8 @@ def get_task(config: Any) -> Task:
     if config.name in FILE_TASKS:
         task_class = FILE_TASKS[config.name]
         return task_class(config.prompts, config.heldout, config.ood, config.columns)
-    if config.name.startswith(reasoning.PREFIX):
-        return reasoning.ReasoningGymTask(config.name, config.options)
-    if config.name in OTHERS:
-        task: Task = OTHERS[config.name]()
-        return task
-    if config.name in synthetic.TASKS:
-        return synthetic.TASKS[config.name]()
+    if config.name.startswith(synthetic.PREFIX):
+        return synthetic.ReasoningGymTask(config.name, config.options)
+    if config.name in BUILT_IN:
+        return BUILT_IN[config.name]()
     raise ConfigError(f"task.name = {config.name}: choose one of {', '.join(NAMES)}")

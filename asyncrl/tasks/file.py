@@ -75,7 +75,12 @@ def _rename_columns(where: str, row: JsonObject, columns: Mapping[str, str]) -> 
     values: JsonObject = {}
     for name, column in columns.items():
         try:
-            values[name] = _find_value(row, column)
+            # or a part of a column, as `reward_model.ground_truth`; a number chooses an entry of a
+            # list: `messages.-1.content`
+            value: Any = row
+            for part in [column] if column in row else column.split("."):
+                value = value[int(part)] if isinstance(value, list) else value[part]
+            values[name] = value
         except (LookupError, TypeError, ValueError):
             raise ConfigError(
                 f"{where}: task.columns: has no column `{column}`; it has "
@@ -85,18 +90,6 @@ def _rename_columns(where: str, row: JsonObject, columns: Mapping[str, str]) -> 
     row = {column: value for column, value in row.items() if column not in moved} | values
     if isinstance(row.get("prompt"), list) and not row.get("messages"):
         row = row | {"messages": row["prompt"], "prompt": ""}
-    return row
-
-
-def _find_value(row: Any, column: str) -> Any:
-    """Return the value of a column, or of a part of it, as `reward_model.ground_truth`.
-
-    A number chooses an entry of a list: `messages.-1.content`.  Raises LookupError, TypeError or
-    ValueError if there is none."""
-    if column in row:
-        return row[column]
-    for name in column.split("."):
-        row = row[int(name)] if isinstance(row, list) else row[name]
     return row
 
 

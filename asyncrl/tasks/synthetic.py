@@ -1,13 +1,18 @@
-"""Seven small tasks for a CPU: sort, rle, grid, cancel, dedup, rlehack and rlenarrow.
+"""Tasks with generated problems.
 
-The last two need a KL penalty."""
+Seven small tasks for a CPU: sort, rle, grid, cancel, dedup, rlehack and rlenarrow; the last two
+need a KL penalty. Two tasks in words, sort_names and first_name, and the generators of
+reasoning-gym, for a pretrained model."""
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from random import Random
 from typing import Any, ClassVar
 
 import xxhash
 
+from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
 Demonstrations = list[tuple[str, str]]  # (text before, completion)
@@ -37,6 +42,7 @@ class SyntheticTask:
 
     name = ""
     symbols = ""
+    fixed = FIXED
     steps = 550  # of the warm start
     spoiled = 0.55  # share of demonstrations whose answer is wrong or cut short
 
@@ -69,11 +75,13 @@ class SyntheticTask:
         """Return the canonical form of a problem, which equal problems share."""
         return problem
 
+    def is_in_split(self, problem: str, split: str) -> bool:
+        return assign_split(f"{self.name}:{self.canonicalize(problem)}") == split
+
     def _draw_problem(self, split: str, rng: Random) -> str:
-        while True:
-            problem = self.draw(rng, split)
-            if assign_split(f"{self.name}:{self.canonicalize(problem)}") == split:
-                return problem
+        while not self.is_in_split(problem := self.draw(rng, split), split):
+            pass
+        return problem
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         if split == "train":
@@ -100,7 +108,7 @@ class SyntheticTask:
         problems = dict[str, str]()
         tries = 0
         rng = Random(f"{self.name}:{split}")
-        while len(problems) < FIXED and tries < 40 * FIXED:
+        while len(problems) < self.fixed and tries < 40 * self.fixed:
             problem = self._draw_problem(split, rng)
             problems.setdefault(self.canonicalize(problem), problem)
             tries += 1
@@ -114,16 +122,11 @@ class SyntheticTask:
 
     def make_demonstrations(self, number: int, seed: int) -> Demonstrations:
         """Return `number` pairs (prompt, answer) for the warm start, with deliberate mistakes."""
-        solved = self._solve_demonstrations(number, seed)
+        solved = self.solve_demonstrations(number, seed)
         return [(self.format_text(problem), answer) for problem, answer in solved]
 
-    def make_demonstration_images(self, number: int, seed: int) -> list[list[bytes]]:
-        """Return the images of each pair of `make_demonstrations`."""
-        solved = self._solve_demonstrations(number, seed)
-        return [self.draw_images(problem) for problem, _ in solved]
-
-    def _solve_demonstrations(self, number: int, seed: int) -> Demonstrations:
-        """Return `number` pairs (problem, answer)."""
+    def solve_demonstrations(self, number: int, seed: int) -> Demonstrations:
+        """Return the problem and the answer of each pair of `make_demonstrations`."""
         rng = Random(f"{self.name}:demo:{seed}")
         pairs = []
         for _ in range(number):
@@ -392,7 +395,136 @@ class DedupTask(SyntheticTask):
         return ""
 
 
-TASKS: dict[str, Callable[[], SyntheticTask]] = {
+TASKS: dict[str, type[SyntheticTask]] = {
     t.name: t
     for t in (SortTask, RleTask, GridTask, CancelTask, DedupTask, RleHackTask, RleNarrowTask)
 }
+_SHOWN = (
+    "Adam Alice Anna Ben Carl Clara David Diana Emma Eric Fiona Frank George Grace Hannah Henry "
+    "Ian Iris Jack Julia Karen Kevin Laura Leo Maria Mark Nina Noah Olga Oscar Paul Paula Quentin "
+    "Rachel Robert Sarah Simon Tina Tom Ursula Vera Victor Walter Wendy Xavier Yara Zack Zoe"
+)
+_NEVER_SHOWN = (
+    "Albert Barbara Bruno Cecilia Daniel Edward Felix Gloria Harold Irene James Kate Linda Martin "
+    "Nathan Otto Peter Rose Stella Thomas Vincent William Yvonne"
+)
+SHOWN, NEVER_SHOWN = _SHOWN.split(), _NEVER_SHOWN.split()
+
+
+class NamesTask(SyntheticTask):
+    """A task in words on `count` different names.
+
+    ```
+    Laura, Ben -> Ben, Laura        sort_names: two names
+    First of Noah, Clara, Ian:      first_name: one of three
+    ```
+
+    A prompt is plain text after three solved problems, which show the format to a model of any
+    family. An answer ends with its line (`generator.stop = ["\\n"]`). The same names in another
+    order are the same problem. A quarter of the problems is held out: sets of names that never
+    appear together in training. Out-of-distribution problems have names that never appear in
+    training."""
+
+    count = 0
+    fixed = 192
+
+    def format_question(self, problem: str) -> str:
+        raise AssertionError  # pragma: no cover - each task has its own
+
+    def draw(self, rng: Random, split: str) -> str:
+        return ", ".join(rng.sample(NEVER_SHOWN if split == "ood" else SHOWN, self.count))
+
+    def canonicalize(self, problem: str) -> str:
+        return ",".join(sorted(problem.split(", ")))
+
+    def is_in_split(self, problem: str, split: str) -> bool:
+        is_held_out = super().is_in_split(problem, "heldout")
+        return split == "ood" or is_held_out == (split == "heldout")
+
+    def format_text(self, problem: str) -> str:
+        rng = Random(f"{self.name}:above")
+        solved = [self._draw_problem("train", rng) for _ in range(3)]
+        lines = [f"{self.format_question(above)} {self.solve(above)}\n" for above in solved]
+        return "".join(lines) + self.format_question(problem)
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        return float(text.strip() == prompt.answer)
+
+
+class SortNamesTask(NamesTask):
+    name = "sort_names"
+    count = 2
+
+    def format_question(self, problem: str) -> str:
+        return f"{problem} ->"
+
+    def solve(self, problem: str) -> str:
+        return ", ".join(sorted(problem.split(", ")))
+
+
+class FirstNameTask(NamesTask):
+    name = "first_name"
+    count = 3
+
+    def format_question(self, problem: str) -> str:
+        return f"First in the alphabet of {problem}:"
+
+    def solve(self, problem: str) -> str:
+        return min(problem.split(", "))
+
+
+PREFIX = "reasoning_gym:"
+TRIES = 64  # items tried to find one of a split; a generator with few problems may have none
+WORLD = 1 << 40  # item numbers of each split
+PLACES = {"train": 0, "heldout": 1, "ood": 2}
+
+
+class ReasoningGymTask(EndlessTask):
+    """The task of one generator of reasoning-gym: `task.name = "reasoning_gym:chain_sum"`.
+
+    `task.options` holds the generator's settings. Its items are a function of (seed, number). A
+    hash of the question assigns a problem to one split, and the generator's own judge computes the
+    reward.
+
+    Raises ConfigError for a missing package, an unknown generator or settings that it refuses."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        try:
+            gym = importlib.import_module("reasoning_gym")
+        except ImportError as error:
+            raise ConfigError(
+                f"task.name = {name}: {error}; pip install 'asyncrl[reasoning]'"
+            ) from error
+        self.name = name
+        try:
+            self.items = gym.create_dataset(
+                name.removeprefix(PREFIX), **{**options, "seed": 0, "size": len(PLACES) * WORLD}
+            )
+        except Exception as error:  # its settings are checked by assertions
+            problem = " ".join(str(error).split()) or "refused"
+            raise ConfigError(
+                f"task.name = {name}, task.options = {dict(options)}: {problem}"
+            ) from (error)
+        self.item = lru_cache(maxsize=4096)(self.items.__getitem__)
+
+    def prompt(self, split: str, index: int, seed: int) -> Prompt:
+        """Return the first of TRIES items that is in this split, or the last one."""
+        fixed = split != "train"
+        run = 0 if fixed else seed % (WORLD >> 32)
+        first = (
+            PLACES[split] * WORLD + (run << 32) + (index % self.fixed if fixed else index) * TRIES
+        )
+        for number in range(first, first + TRIES):
+            item = self.item(number)
+            if assign_split(f"{self.name}:{item['question']}") == split:
+                break
+        meta = {"item": str(number)}
+        return Prompt(index, item["question"], str(item["answer"]), [], meta, split)
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        """Return the score of the generator's own judge, from 0 to 1; 0 for what it cannot read."""
+        item = self.item(int(prompt.meta["item"]))
+        try:
+            return float(self.items.score_answer(answer=text.strip(), entry=item))
+        except ValueError:  # prime_factorization, for a text that does not have numbers
+            return 0.0

@@ -54,7 +54,8 @@ def warm_start(
     demonstrations = task.make_demonstrations(count * BATCH, config.seed)
     images = None
     if isinstance(task, CountTask):
-        images = task.make_demonstration_images(count * BATCH, config.seed)
+        solved = task.solve_demonstrations(count * BATCH, config.seed)
+        images = [task.draw_images(problem) for problem, _ in solved]
     temporary = Path(f"{path}.part{os.getpid()}")
     temporary.parent.mkdir(parents=True, exist_ok=True)
     previous_threads = torch.get_num_threads()

@@ -107,7 +107,7 @@ class WatchApp:
     def render(self, method: str, query: Query) -> Any:
         """Render the blocks that a method of the views lists, by run."""
         return {
-            run.id: page_kit.render_blocks(getattr(run, method)(run.read_summary()))
+            run.id: page_kit.fill("blocks.html", blocks=getattr(run, method)(run.read_summary()))
             for run in self.select_runs(query)
         }
 

@@ -18,7 +18,7 @@ from asyncrl.config.engines import ENGINES, EngineInfo, EngineName
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
-from asyncrl.experiments.one_process import needs_own_process
+from asyncrl.experiments.process_run import needs_own_process
 from asyncrl.models import installed
 from asyncrl.models.policy import load_policy
 from asyncrl.supervise import preflight

@@ -124,6 +124,7 @@ def test_not_a_number_stays_one_and_is_seen() -> None:
         ({"truncated": "fixed", "truncation_penalty": 0.25}, [0.5, -0.25]),
         ({"truncated": "mask"}, [0.5, 0.0]),
         ({"truncated": "soft", "truncation_penalty": 1.0, "truncation_ramp": 4}, [0.25, 1.0]),
+        ({"truncated": "soft", "truncation_penalty": 1.0, "truncation_ramp": 2}, [0.5, 1.0]),
     ],
 )
 def test_what_a_cut_answer_gets(how: dict[str, Any], wanted: list[float]) -> None:
@@ -516,10 +517,3 @@ def test_rewards_in_the_unit_interval() -> None:
     assert adv.scale_to_unit(vec(3, 3)).tolist() == [0, 0]
     assert adv.scale_to_unit(vec(5, 0), vec(2, 2)).tolist() == [0, 0]
     assert adv.scale_to_unit(vec()).tolist() == []
-
-
-def test_the_ramp_before_the_limit() -> None:
-    got = adv.compute_overlong_penalty(torch.tensor([0, 6, 8, 9, 10, 15]), 10, 4)
-    assert got.tolist() == pytest.approx([0, 0, 0.5, 0.75, 1, 1])
-    assert adv.compute_overlong_penalty(torch.tensor([9, 10]), 10, 0).tolist() == [0, 0]
-    assert adv.compute_overlong_penalty(torch.tensor([9, 10]), 10, 1).tolist() == [0, 1]

@@ -20,7 +20,7 @@ from algorithms_kit import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms import advantages, correction, reductions
+from asyncrl.algorithms import advantages, correction
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
 from asyncrl.config.tree import Config
@@ -65,10 +65,7 @@ def test_box_cox_at_gamma_zero_is_weighted_log_likelihood() -> None:
 
 def test_reductions_by_hand() -> None:
     counted, seq = torch.tensor([True, True, False, True]), torch.tensor([0, 0, 0, 1])
-    by = {
-        h: reductions.compute_factors(counted, seq, 3, h, 10.0).tolist()
-        for h in reductions.REDUCTIONS
-    }
+    by = {h: sl.compute_factors(counted, seq, 3, h, 10.0).tolist() for h in sl.REDUCTIONS}
     assert by["token-mean"] == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
     assert by["seq-mean-token-sum"] == pytest.approx([0.5, 0.5, 0, 0.5])
     assert by["seq-mean-token-mean"] == pytest.approx([0.25, 0.25, 0, 0.5])

@@ -18,7 +18,7 @@ from algorithms_catalogue_kit import answers, vec
 from algorithms_kit import D, batch, config, convert, gradient, parse_refusals, theta
 from surrogate_kit import step_batch, term
 
-from asyncrl.algorithms import advantages, correction, kl, ratios, settings, stopping, surrogates
+from asyncrl.algorithms import advantages, correction, kl, ratios, settings, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
 from asyncrl.config import bundled_configs, load
@@ -495,13 +495,15 @@ def test_the_rate_follows_the_ess_of_whole_answers() -> None:
             if how != "off":
                 assert prep.metrics["optim/answer_ess"] == pytest.approx(0.871134, abs=1e-6)
                 assert prep.metrics["optim/lr_scale"] == pytest.approx(scale, abs=1e-6)
-    assert stopping.scale_lr_by_ess(0.5, 0.8, "linear") == 0.625
-    assert stopping.scale_lr_by_ess(0.9, 0.8, "sqrt") == 1
+            # never more than the whole rate
+            high = {"ess/answers": torch.tensor([10.0, 10.0, 9.0])}
+            if how != "off":
+                assert sl.compute_learning_rate_share(prep, step, high) == 1
     # an answer without a token in the loss is none
     mask = torch.tensor([True] * 3 + [False] * 3)
-    assert stopping.sum_sample_weights(X, mask, SEQ, 2).tolist() == pytest.approx([1, 0.9, 0.81])
+    assert sl.sum_sample_weights(X, mask, SEQ, 2).tolist() == pytest.approx([1, 0.9, 0.81])
     # on policy the rate is whole
-    on = stopping.sum_sample_weights(X * 0, EVERY, SEQ, 2).tolist()
+    on = sl.sum_sample_weights(X * 0, EVERY, SEQ, 2).tolist()
     assert on == [2, 2, 2]
 
 
@@ -976,7 +978,7 @@ def test_far_ratios_count_as_the_clamp() -> None:
             surrogates.SURROGATES["ppo"](given, c.loss).coefficient, edge.exp() * vec(-1, 1)
         )
     # the least and the most of exp alone, where the other would not show
-    _, total, square = stopping.sum_sample_weights(far[1:], every[1:], seq[:1], 1).tolist()
+    _, total, square = sl.sum_sample_weights(far[1:], every[1:], seq[:1], 1).tolist()
     assert (total, square) == (pytest.approx(math.exp(-20)), pytest.approx(math.exp(-40)))
 
 
@@ -984,7 +986,7 @@ def test_tokens_outside_the_mask_change_no_answers_ratio() -> None:
     mask = torch.tensor([True, False, True, True, True, False])
     log_w = torch.where(mask, X, 7.0)
     first, second = 1.2 * 1.5, 0.8 * 2
-    found = stopping.sum_sample_weights(log_w, mask, SEQ, 2).tolist()
+    found = sl.sum_sample_weights(log_w, mask, SEQ, 2).tolist()
     assert found == pytest.approx([2, first + second, first**2 + second**2])
     given = surrogates.SurrogateTokens(log_w, SIGN, LP, MU.log(), mask, SEQ, 2)
     oapl = settings.OaplLoss(oapl_beta=0.5)

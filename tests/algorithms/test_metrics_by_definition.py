@@ -11,7 +11,7 @@ import pytest
 import torch
 from algorithms_catalogue_kit import k3
 
-from asyncrl.algorithms import diagnostics, split
+from asyncrl.algorithms import diagnostics
 from asyncrl.algorithms.surrogates import DUAL, HIGH, LOW, OPEN
 
 D = torch.float64
@@ -370,7 +370,9 @@ def test_the_split_is_its_definition_by_lag_and_by_age() -> None:
     target = start + 0.3 * torch.randn(n, generator=g, dtype=D)
     lag = torch.randint(0, 12, (n,), generator=g)
     age = torch.randint(0, 12, (n,), generator=g)
-    got = split.compute_metrics(split.LogRatioSplit(mu, version, start, target, lag, age))
+    got = diagnostics.compute_split_metrics(
+        diagnostics.LogRatioSplit(mu, version, start, target, lag, age)
+    )
     parts = {"mismatch": version - mu, "staleness": start - version, "update": target - start}
     want: dict[str, float] = {"split/total": fmean((mu - target).tolist())}
     for name, x in parts.items():
@@ -406,11 +408,13 @@ def test_the_split_is_its_definition_by_lag_and_by_age() -> None:
     )
     none = torch.zeros(0, dtype=D)
     assert (
-        split.compute_metrics(split.LogRatioSplit(none, none, none, none, none.long(), none.long()))
+        diagnostics.compute_split_metrics(
+            diagnostics.LogRatioSplit(none, none, none, none, none.long(), none.long())
+        )
         == {}
     )
-    old = split.compute_metrics(
-        split.LogRatioSplit(
+    old = diagnostics.compute_split_metrics(
+        diagnostics.LogRatioSplit(
             mu[:1], version[:1], start[:1], target[:1], lag[:1] * 0 + 1, age[:1] * 0 + 2
         )
     )

@@ -13,7 +13,7 @@ import torch
 from learner_step_kit import ANCHORS, GROUPS, SIZE, batch, core, weights
 from models_kit import model_fixture
 
-from asyncrl.algorithms import kl, stopping
+from asyncrl.algorithms import kl
 from asyncrl.algorithms import loss as sl
 from asyncrl.models.policy import build_model
 from learner.batch import pack
@@ -198,24 +198,24 @@ def test_a_step_without_room_in_the_budget_is_not_made(
 
 
 def test_a_budget_slows_before_it_stops(model_dir: Path) -> None:
-    """The share of the learning rate is `stopping.KLBudget`'s of the KL measured from the start."""
+    """The share of the learning rate is `KLBudget`'s of the KL measured from the start."""
     # after two steps
     limit = core(model_dir, learner={"epochs": 3}, stop={"kl_max": 1e9}).train(batch())[
         "optim/stop_kl"
     ]
     c = core(model_dir, learner={"epochs": 3}, stop={"kl_max": limit, "action": "slow"})
     seen: list[float] = []
-    real = sl.stopping.KLBudget.compute_next_share
+    real = sl.KLBudget.compute_next_share
 
-    def next_(self: stopping.KLBudget, k: float) -> float:
+    def next_(self: sl.KLBudget, k: float) -> float:
         seen.append(k)
         return real(self, k)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stopping.KLBudget, "compute_next_share", next_)
+        patch.setattr(sl.KLBudget, "compute_next_share", next_)
         metrics = c.train(batch())
     assert seen[0] == pytest.approx(0, abs=1e-9) and seen[2] > seen[1] > limit / 10
-    budget = stopping.KLBudget(limit)
+    budget = sl.KLBudget(limit)
     assert metrics["optim/lr_scale"] == [budget.compute_next_share(k) for k in seen][-1]
     assert metrics["optim/lr_scale"] < 0.9
 

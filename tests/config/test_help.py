@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
+import click.testing
 import pytest
+from process_kit import run_command
 
-from asyncrl.cli import main
+from asyncrl.cli import FAMILIES, SECTIONS, main
 from asyncrl.cli.base import ExampleCommand
 
 
@@ -50,3 +54,92 @@ def test_an_example_is_accepted(example: str) -> None:
         assert found is not None, example
         command, words = found, words[1:]
     command.make_context(command.name, words)
+
+
+HEAVY = {"torch", "transformers", "numpy", "scipy", "jinja2", "rich", "zmq", "asyncrl.experiments"}
+SHOW = (
+    "import sys; from asyncrl.cli import main\n"
+    "try: main(sys.argv[1:])\n"
+    "except SystemExit as ended: assert not ended.code\n"
+    "print(' '.join(sys.modules))"
+)
+
+SHOW_ALL = SHOW.replace("as ended: assert not ended.code", ": pass")
+
+
+def imported(*argv: str) -> set[str]:
+    done = run_command([sys.executable, "-c", SHOW, *argv]).check()
+    return set(done.out.splitlines()[-1].split())
+
+
+def test_help_imports_every_family_and_nothing_heavy() -> None:
+    found = imported("--help")
+    assert {f"asyncrl.cli.{family}" for family in FAMILIES} <= found
+    assert not found & HEAVY
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_command_imports_its_own_family_alone(family: str) -> None:
+    found = imported(FAMILIES[family][0], "--help")
+    others = {f"asyncrl.cli.{other}" for other in FAMILIES if other != family}
+    assert f"asyncrl.cli.{family}" in found and not found & others
+    assert not found & HEAVY
+
+
+def test_every_command_is_found_under_its_name_and_no_other() -> None:
+    names = [name for commands in FAMILIES.values() for name in commands]
+    with click.Context(main) as context:
+        assert main.list_commands(context) == sorted(names)
+        for name in names:
+            command = main.get_command(context, name)
+            assert command is not None and command.name == name
+        assert main.get_command(context, "no-such-command") is None
+
+
+def test_the_help_has_every_command_in_one_group() -> None:
+    names = [name for commands in SECTIONS.values() for name in commands]
+    assert sorted(names) == sorted(name for commands in FAMILIES.values() for name in commands)
+    text = click.testing.CliRunner().invoke(main, ["--help"]).output
+    assert all(f"\n{heading}:\n" in text for heading in SECTIONS)
+    assert all(f"\n  {name} " in text for name in names)
+
+
+@pytest.mark.parametrize("group", ["config", "lab", "model", "task"])
+def test_a_group_without_a_command_prints_its_help(
+    group: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([group])
+    text = capsys.readouterr().err
+    assert ended.value.code == 2 and "\nCommands:\n" in text and "error:" not in text
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("report", "nowhere"),
+        ("export", "nowhere", "x"),
+        ("eval", "nowhere", "demo"),
+        ("eval", "MODEL", "nowhere"),
+        ("serve", "nowhere"),
+        ("replay", "nowhere"),
+        ("diff", "nowhere", "x"),
+        ("sft", "nowhere"),
+        ("tinker", "nowhere"),
+        ("simulate", "demo", "--from", "nowhere"),
+        ("simulate", "nowhere"),
+        ("doctor", "--exact", "nowhere"),
+        ("run", "nowhere"),
+        ("figure", "nowhere", "-o", "x.svg"),
+        ("samples", "nowhere"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_path_is_told_before_torch_is_imported(
+    argv: tuple[str, ...], small_model: Path, tmp_path: Path
+) -> None:
+    words = [str(small_model) if word == "MODEL" else word for word in argv]
+    done = run_command([sys.executable, "-c", SHOW_ALL, *words], cwd=tmp_path)
+    assert "error: " in done.err and "nowhere" in done.err, done.err
+    assert "torch" not in done.out.splitlines()[-1].split()

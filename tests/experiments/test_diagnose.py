@@ -24,7 +24,7 @@ from transformers import TrainerState
 from asyncrl.algorithms import correction
 from asyncrl.cli import main
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.diagnose import diagnosis, run_log
+from asyncrl.experiments import diagnose as diagnosis
 from asyncrl.experiments.simulate import times
 from asyncrl.experiments.simulate.times import change
 
@@ -137,7 +137,7 @@ def write_jsonl(path: Path, rows: list[dict[str, float]], framework: str = "") -
 
 
 def diagnose(path: Path, name: str = "") -> dict[str, Any]:
-    return diagnosis.diagnose(run_log.read(path, name))
+    return diagnosis.diagnose(diagnosis.read(path, name))
 
 
 def names_of(result: Mapping[str, Any]) -> set[str]:
@@ -216,7 +216,7 @@ def test_torch_writes_the_events_that_are_read(tmp_path: Path) -> None:
             for row in part:
                 for name in {*row} - {"step"}:
                     writer.add_scalar(name, row[name], int(row["step"]))
-    log = run_log.read(tmp_path)
+    log = diagnosis.read(tmp_path)
     assert log.framework == "slime"
     assert [*log.find("update_kl")[1]] == [*range(1, 61)]
 
@@ -231,7 +231,7 @@ def test_the_cookbook_writes_the_metrics_that_are_read(tmp_path: Path) -> None:
     )
     command = [python_of("cookbook-0.6"), "-c", program, str(tmp_path)]
     subprocess.run(command, input=json.dumps(rows), text=True, check=True, timeout=300)
-    log = run_log.read(tmp_path)
+    log = diagnosis.read(tmp_path)
     assert log.framework == "cookbook" and len(log.find("reward")[1]) == STEPS
 
 
@@ -240,7 +240,7 @@ def test_a_tracker_exports_a_csv_with_the_names_of_runs(tmp_path: Path) -> None:
     lines = ["Step,a - async/staleness_mean,b - async/staleness_mean,a - async/staleness_mean__MIN"]
     lines += [f"{step},{step / 100},7,0" for step in range(30)]
     path.write_text("\n".join(lines))
-    log = run_log.read(path, "skyrl")
+    log = diagnosis.read(path, "skyrl")
     assert log.find("lag")[1][20] == 0.2
     assert any("has 2 runs (a, b)" in note for note in log.notes)
 
@@ -255,7 +255,7 @@ def write_verl(path: Path, steps: Any, value: Callable[[int], Any] = float) -> P
 def test_a_torn_line_is_left_out_and_said(tmp_path: Path) -> None:
     path = write_verl(tmp_path / "m.jsonl", range(9))
     path.write_text(path.read_text()[:-12])
-    log = run_log.read(path)
+    log = diagnosis.read(path)
     assert [*log.find("k3")[1]] == [*range(8)]
     assert log.notes == ["m.jsonl: 1 damaged or torn lines, the first is 9"]
 
@@ -263,20 +263,20 @@ def test_a_torn_line_is_left_out_and_said(tmp_path: Path) -> None:
 def test_a_resumed_run_keeps_its_later_rows(tmp_path: Path) -> None:
     path = write_verl(tmp_path / "m.jsonl", [*range(9), *range(5, 7)])
     path.write_text(path.read_text().replace(": 5.0", ": 50.0"))
-    log = run_log.read(path)
+    log = diagnosis.read(path)
     assert [*log.find("k3")[1]] == [*range(7)] and "go back from 8 to 5" in log.notes[0]
 
 
 def test_of_two_runs_in_a_file_the_last_counts(tmp_path: Path) -> None:
     path = write_verl(tmp_path / "m.jsonl", [*range(1, 9), *range(1, 4)])
-    log = run_log.read(path)
+    log = diagnosis.read(path)
     assert [*log.find("k3")[1]] == [1, 2, 3] and "steps begin again at 1" in log.notes[0]
 
 
 def test_rows_of_two_frameworks_are_told_apart(tmp_path: Path) -> None:
     rows = make_rows("verl", 1)
     path = write_jsonl(tmp_path / "m.jsonl", [row | {"reward": 1.0} for row in rows])
-    log = run_log.read(path)
+    log = diagnosis.read(path)
     assert log.framework == "verl" and "reward" not in log.columns
     assert "reward is refused: of another framework" in log.notes[0]
 
@@ -284,12 +284,12 @@ def test_rows_of_two_frameworks_are_told_apart(tmp_path: Path) -> None:
 def test_a_second_file_with_the_same_metrics_is_left_out(tmp_path: Path) -> None:
     for name in "ab":
         write_verl(tmp_path / f"{name}.jsonl", range(9), lambda x, name=name: float(name == "a"))
-    log = run_log.read(tmp_path)
+    log = diagnosis.read(tmp_path)
     assert {*log.find("k3")[1].values()} == {1.0} and "b.jsonl" in log.notes[0]
 
 
 def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:
-    log = run_log.read(
+    log = diagnosis.read(
         write_verl(tmp_path / "m.jsonl", range(9), lambda x: math.nan if x % 3 else x)
     )
     assert [*log.find("k3")[1]] == [0, 3, 6]
@@ -297,8 +297,8 @@ def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_long_log_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_log, "MOST", 100)
-    log = run_log.read(write_verl(tmp_path / "m.jsonl", range(5000)))
+    monkeypatch.setattr(diagnosis, "MOST", 100)
+    log = diagnosis.read(write_verl(tmp_path / "m.jsonl", range(5000)))
     column = log.find("k3")[1]
     assert 30 < len(column) <= 100 and all(step == value for step, value in column.items())
     assert any(note.startswith("m.jsonl: one step of") for note in log.notes)
@@ -309,8 +309,8 @@ def test_gzip_is_read_also_if_it_is_torn(tmp_path: Path) -> None:
     packed = gzip.compress(text)
     for name, data in (("a.jsonl.gz", packed), ("b.jsonl.gz", packed[:-600])):
         (tmp_path / name).write_bytes(data)
-    assert len(run_log.read(tmp_path / "a.jsonl.gz").find("k3")[1]) == 500
-    torn = run_log.read(tmp_path / "b.jsonl.gz")
+    assert len(diagnosis.read(tmp_path / "a.jsonl.gz").find("k3")[1]) == 500
+    torn = diagnosis.read(tmp_path / "b.jsonl.gz")
     assert 0 < len(torn.find("k3")[1]) < 500 and "torn at its end" in torn.notes[0]
 
 
@@ -318,14 +318,14 @@ def test_a_torn_state_and_torn_events_keep_what_is_before(tmp_path: Path) -> Non
     path = tmp_path / "trainer_state.json"
     TrainerState(log_history=make_rows("trl")).save_to_json(str(path))
     path.write_text(path.read_text()[:-3000])
-    log = run_log.read(path)
+    log = diagnosis.read(path)
     assert 20 < len(log.find("reward")[1]) < STEPS and "torn at its end" in log.notes[0]
     with SummaryWriter(str(tmp_path / "events")) as writer:
         for step in range(20):
             writer.add_scalar("train/ppo_kl", 0.1, step)
     (events,) = (tmp_path / "events").iterdir()
     events.write_bytes(events.read_bytes()[:-9] + b"\xff" * 200)
-    log = run_log.read(events)
+    log = diagnosis.read(events)
     assert len(log.find("update_kl")[1]) >= 18 and "torn at its end" in log.notes[0]
 
 
@@ -342,7 +342,7 @@ def test_a_pickle_is_refused_unread(name: str, tmp_path: Path) -> None:
     if name == "dump.pt":
         torch.save({"a": 1}, path)
     with pytest.raises(ConfigError, match="a pickle or an archive, which is not read"):
-        run_log.read(path)
+        diagnosis.read(path)
 
 
 @pytest.mark.parametrize(
@@ -366,10 +366,10 @@ def test_a_file_that_says_nothing_is_one_error(
 
 def test_a_run_of_our_own_is_not_taken_for_another_framework_s(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step": 2.0, "optim/lr": 0.1}\n')
-    assert run_log.read(tmp_path).framework == "prime-rl"
+    assert diagnosis.read(tmp_path).framework == "prime-rl"
     (tmp_path / "run_id").touch()
     with pytest.raises(ConfigError, match="is a run of asyncrl; type: asyncrl doctor"):
-        run_log.read(tmp_path)
+        diagnosis.read(tmp_path)
 
 
 # ---- logs that are known to be wrong -------------------------------------------------------------
@@ -458,7 +458,7 @@ def test_the_table_of_corrections_counts_what_the_learners_functions_exclude(
     tmp_path: Path,
 ) -> None:
     write_tokens(tmp_path, "nemo-rl", 1, shift=0.4)
-    log = run_log.read(tmp_path)
+    log = diagnosis.read(tmp_path)
     samples = diagnosis.read_samples(log, 1)
     behavior, target = (torch.cat([x[side] for x in samples]) for side in (0, 1))
     lengths = torch.tensor([len(x[0]) for x in samples])

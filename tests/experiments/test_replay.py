@@ -299,7 +299,7 @@ def test_the_bound_on_the_size_holds(recorded: dict[str, Any], tmp_path: Path) -
     steps = list(stream.read(recorded["run_dir"]).read_steps(0, 6))
     (tmp_path / "config.toml").write_text("")
     log = RecordingWriter(tmp_path, RecordingHeader(stream.FORMAT, 1, 0, "", ""), 0, 8000)
-    kept = [log.add(n, step) for n, step in enumerate(steps)]
+    kept = [log.add(step.batch, step.metrics, step.digest) for step in steps]
     log.close()
     assert kept[0] and not kept[-1] and sorted(kept, reverse=True) == kept
     assert stream.measure_size(tmp_path) <= 8000
@@ -308,7 +308,7 @@ def test_the_bound_on_the_size_holds(recorded: dict[str, Any], tmp_path: Path) -
     assert "record.stream_mib" in read.explain_missing_part(6)
     # a resumed run with a larger bound: its batches cannot be reached
     later = RecordingWriter(tmp_path, RecordingHeader(stream.FORMAT, 2, 5, "", ""), 0, 10**9)
-    assert later.add(5, steps[5])
+    assert later.add(steps[5].batch, steps[5].metrics, steps[5].digest)
     later.close()
     read = stream.read(tmp_path)
     assert read.end == sum(kept) and len(read.lives) == 1

@@ -3,6 +3,7 @@ refuses."""
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +15,12 @@ from process_kit import ROOT, RUN_SEED, Ended, run_command
 
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.experiments import figures, serial
+from asyncrl.experiments import figures, process_run, serial
 from asyncrl.experiments.compare import analysis, grid, page, verdict, warm_pool
 from asyncrl.experiments.compare.arms import CORRECTIONS, parse_arm
+from asyncrl.experiments.compare.warm_pool import CellStore
+from asyncrl.models.policy import build_model
+from asyncrl.tasks.calc import CalcTask
 
 pytestmark = pytest.mark.slow
 
@@ -93,10 +97,8 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
     kept = out / "cells" / f"sync-seed{RUN_SEED}.json"
     before, stamp = json.loads(gone.read_text())["weights_digest"], kept.stat().st_mtime_ns
     gone.unlink()
-    again = call(model, out, *words)
-    assert again.code == 0
-    assert "9 of 10 runs are finished already" in again.err
-    assert "(10 of 10" in again.err
+    again = call(model, out, *words).check()
+    assert "9 of 10 runs are finished already" in again.err and "(10 of 10" in again.err
     assert kept.stat().st_mtime_ns == stamp
     assert json.loads(gone.read_text())["weights_digest"] == before
 
@@ -211,14 +213,11 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(
 
 def cell(correction: str, limit: str, low: float, high: float, **more: Any) -> dict[str, Any]:
     """A cell of three seeds, stable unless `more` says otherwise."""
+    middle, sd = (low + high) / 2, (high - low) / 4.97
     return {
         "correction": correction,
         "limit": limit,
-        "difference": {
-            "mean": (low + high) / 2,
-            "sd": (high - low) / 4.97,
-            "interval": [low, high],
-        },
+        "difference": {"mean": middle, "sd": sd, "interval": [low, high]},
         "ess": 0.9,
         "unstable": 0,
         "seeds": 3,
@@ -286,8 +285,7 @@ def test_the_suggested_limit_and_its_reason(cells: str, limit: str, words: str) 
     assert "staleness.inject" not in found["set"]
     if found["correction"] == "none":  # to be pasted as it is
         c = load.load("configs/rle.toml", [x for x in found["set"].split() if x != "--set"])
-        assert c.loss.surrogate == "vanilla"
-        assert c.correction.level == "none"
+        assert (c.loss.surrogate, c.correction.level) == ("vanilla", "none")
         assert c.staleness.max_lag == 4
 
 
@@ -314,3 +312,64 @@ def test_one_seed_suggests_nothing() -> None:
     one_seed = {"cells": [cell("ppo", "1", -0.1, 0.1)], "seeds": [0]}
     found = analysis.suggest(one_seed, plan_rle("ppo", 1.0))
     assert found["limit"] is None and "one seed" in found["reason"] and found["set"] == ""
+
+
+STEPS = 2
+SETS_TEXT = (
+    "learner.groups=2 learner.group_size=4 evaluation.every=0 evaluation.prompts=2 "
+    "evaluation.final_prompts=2 evaluation.ood_prompts=2 agent.step_s=3600.0 "
+    "wires.connect_s=3600.0 wires.lease_s=3600.0 watchdog.floor_s=3600.0 watchdog.startup_s=3600.0"
+)
+SETS = (f"seed={RUN_SEED}", "model.path=m", f"learner.steps={STEPS}", *SETS_TEXT.split())
+
+
+def test_a_cell_with_sessions_is_a_run_of_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of one run stands for all cells, which are analyzed as those of warm runs are."""
+    monkeypatch.chdir(tmp_path)
+    build_model(tmp_path / "m", CalcTask.symbols, hidden=32, layers=1)
+    plan = grid.make_plan("calc", SETS, [("configured", [])], [1.0], injected=False)
+    made = grid.Sweep(tmp_path / "s", plan, 1, print)
+    store = CellStore(tmp_path / "s")
+    cell = grid.Sweep.name_run(grid.SYNC, RUN_SEED)
+    store.add(cell, plan.arms[grid.SYNC], RUN_SEED)
+    events: list[tuple[str, dict[str, Any]]] = []
+    store.run(1, lambda name, event: events.append((name, event)))
+    assert events == [(cell, {"done": True})] and not store.list_missing()
+    record = store.read(cell)
+    assert (record["seed"], record["steps"], record["abandoned"]) == (RUN_SEED, STEPS, "")
+    assert record["accuracy"][0] == record["ood"][0] == [0.0, float(STEPS)]
+    heldout = record["evaluation_metrics"]["eval/heldout"]
+    assert heldout == dict(zip(("0", str(STEPS)), record["accuracy"][1], strict=True))
+    assert [row["version"] for row in record["curve"]] == [1, 2]
+    assert all("reward/mean" in row and "is/ess" in row for row in record["curve"])
+    assert set(record["lag_histogram"]) == {"0"} and len(record["batches"]) == STEPS
+    trained = record["ledger_lines"]["trained"]["tokens"]
+    assert trained == sum(record["lag_histogram"].values())
+    assert record["clock"] == round(1000 * record["wall_s"]) > 0 and record["weights_digest"]
+    run_dir = tmp_path / "s" / "runs" / cell
+    before = (run_dir / "summary.json").stat().st_mtime_ns
+    process_run.complete(run_dir, "calc", [], STEPS, tmp_path / "log")  # it is finished
+    assert (run_dir / "summary.json").stat().st_mtime_ns == before
+    cells = [*plan.cell.values()], [f"probe-limit{x}" for x in ("0", "1")]
+    for name in [grid.Sweep.name_run(cells[0][0], RUN_SEED), *cells[1]]:
+        shutil.copy(store.get_path(cell), store.get_path(name))
+    found = analysis.analyze_sweep(made)
+    assert found["missing"] == 0 and found["speed"] == {"0": 1.0, "1": 1.0}
+    assert found["cells"][0]["lag"] == 0 and found["cells"][0]["difference"]["mean"] == 0
+    assert page.format_cells(found)
+    assert json.dumps(found)
+
+
+def test_a_run_that_fails_names_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "a.log"
+    with pytest.raises(AsyncrlError, match=r"run a ended with exit code 2: .*no-config.* \(log: "):
+        process_run.complete(tmp_path / "a", "no-config.toml", [], 1, log)
+
+
+def test_engines_and_backends_that_need_processes_are_taken() -> None:
+    sets = ("generator.engine=vllm", "learner.backend=deepspeed")
+    for items in (sets[:1], sets[1:]):
+        plan = grid.make_plan("demo", items, [("none", [])], [2.0], injected=True)
+        assert load.dump(plan.arms["none-limit2"])

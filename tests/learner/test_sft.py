@@ -24,7 +24,7 @@ from asyncrl.models.policy import build_model, compute_weights_digest, export, l
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.records import jsonl
 from asyncrl.supervise.preflight import preflight
-from asyncrl.tasks import fit, get_task, pairs, warm_start
+from asyncrl.tasks import fit, get_task, warm_start
 from asyncrl.tasks.fit import FitExample
 from learner import sft
 
@@ -91,7 +91,7 @@ def test_every_assistant_turn_is_an_answer_behind_the_turns_before_it(
         ],
     )
     tokenizer = load_tokenizer(model)
-    rows = pairs.read(str(path), tokenizer, SftData(train=str(path)), 256, model).rows
+    rows = fit.read_pairs(str(path), tokenizer, SftData(train=str(path)), 256, model).rows
     assert [
         (tokenizer.decode(row.prompt.tolist()), tokenizer.decode(row.answer.tolist()))
         for row in rows
@@ -146,7 +146,7 @@ def test_a_chats_answer_ends_as_its_template_ends_it(
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
     path = written(tmp_path / "d.jsonl", [{"messages": turns}, {"prompt": "a", "answer": "b"}])
     tokenizer = load_tokenizer(model)
-    found = pairs.read(str(path), tokenizer, SftData(train=str(path)), 256, model)
+    found = fit.read_pairs(str(path), tokenizer, SftData(train=str(path)), 256, model)
     chat, plain = (tokenizer.decode(row.answer.tolist()) for row in found.rows)
     assert chat == learned
     assert plain == "b<eos>"
@@ -163,7 +163,7 @@ def test_a_template_that_fails_on_an_answer_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"d.jsonl:1: the chat template fails on the answer: .*no"
     ):
-        pairs.read(str(path), load_tokenizer(model), SftData(train=str(path)), 256, model)
+        fit.read_pairs(str(path), load_tokenizer(model), SftData(train=str(path)), 256, model)
 
 
 def test_a_run_of_what_it_leaves_ends_answers_where_the_learned_ones_end(
@@ -227,7 +227,7 @@ def test_a_bad_line_is_named(tmp_path: Path, model: Path, line: str, why: str) -
     path = tmp_path / "d.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n' + line + "\n")
     with pytest.raises(ConfigError) as error:
-        pairs.read(
+        fit.read_pairs(
             str(path), load_tokenizer(model), SftData(train=str(path), context=20), 256, model
         )
     assert why in str(error.value) and "\n" not in str(error.value)
@@ -239,16 +239,16 @@ def test_too_long_rows_are_left_out_where_that_is_asked_for(tmp_path: Path, mode
     )
     tokenizer = load_tokenizer(model)
     data = SftData(train=str(path), too_long="skip")
-    found = pairs.read(str(path), tokenizer, data, 22, model)
+    found = fit.read_pairs(str(path), tokenizer, data, 22, model)
     assert (len(found.rows), found.skipped) == (2, 0)  # 22 tokens fit
-    found = pairs.read(str(path), tokenizer, data, 21, model)
+    found = fit.read_pairs(str(path), tokenizer, data, 21, model)
     assert (len(found.rows), found.skipped) == (1, 1)
     with pytest.raises(ConfigError, match=r"d.jsonl:2: 22 tokens are more than the model's 21"):
-        pairs.read(str(path), tokenizer, SftData(train=str(path)), 21, model)
+        fit.read_pairs(str(path), tokenizer, SftData(train=str(path)), 21, model)
     with pytest.raises(ConfigError, match="has no usable rows"):
-        pairs.read(str(path), tokenizer, data, 2, model)
+        fit.read_pairs(str(path), tokenizer, data, 2, model)
     with pytest.raises(ConfigError, match=r"none.jsonl is not a file"):
-        pairs.read(str(tmp_path / "none.jsonl"), tokenizer, data, 21, model)
+        fit.read_pairs(str(tmp_path / "none.jsonl"), tokenizer, data, 21, model)
 
 
 def test_without_a_template_messages_are_refused_by_line(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_without_a_template_messages_are_refused_by_line(tmp_path: Path) -> None
         tmp_path / "d.jsonl", [{"messages": [{"role": "user", "content": "a"}], "answer": "b"}]
     )
     with pytest.raises(ConfigError, match=r"d.jsonl:1: has `messages`, and the tokenizer in"):
-        pairs.read(
+        fit.read_pairs(
             str(path), load_tokenizer(tmp_path / "bare"), SftData(train=""), 99, tmp_path / "bare"
         )
 

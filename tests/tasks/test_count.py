@@ -21,8 +21,8 @@ from asyncrl.models.policy import load_policy
 from asyncrl.tasks import get_task
 from asyncrl.tasks.calc import END, TURNS, CalcTask, Calculator, calculate
 from asyncrl.tasks.file import FileTask, canonicalize, read_prompts
+from asyncrl.tasks.fit import parse_pairs
 from asyncrl.tasks.mixture import MixtureTask
-from asyncrl.tasks.pairs import parse_pairs
 from asyncrl.tasks.pictures import count
 from asyncrl.tasks.synthetic import FIXED
 from asyncrl.tasks.warm_start import warm_start
@@ -51,13 +51,15 @@ def test_a_picture_has_as_many_shapes_as_the_answer_says() -> None:
             assert task.reward(prompt, prompt.answer) == 1.0 != task.reward(prompt, "0")
             seen.add(images.digest(blob))
     assert len(seen) == 180
-    disc, square = (pictures.decode_pixels(count.draw_picture(x + "." * 8)) for x in "rR")
+    blobs = [task.draw_images(f"r{x}........")[0] for x in "rR"]
+    disc, square = map(pictures.decode_pixels, blobs)
     assert (disc != 128).any(-1).sum() == 12 < (square != 128).any(-1).sum() == 16
 
 
 def test_demonstrations_have_the_pictures_of_their_questions() -> None:
     task = count.CountTask()
-    pairs, shown = task.make_demonstrations(400, 0), task.make_demonstration_images(400, 0)
+    pairs = task.make_demonstrations(400, 0)
+    shown = [task.draw_images(problem) for problem, _ in task.solve_demonstrations(400, 0)]
     right = [
         str(shapes(blob, text.removeprefix("<image>")[0])) == answer
         for (text, answer), (blob,) in zip(pairs, shown, strict=True)

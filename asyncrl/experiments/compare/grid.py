@@ -38,7 +38,6 @@ from asyncrl.experiments.compare.arms import (
     format_changes,
     format_differences,
 )
-from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.models import devices
 from asyncrl.records import health_checks, metrics
 from asyncrl.records.jsonl import JsonObject
@@ -259,7 +258,7 @@ def find_warm_arms(configs: Mapping[str, Config]) -> set[str]:
     possible = {
         name
         for name, config in configs.items()
-        if not needs_own_process(config) and not config.reward.uses_reward_processes
+        if not process_run.needs_own_process(config) and not config.reward.uses_reward_processes
     }
     injected = {name for name in possible if configs[name].staleness.inject is not None}
     sync = {name for name, config in configs.items() if config.staleness.limit == 0}

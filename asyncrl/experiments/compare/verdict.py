@@ -262,12 +262,16 @@ def list_instabilities(rewards: Sequence[float], rows: Sequence[Mapping[str, flo
     rewards: held-out, by evaluation.
     rows: metrics by step.
     """
-    entropy, cut = (
-        list_values(rows, name) for name in ("policy/entropy", "answer/truncated_share")
+    entropy, cut, kls = (
+        list_values(rows, name)
+        for name in ("policy/entropy", "answer/truncated_share", "kl/behavior_target_k3")
     )
     problems = [
         find_collapse(rewards),
-        find_kl_divergence(list_values(rows, "kl/behavior_target_k3")),
+        f"divergence: KL(behavior, target) above {KL_LIMIT:g} nats a token in "
+        f"{sum(not kl <= KL_LIMIT for kl in kls)} batches, up to {max(kls):.2f}"
+        if sum(kl > KL_LIMIT for kl in kls) >= BATCHES or not all(map(math.isfinite, kls))
+        else "",
         find_gradient_explosion(list_values(rows, "optim/grad_norm")),
         f"entropy collapse: {entropy[-1]:.3f} of {entropy[0]:.3f} nats a token"
         if entropy and min(entropy[-5:]) < ENTROPY_LIMIT * entropy[0]
@@ -292,15 +296,6 @@ def find_collapse(rewards: Sequence[float]) -> str:
                 f"{EVALUATIONS} evaluations"
             )
     return ""
-
-
-def find_kl_divergence(kls: Sequence[float]) -> str:
-    if sum(kl > KL_LIMIT for kl in kls) < BATCHES and all(map(math.isfinite, kls)):
-        return ""
-    return (
-        f"divergence: KL(behavior, target) above {KL_LIMIT:g} nats a token in "
-        f"{sum(not kl <= KL_LIMIT for kl in kls)} batches, up to {max(kls):.2f}"
-    )
 
 
 def find_gradient_explosion(norms: Sequence[float]) -> str:

@@ -31,7 +31,6 @@ from asyncrl.contract.importing import end_with_parent
 from asyncrl.contract.printable import describe_exit
 from asyncrl.experiments import process_run
 from asyncrl.experiments.compare.verdict import find_collapse
-from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.records import atomic_write
 
 # (cell, {"step", "accuracy"} while it runs or {"done": True})
@@ -178,7 +177,7 @@ def run_cells(directory: Path, abandon: bool) -> None:
             return find_collapse(rewards) if abandon else ""
 
         try:
-            if needs_own_process(config):
+            if process_run.needs_own_process(config):
                 run_dir = directory / "runs" / path.stem
                 log = directory / "logs" / f"{path.stem}.log"
                 process_run.complete(run_dir, str(path), [], config.learner.steps, log)

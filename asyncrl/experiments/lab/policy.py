@@ -86,11 +86,6 @@ class ResponseSpace:
         lp = self._sum_logprobs(p)
         return (lp.exp() * (lp - self._sum_logprobs(q))).sum()
 
-    def compute_entropy(self, p: Tensor) -> float:
-        """Return the entropy in nats a token."""
-        lp = self._sum_logprobs(p)
-        return float(-(lp.exp() * lp).sum() / self.length)
-
     def find_policy(self, theta: Tensor, kl: float, seed: int) -> Tensor:
         """Return a policy mu = theta + a noise with KL(mu || theta) = kl nats a token.
 

@@ -140,12 +140,13 @@ class TabularTrainer:
         log_w = ratios.compute_log_ratio(
             self.compute_logprobs(sampled).detach(), prep.batch.behavior
         )
+        chance = s.compute_probability(theta)
         return {
             "kl": float(s.compute_kl(mu, theta)) / s.length,
             "kl_batch": float((torch.expm1(log_w) - log_w).mean()),
             "kl_start": float(s.compute_kl(self.start, theta)) / s.length,
-            "reward": float((s.compute_probability(theta) * self.right).sum()),
-            "entropy": s.compute_entropy(theta),
+            "reward": float((chance * self.right).sum()),
+            "entropy": float(-(chance * chance.log()).sum() / s.length),
         }
 
     def _make_step(

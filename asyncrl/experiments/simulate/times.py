@@ -31,7 +31,7 @@ from asyncrl.algorithms.settings import NonNegative, PositiveFloat, PositiveShar
 from asyncrl.config import load as configs
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.diagnose import run_log
+from asyncrl.experiments import diagnose
 from asyncrl.models.devices import has_cuda
 from asyncrl.records import jsonl, metrics, process_log, rundir, trace
 from asyncrl.records.jsonl import JsonObject
@@ -286,16 +286,16 @@ def fit_log(path: Path, config: Config) -> TimeModel:
     grow with them. Without its own key, generation takes a step's seconds if the trainer waits.
 
     Raises ConfigError with the metric that is missing."""
-    log = run_log.read(path)
+    log = diagnose.read(path)
     step_s, wait_s = (log.find(role)[1] for role in ("step_s", "wait_s"))
-    values = {role: [*log.find(role)[1].values()] for role in run_log.TABLES["roles"]}
+    values = {role: [*log.find(role)[1].values()] for role in diagnose.TABLES["roles"]}
     values["wait_s"] = [max(0.0, step_s[step] - wait_s[step]) for step in step_s if step in wait_s]
     if sum(wait_s.values()) >= WAITING * sum(step_s.values()):
         values["generate_s"] = values["generate_s"] or values["step_s"]
     for role in ("length", "step_s", "wait_s", "generate_s"):
         if not values[role]:
             names = " or ".join(log.description.names.get(role, ["which this framework lacks"]))
-            meaning = run_log.TABLES["roles"][role]
+            meaning = diagnose.TABLES["roles"][role]
             raise ConfigError(f"{path}: a simulation also needs {meaning}: {names}")
     mean, seconds = (statistics.median(values[role]) for role in ("length", "generate_s"))
     longest = statistics.median(values["length_max"] or [1.5 * mean])

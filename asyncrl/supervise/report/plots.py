@@ -78,7 +78,14 @@ def build_plots(
                 )
                 for name, label in plot.series.items()
             ]
-            if plot.stacked and (areas := _align_lines([line for line in plot_lines if line.xs])):
+            areas = [line for line in plot_lines if line.xs] if plot.stacked else []
+            if areas:
+                # counts at the points of the longest line, so that they can be stacked
+                grid = np.array(max((line.xs for line in areas), key=len), dtype=np.float64)
+                for line in areas:
+                    across, values = np.array([line.xs, line.ys], dtype=np.float64)
+                    line.xs = grid.tolist()
+                    line.ys = np.interp(grid, across, values, left=0.0).tolist()
                 title = f"{plot.title}: {run}" if len(runs) > 1 else plot.title
                 figures.append(PagePlot(title, plot.unit, areas, AXIS_NAMES[axis], "areas"))
             lines += _merge_equal(plot_lines)
@@ -93,15 +100,6 @@ def build_plots(
         ):
             figures[-1].top = 1.02
     return figures
-
-
-def _align_lines(lines: Sequence[PlotLine]) -> list[PlotLine]:
-    """Interpolate lines of counts at the points of the longest one, so that they can be stacked."""
-    grid = np.array(max((line.xs for line in lines), key=len, default=()), dtype=np.float64)
-    for line in lines:
-        across, values = np.array([line.xs, line.ys], dtype=np.float64)
-        line.xs, line.ys = grid.tolist(), np.interp(grid, across, values, left=0.0).tolist()
-    return [*lines]
 
 
 def _fill_line(line: PlotLine, series: Series, axis: Axis, smooth: float, points: int) -> PlotLine:

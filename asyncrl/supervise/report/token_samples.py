@@ -60,13 +60,6 @@ def parse_range(text: str, key: str) -> tuple[float | None, float | None]:
     return (low, high) if dots else (low, low)
 
 
-def _is_inside(value: float | None, bounds: tuple[float | None, float | None]) -> bool:
-    low, high = bounds
-    if value is None:  # a Tinker server receives no rewards
-        return low is None and high is None
-    return (low is None or value >= low) and (high is None or value <= high)
-
-
 def measure_token_kl(row: JsonObject) -> float:
     """Return the mean k3 = r - 1 - log r (Schulman 2020) of the start policy, in nats a token."""
     terms: list[float] = [
@@ -135,7 +128,12 @@ class SampleStore:
         matches = [
             number
             for number, head in enumerate(self.heads)
-            if all(_is_inside(head[value], bound) for value, bound in bounds.items())
+            if all(
+                # a Tinker server receives no rewards
+                (low is None or (head[value] is not None and head[value] >= low))
+                and (high is None or (head[value] is not None and head[value] <= high))
+                for value, (low, high) in bounds.items()
+            )
             and query.ticket in (None, head.get("ticket"))
             and query.group_key in (None, head.get("group_key"))
             and (query.rule is None or query.rule in head["rules"])

@@ -48,7 +48,13 @@ class CountTask(SyntheticTask):
         return f"{images.MARKER}{problem[0]}="
 
     def draw_images(self, problem: str) -> list[bytes]:
-        return [draw_picture(problem[1:])]
+        cells = problem[1:]  # a letter each
+        rows = [
+            b"".join(_draw_cell(letter)[row] for letter in cells[first : first + CELLS])
+            for first in range(0, len(cells), CELLS)
+            for row in range(CELL)
+        ]
+        return [images.encode_png(SIDE, SIDE, b"".join(rows))]
 
     def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
         """Miscount by one in half of the cases."""
@@ -61,13 +67,3 @@ def _draw_cell(letter: str) -> list[bytes]:
     shape = SQUARE if letter.isupper() else DISC
     color = COLORS.get(letter.lower(), BACKGROUND)
     return [b"".join(bytes(color if dot == "#" else BACKGROUND) for dot in line) for line in shape]
-
-
-def draw_picture(cells: str) -> bytes:
-    """Return the picture of a problem's cells, one letter per cell, as a blob."""
-    rows = [
-        b"".join(_draw_cell(letter)[row] for letter in cells[first : first + CELLS])
-        for first in range(0, len(cells), CELLS)
-        for row in range(CELL)
-    ]
-    return images.encode_png(SIDE, SIDE, b"".join(rows))

@@ -31,7 +31,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.waits import BlockingSession
-from asyncrl.experiments.one_process import needs_own_process
+from asyncrl.experiments.process_run import needs_own_process
 from asyncrl.records.rundir import get_buffer_address
 from asyncrl.supervise import live
 

@@ -28,7 +28,7 @@ from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
-from asyncrl.experiments.one_process import needs_own_process
+from asyncrl.experiments.process_run import needs_own_process
 from asyncrl.records.rundir import get_buffer_address
 from asyncrl.supervise import live
 from asyncrl.tasks.calc import CalcTask

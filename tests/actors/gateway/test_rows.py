@@ -18,7 +18,7 @@ from trajectory_kit import trajectory
 
 from actors.gateway.service import build_limits
 from asyncrl.algorithms import loss as step_loss
-from asyncrl.algorithms.reductions import REDUCTIONS
+from asyncrl.algorithms.loss import REDUCTIONS
 from asyncrl.config import load
 from asyncrl.contract.errors import BadMessage, ConfigError
 from asyncrl.contract.messages import (
