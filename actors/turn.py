@@ -8,7 +8,7 @@ tickets --take--> schedule --requests--> engine --finished--> responses --submit
 
 The generator process (actors/generator.py) makes these steps between two reads of its socket, a run
 in one process (asyncrl/experiments/serial.py) between two updates, and an evaluation without a run
-(asyncrl/experiments/offline_eval.py) until all samples are scored. A simulated generator
+(asyncrl/experiments/model_evaluation.py) until all samples are scored. A simulated generator
 (asyncrl/experiments/simulate/simulation.py) keeps the same schedule and requests tickets by the
 same rule; its engine is simulated.
 

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract.versions import Label
-from asyncrl.experiments import offline_eval
+from asyncrl.experiments import model_evaluation
 from asyncrl.experiments.replay import replay as replaying
 from asyncrl.models.policy import compute_weights_digest, count_flat_bytes, load_policy
 from asyncrl.records import metrics, stream
@@ -145,7 +145,7 @@ def test_evaluations_are_those_of_a_run(small_model: Path) -> None:
         f"evaluation.{k}"
         for k in ("every=2", "ood_every=3", "prompts=4", "final_prompts=9", "ood_prompts=6")
     ]
-    e = object.__new__(offline_eval.OfflineEvaluator)
+    e = object.__new__(model_evaluation.OfflineEvaluator)
     config = load.load("configs/demo.toml", sets)
     e.plan = make_evaluations(config, build_task(config)).plan
     e.engine = SimpleNamespace(load=lambda *_: None)  # type: ignore[assignment]

@@ -26,7 +26,7 @@ from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteErro
 from asyncrl.contract.toml_writer import find_differences, read_table
 from asyncrl.experiments.compare.arms import format_changes
 from asyncrl.experiments.compare.verdict import list_instabilities
-from asyncrl.experiments.offline_eval import OfflineEvaluator
+from asyncrl.experiments.model_evaluation import OfflineEvaluator
 from asyncrl.experiments.replay import diff
 from asyncrl.experiments.replay.diff import MetricsByStep
 from asyncrl.models import policy
