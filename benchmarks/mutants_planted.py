@@ -170,6 +170,6 @@ PLANTED = [
         "asyncrl/contract/versions.py",
         "return self._depth[token_policy] - 2 * self._depth[ancestor]",
         "return -self._depth[token_policy]",
-        "tests/project/test_doctests.py::test_examples_in_docstrings[asyncrl.contract.versions]",
+        "tests/project/test_docs.py::test_examples_in_docstrings[asyncrl.contract.versions]",
     ),
 ]

@@ -852,7 +852,7 @@ def published_loss(name: str, b: LossBatch, lp: torch.Tensor) -> torch.Tensor:
     ["grpo", "dapo", "dr_grpo", "gspo", "sapo", "cispo", "rloo", "reinforce", "reinforce_pp"],
 )
 def test_a_well_known_method_has_the_gradient_of_its_paper(name: str) -> None:
-    """`remax` needs greedy completions: tests/algorithms/test_remax.py."""
+    """`remax` needs greedy completions: tests/algorithms/test_advantages.py."""
     b = batch(seed=3, groups=4, size=4, proximal=False)
     b.mask[:] = True
     b.truncated[:] = False

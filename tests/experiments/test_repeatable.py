@@ -9,12 +9,16 @@ from typing import Any
 import plain_exact_loop
 import pytest
 import torch
+from models_kit import model_fixture
 from process_kit import RUN_SEED
 from safetensors.torch import load_file
 from shared_reward import reward
+from warm_run_kit import SMALL
 
+from asyncrl.config import load
 from asyncrl.config.tree import TaskConfig
 from asyncrl.contract.versions import Label
+from asyncrl.experiments import serial
 from asyncrl.experiments.replay.diff import MACHINE
 from asyncrl.tasks import get_task
 from buffer.evaluation import EvaluationRound, EvaluationSet
@@ -163,3 +167,35 @@ def test_earlier_weights_as_proximal_policies_repeat(proximal: str, run: Run) ->
     assert killed["deaths"] and killed["digest"] == one["digest"]
     for a, b in zip(numbers(one["rows"]), numbers(killed["rows"]), strict=True):
         assert a == b
+
+
+model = model_fixture("0123456789=:,#", layers=1)
+
+
+def test_arms_see_the_same_data_at_their_own_lag_and_repeat_bitwise(model: Path) -> None:
+    def run(*sets: str) -> dict[str, object]:
+        return serial.run_serial(
+            load.load("configs/demo.toml", [f"model.path='{model}'", *SMALL, *sets]), 3 + RUN_SEED
+        )
+
+    sync, natural, late = (
+        run("staleness.max_lag=0"),
+        run("staleness.max_lag=2"),
+        run("staleness.max_lag=8", "staleness.inject=8"),
+    )
+    assert set(sync["lag_histogram"]) == {"0"}  # type: ignore[call-overload]
+    assert set(natural["lag_histogram"]) == {"0", "1", "2"}, (
+        "the engine goes on as far as the limit lets it"
+    )  # type: ignore[call-overload]
+    assert set(late["lag_histogram"]) == {"0", "1", "2", "3"}, (
+        "lag 8 of 4 batches: as old as there is"
+    )  # type: ignore[call-overload]
+    assert sync["trained_ids"] == natural["trained_ids"] == late["trained_ids"]
+    again = run("staleness.max_lag=2")
+    assert again["weights_digest"] == natural["weights_digest"] != sync["weights_digest"]
+    assert again["evals"] == natural["evals"]
+    last = str(natural["steps"])
+    rewards = natural["evals"]["heldout"][last]  # type: ignore[index]
+    metrics = natural["evaluation_metrics"]["eval/heldout"]  # type: ignore[index]
+    assert set(metrics) == set(natural["evals"]["heldout"])  # type: ignore[index]
+    assert metrics[last] == pytest.approx(sum(rewards) / len(rewards))

@@ -9,7 +9,7 @@ import torch
 from algorithms_catalogue_kit import vec, yes
 from surrogate_kit import covariance, term
 
-from asyncrl.algorithms import diagnostics, loss, ratios, reductions
+from asyncrl.algorithms import diagnostics, loss, ratios
 from asyncrl.algorithms.surrogates import DUAL, HIGH, LOW, choose_highest, sample_by_covariance
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Trajectory
@@ -223,16 +223,16 @@ def test_explained_variance_by_hand() -> None:
 
 def test_reductions_of_nothing_and_of_answers_that_have_nothing() -> None:
     seq = torch.tensor([0, 0, 1])
-    for how in reductions.REDUCTIONS:
-        assert reductions.compute_factors(yes(0, 0, 0), seq, 2, how).tolist() == [0, 0, 0]
+    for how in loss.REDUCTIONS:
+        assert loss.compute_factors(yes(0, 0, 0), seq, 2, how).tolist() == [0, 0, 0]
     # one answer has a token
-    values = reductions.compute_factors(yes(1, 0, 0), seq, 2, "seq-mean-token-sum")
+    values = loss.compute_factors(yes(1, 0, 0), seq, 2, "seq-mean-token-sum")
     assert values.tolist() == [1, 0, 0]
-    values = reductions.compute_factors(yes(1, 1, 0), seq, 2, "seq-mean-token-mean")
+    values = loss.compute_factors(yes(1, 1, 0), seq, 2, "seq-mean-token-mean")
     assert values.tolist() == [0.5, 0.5, 0]
-    got = reductions.compute_factors(yes(1, 1, 1), seq, 2, "seq-mean-token-sum-norm", 4.0)
+    got = loss.compute_factors(yes(1, 1, 1), seq, 2, "seq-mean-token-sum-norm", 4.0)
     assert got.tolist() == [0.125] * 3
-    got = reductions.compute_factors(yes(1, 1, 1), seq, 2, "seq-mean-token-sum-norm")
+    got = loss.compute_factors(yes(1, 1, 1), seq, 2, "seq-mean-token-sum-norm")
     assert got.tolist() == [0.5] * 3
 
 

@@ -19,7 +19,7 @@ from asyncrl.tinker.model_records import find_saved
 
 SYMBOLS = "0123456789+-*=? abcdefghijklmnopqrstuvwxyz:\n"
 PROMPT = [5, 13, 5, 16]
-# tests of another client than the server's run by another interpreter (test_tinker_cookbook.py)
+# tests of another client than the server's run by another interpreter (test_tinker_client.py)
 PYTHON = os.environ.get("TINKER_SERVER_PYTHON", sys.executable)
 
 
