@@ -21,7 +21,7 @@ from torch import Tensor, cat
 from asyncrl.contract.messages import RoutingShape
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.models import exact_operators, expert_layers
-from asyncrl.models.packed_attention import QueryBlock, cut_queries
+from asyncrl.models.packed_attention import cut_queries
 from asyncrl.models.packed_forward import ModelLayout, find_kept_tokens, renormalize, rotate
 
 MASKED = -1e30
@@ -578,8 +578,8 @@ def run_layers(
     if w.exact or prefix is not None:
         # a block has SCORES attention scores, so that memory grows with n instead of its square
         most_queries = max(1, SCORES // max(1, b * lay.heads * (past + n)))
-        blocks = cut_queries(n, n, 0, ids.device.type, most_queries)
-        longest = max(block.end - block.first for block in blocks)
+        blocks = cut_queries(n, most_queries, ids.device.type)
+        longest = blocks[0].stop
         bias = torch.full((longest, longest), MASKED, device=ids.device).triu_(1)
         mask = BlockMask(known_bias, blocks, bias)
     turns = w.compute_rotations(positions)
@@ -609,7 +609,7 @@ class BlockMask(NamedTuple):
 
     # [B, 1, 1, M] over the keys of a known prefix: its padding is masked; 0: M = 0
     prefix_bias: Tensor | float
-    blocks: Sequence[QueryBlock]
+    blocks: Sequence[slice]
     # [m, m], causal, among the tokens of the longest block; a shorter one uses its top left corner
     bias: Tensor
 
@@ -633,13 +633,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, prefix: BlockMask | None) -> Tensor
         )
     outputs = []
     for block in prefix.blocks:
-        queries, end = block.end - block.first, past + block.end
+        queries, end = block.stop - block.start, past + block.stop
         mask = q.new_zeros(b, 1, queries, end)
         mask[..., :past] = prefix.prefix_bias
-        mask[..., past + block.first :] = prefix.bias[:queries, :queries]
+        mask[..., past + block.start :] = prefix.bias[:queries, :queries]
         outputs.append(
             F.scaled_dot_product_attention(
-                q[:, :, block.first : block.end],
+                q[:, :, block],
                 k[:, :, :end],
                 v[:, :, :end],
                 mask,
@@ -704,11 +704,11 @@ def _attend_exactly(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     by_key = q.reshape(b, groups, heads // groups, n, dim)
     attended = []
     for block in mask.blocks:
-        queries = block.end - block.first
+        queries = block.stop - block.start
         of_block = exact_operators.attend(
-            by_key[:, :, :, block.first : block.end].reshape(b, groups, -1, dim),
-            keys[:, : block.columns],
-            values[:, : block.columns],
+            by_key[:, :, :, block].reshape(b, groups, -1, dim),
+            keys[:, : block.stop],
+            values[:, : block.stop],
             mask.bias[:queries, :queries].repeat(heads // groups, 1),
         )
         attended.append(of_block.view(b, heads, queries, dim))

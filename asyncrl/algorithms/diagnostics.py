@@ -112,7 +112,7 @@ class DiagnosticTokens:
 
 @cache
 def _copy_edges(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Copy BUCKET_STARTS and EDGES to a device, for which a host would wait each time."""
+    """Copy BUCKET_STARTS and EDGES to a device, which a host would wait for each time."""
     return BUCKET_STARTS.to(device), EDGES.to(device, torch.float64)
 
 

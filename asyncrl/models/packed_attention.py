@@ -1,45 +1,96 @@
-"""Attention over packed tokens, which are padded into rows only here.
+"""Attention over packed tokens: prompts attend to themselves, responses to their prompt too.
 
-Prompts attend to themselves; responses attend to their prompt and to themselves. Long rows are
-cut into blocks of queries, each over the keys that its last query sees. A causal mask excludes
-half of a row's scores; with the cuts little more than the other half is computed and stored. The
-backward pass is written by hand in the layout of the forward pass: autograd's, with its copies,
-takes several times as long.
+Long rows use flash attention, which stores no probabilities. All others are padded into rows here,
+and only here. Their backward pass is written by hand in the layout of the forward pass: autograd's,
+with its copies, takes several times as long.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, bmm, cat
 
 from asyncrl.models import exact_operators
 
-UNCUT = {"cpu": 64}  # rows of up to so many queries are not cut
-UNCUT_ELSEWHERE = 256  # larger on a GPU, where each cut costs several kernel launches
-MOST_CUTS = 32  # blocks of a row
+aten: Any = torch.ops.aten
+cpu_flash = aten._scaled_dot_product_flash_attention_for_cpu
+cpu_flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+UNCUT = {"cpu": 64}  # prompts behind a prefix of up to so many tokens are one block
+UNCUT_ELSEWHERE = 256  # larger on a GPU, where each block costs several kernel launches
+MOST_CUTS = 32  # blocks of a row, where they fit into SCORES
+ROWS_UP_TO = 64  # tokens of a row on a CPU; longer ones use flash attention
+
+
+class FlashCall(NamedTuple):
+    """The sequences of one flash call, the same number of queries' and keys' ones."""
+
+    queries: Tensor  # int32 [S + 1], where each one begins, then the end
+    keys: Tensor  # int32 [S + 1]
+    longest_query: int  # tokens
+    longest_key: int
+    causal: bool
 
 
 @dataclass(frozen=True)
-class QueryBlock:
-    """Queries `first` to `end` of every row, which see at most the first `columns` keys."""
+class PackedSequences:
+    """The calls of flash attention over packed tokens, of which none is padded or copied.
 
-    first: int
-    end: int
-    columns: int
+    The responses of a prompt follow each other, so that their queries are one sequence.
+    """
+
+    own: FlashCall  # each prompt and each response over itself
+    over_prompts: FlashCall | None  # all responses of a prompt over it; None: all have one token
+    prompt_tokens: int
 
 
 @dataclass(frozen=True)
-class AttentionTable:
-    """B rows of Q queries over K keys."""
+class AttentionSide:
+    """B rows of Q queries over K keys, of h query heads and h_kv key heads."""
 
-    rows: Tensor  # [B, Q], index of each query among the packed tokens; padding: 0
-    keys: Tensor  # [B, K], index of each key among the packed tokens; padding: 0
-    bias: Tensor  # [B, Q, K], added to the scores
-    flat: Tensor  # [n], positions in [B * Q] of the rows' tokens, which are packed in order
-    query_offset: int  # query q of a row sees no key after column query_offset + q
+    shape: tuple[int, int, int]  # B, Q, K
+    queries: Tensor  # [B * h * Q], among the packed tokens' heads; padding: any
+    keys: Tensor  # [B * h_kv * K], among the packed tokens' heads; padding: any
+    back: Tensor  # [n * h], each packed query's index in [B, h, Q]
+    bias: Tensor  # [B or 1, 1, Q, K], added to the scores
+
+    @classmethod
+    def build(
+        cls, tables: Sequence[Tensor], positions: Sequence[Tensor], heads: tuple[int, int]
+    ) -> AttentionSide:
+        """Build the side of rows whose queries see the keys up to their own position.
+
+        tables: of queries [B, Q] and keys [B, K] among the packed tokens, padding: 0; and of the
+            packed queries in [B * Q]
+        positions: of queries [B or 1, Q] and of keys [B or 1, K] in their sequences
+        heads: h and h_kv
+        """
+        rows, keys, flat = tables
+        of_queries, of_keys = positions
+        visible = of_keys[:, None, None] <= of_queries[:, None, :, None]
+        return cls(
+            (len(rows), rows.shape[1], keys.shape[1]),
+            _index_by_head(rows, heads[0]),
+            _index_by_head(keys, heads[1]),
+            index_by_position(flat, rows.shape[1], heads[0]),
+            torch.where(visible, 0.0, exact_operators.MASKED),
+        )
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """All attention calls of a layer over padded rows."""
+
+    prompts: AttentionSide  # each prompt over itself
+    answers: list[AttentionSide]  # responses of similar length, over their prompt and themselves
+    owners: list[Tensor]  # of each of `answers`, the prompt [B] of each row
+    prompt_keys: Tensor  # index of each packed prompt token's heads in [G, h_kv, Pmax]
+    answer_keys: list[Tensor]  # of each of `answers`, its tokens' indices in [B, h_kv, K]
+    exact: bool  # use the operators of exact mode, where queries are already scaled
 
 
 @dataclass(frozen=True)
@@ -47,17 +98,12 @@ class PackingPlan:
     """The packing of a micro-batch.
 
     The n packed tokens are the unique prompts, then each response without its last token, in the
-    order of `answers`. N is the number of response tokens.
+    order `order`. N is the number of response tokens.
     """
 
     ids: Tensor  # [n]
     positions: Tensor  # [n]
-    prompts: AttentionTable  # each prompt over itself
-    answers: list[AttentionTable]  # responses of similar length, over their prompt and themselves
-    owners: list[Tensor]  # of each table, the prompt [B] of each row
-    # of each table, the column [B] of a row's first own key, after its prompt; prompts are padded
-    # to the longest one, except in exact mode
-    starts: list[Tensor]
+    attention: AttentionRows | PackedSequences
     picks: Tensor  # [N], packed token whose state predicts each response token
     targets: Tensor  # [N], response tokens
     sample: Tensor  # [N], sample of each response token
@@ -65,91 +111,20 @@ class PackingPlan:
     order: list[int]  # the samples in the order of their responses
 
 
-@dataclass(frozen=True)
-class AttentionSide:
-    """An `AttentionTable` with flat indices for h query heads and h_kv key heads."""
+def cut_queries(width: int, most: int, device: str) -> list[slice]:
+    """Cut rows of `width` queries into blocks, which begin at multiples of `exact_operators.KEYS`.
 
-    shape: tuple[int, int, int]  # B, Q, K
-    queries: Tensor  # [B * h * Q], among the packed tokens' heads; padding: any
-    keys: Tensor  # [B * h_kv * K], among the packed tokens' heads; padding: any
-    back: Tensor  # [n * h], each packed query's index in [B, h, Q]
-    bias: Tensor  # [B, 1, Q, K]
-    cuts: list[QueryBlock]  # the last one sees all keys
-
-    @classmethod
-    def from_table(cls, table: AttentionTable, heads: int, kv_heads: int) -> AttentionSide:
-        width = table.rows.shape[1]
-        columns = table.keys.shape[1]
-        return cls(
-            (len(table.rows), width, columns),
-            _index_by_head(table.rows, heads),
-            _index_by_head(table.keys, kv_heads),
-            _index_by_position(table.flat, width, heads),
-            table.bias[:, None],
-            cut_queries(width, columns, table.query_offset, table.keys.device.type),
-        )
-
-
-@dataclass(frozen=True)
-class AttentionRows:
-    """All attention calls of a layer."""
-
-    prompts: AttentionSide
-    answers: list[AttentionSide]
-    owners: list[Tensor]  # of each of `answers`, the prompt [B] of each row
-    prompt_keys: Tensor  # index of each packed prompt token's heads in [G, h_kv, Pmax]
-    answer_keys: list[Tensor]  # of each of `answers`, its tokens' indices in [B, h_kv, K]
-    exact: bool  # use the operators of exact mode, where queries are already scaled
-
-    @classmethod
-    def from_plan(
-        cls, plan: PackingPlan, heads: int, kv_heads: int, exact: bool = False
-    ) -> AttentionRows:
-        answer_keys = []
-        for table, start in zip(plan.answers, plan.starts, strict=True):
-            longest, columns = table.rows.shape[1], table.keys.shape[1]
-            row = table.flat // max(longest, 1)
-            places = table.flat + row * (columns - longest) + start[row]
-            answer_keys.append(_index_by_position(places, columns, kv_heads))
-        return cls(
-            AttentionSide.from_table(plan.prompts, heads, kv_heads),
-            [AttentionSide.from_table(table, heads, kv_heads) for table in plan.answers],
-            plan.owners,
-            _index_by_position(plan.prompts.flat, plan.prompts.rows.shape[1], kv_heads),
-            answer_keys,
-            exact,
-        )
-
-
-def cut_queries(
-    width: int, columns: int, query_offset: int, device: str, max_queries: int = 0
-) -> list[QueryBlock]:
-    """Cut rows of `width` queries over `columns` keys into blocks.
-
-    All ends but the last, and all numbers of keys, are multiples of `exact_operators.KEYS`.
-    query_offset: see `AttentionTable`.
-    max_queries: largest number of queries in a block, rounded down to such a multiple (at least
-        one), with any number of blocks; 0: no limit.
+    most: queries in a block, rounded down to such a multiple (at least one).
     """
     uncut = UNCUT.get(device, UNCUT_ELSEWHERE)
-    if width <= uncut and not 0 < max_queries < width:
-        return [QueryBlock(0, width, columns)]
-    block_count = min(MOST_CUTS, -(-width // uncut))
-    step = exact_operators.round_up(-(-width // block_count), exact_operators.KEYS)
-    if max_queries:
-        step = min(
-            step,
-            exact_operators.round_up(max_queries - exact_operators.KEYS + 1, exact_operators.KEYS),
-        )
-    blocks = []
-    for start in range(0, width, step):
-        end = min(start + step, width)
-        visible = columns
-        if end < width:
-            padded = exact_operators.round_up(query_offset + end, exact_operators.KEYS)
-            visible = min(padded, columns)
-        blocks.append(QueryBlock(start, end, visible))
-    return blocks
+    if width <= min(uncut, most):
+        return [slice(0, width)]
+    even = -(-width // min(MOST_CUTS, -(-width // uncut)))
+    step = min(
+        exact_operators.round_up(count, exact_operators.KEYS)
+        for count in (even, most - exact_operators.KEYS + 1)
+    )
+    return [slice(start, min(start + step, width)) for start in range(0, width, step)]
 
 
 def _index_by_head(table: Tensor, heads: int) -> Tensor:
@@ -158,7 +133,7 @@ def _index_by_head(table: Tensor, heads: int) -> Tensor:
     return (table[:, None] * heads + head).flatten()
 
 
-def _index_by_position(flat: Tensor, width: int, heads: int) -> Tensor:
+def index_by_position(flat: Tensor, width: int, heads: int) -> Tensor:
     """Index [n * heads] in [B, heads, width] of the entries `flat` [n] of [B, width].
 
     The heads of a packed token are consecutive.
@@ -168,15 +143,126 @@ def _index_by_position(flat: Tensor, width: int, heads: int) -> Tensor:
     return ((row[:, None] * heads + head) * width + column[:, None]).flatten()
 
 
-def attend_packed(q: Tensor, k: Tensor, v: Tensor, rows: AttentionRows) -> Tensor:
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, rows: AttentionRows | PackedSequences) -> Tensor:
     """Attention of packed tokens, prompts first, differentiable.
 
     q: [n, h, d]
     k, v: [n, h_kv, d]
     Returns [n, h * d].
     """
-    attended: Tensor = _Attention.apply(q, k, v, rows)  # type: ignore[no-untyped-call]
+    function: Any = _FlashAttention if isinstance(rows, PackedSequences) else _Attention
+    attended: Tensor = function.apply(q, k, v, rows)
     return attended
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Attention that stores no probabilities: its memory is linear in the number of tokens.
+
+    A response's attention over its prompt and that over itself are two calls, which the sums of
+    their exponentials join. With the joint sums, the backward pass of each call gives its share of
+    the gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: PackedSequences) -> Tensor:
+        attended, logsumexp = _attend_flash(q, k, v, rows.own)
+        start = rows.prompt_tokens
+        if rows.over_prompts is not None:
+            other, to_prompt = _attend_flash(q[start:], k[:start], v[:start], rows.over_prompts)
+            total = torch.logaddexp(logsumexp[:, start:], to_prompt)
+            own_share, prompt_share = (
+                (part - total).exp().T[..., None] for part in (logsumexp[:, start:], to_prompt)
+            )
+            attended[start:] = attended[start:] * own_share + other * prompt_share
+            logsumexp[:, start:] = total
+        ctx.rows = rows
+        ctx.save_for_backward(q, k, v, attended, logsumexp)
+        return attended.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, attended, logsumexp = ctx.saved_tensors
+        rows: PackedSequences = ctx.rows
+        start = rows.prompt_tokens
+        grad = grads[0].reshape(q.shape)
+        to_q, to_k, to_v = _backpropagate_flash(grad, q, k, v, attended, logsumexp, call=rows.own)
+        if rows.over_prompts is not None:
+            tensors = grad[start:], q[start:], k[:start], v[:start], attended[start:]
+            sums = logsumexp[:, start:].contiguous()
+            more = _backpropagate_flash(*tensors, sums, call=rows.over_prompts)
+            to_q[start:] += more[0]
+            to_k[:start] += more[1]
+            to_v[:start] += more[2]
+        return to_q, to_k, to_v, None
+
+
+def _attend_flash(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+    """Return the attended [n, h, d], and the logarithm of each sum of exponentials, fp32 [h, n]."""
+    if q.device.type != "cpu":
+        bounds = *call[:4], 0.0, call.causal, False
+        attended, logsumexp, *_ = aten._flash_attention_forward(q, k, v, *bounds)
+        return attended, logsumexp
+    attended, logsumexp = torch.empty_like(q), q.new_empty(q.shape[1::-1], dtype=torch.float32)
+    views = [
+        _view_by_key_head(x, k.shape[1], len(logsumexp) // k.shape[1]) for x in (q, k, v, attended)
+    ]
+    sums = logsumexp.view(*views[0].shape[:3])
+    for queries, keys in _list_sequences(call):
+        views[3][:, :, queries], sums[:, :, queries] = cpu_flash(
+            views[0][:, :, queries], views[1][:, :, keys], views[2][:, :, keys], 0.0, call.causal
+        )
+    return attended, logsumexp
+
+
+def _backpropagate_flash(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attended: Tensor,
+    logsumexp: Tensor,
+    *,
+    call: FlashCall,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v by the keys of a call.
+
+    attended, logsumexp: over all keys that the queries see, also those of other calls.
+    """
+    tensors = grad, q, k, v, attended
+    if q.device.type != "cpu":
+        unused = q.new_empty(2, dtype=torch.uint64)  # the state of dropout's random numbers
+        bounds = *call[:4], 0.0, call.causal
+        gradients: tuple[Tensor, ...] = aten._flash_attention_backward(
+            *tensors, logsumexp, *bounds, unused, unused
+        )
+        return gradients
+    results = [torch.zeros_like(x) for x in (q, k, v)]
+    of_queries, of_keys, of_values = (_view_by_key_head(x, k.shape[1]) for x in results)
+    views = [_view_by_key_head(x, k.shape[1], len(logsumexp) // k.shape[1]) for x in tensors]
+    sums = logsumexp.view(*views[0].shape[:3])
+    for queries, keys in _list_sequences(call):
+        parts = [
+            view[:, :, part]
+            for view, part in zip(views, (queries, queries, keys, keys, queries), strict=True)
+        ]
+        of_queries[:, :, queries], to_keys, to_values = cpu_flash_backward(
+            *parts, sums[:, :, queries], 0.0, call.causal
+        )
+        of_keys[:, :, keys] = to_keys.sum(1, keepdim=True)
+        of_values[:, :, keys] = to_values.sum(1, keepdim=True)
+    return tuple(results)
+
+
+def _view_by_key_head(x: Tensor, kv_heads: int, repeats: int = 1) -> Tensor:
+    """View x [n, heads, d] as [h_kv, heads / h_kv, n, d]; repeats: of keys, without a copy."""
+    by_head = x.view(len(x), kv_heads, -1, x.shape[2]).permute(1, 2, 0, 3)
+    return by_head.expand(-1, max(repeats, by_head.shape[1]), -1, -1)
+
+
+def _list_sequences(call: FlashCall) -> list[tuple[slice, slice]]:
+    """Return the queries and keys of each sequence that has queries."""
+    bounds = zip(pairwise(call.queries.tolist()), pairwise(call.keys.tolist()), strict=True)
+    return [(slice(*queries), slice(*keys)) for queries, keys in bounds if queries[0] < queries[1]]
 
 
 class _Attention(torch.autograd.Function):
@@ -185,7 +271,7 @@ class _Attention(torch.autograd.Function):
         dim = q.shape[2]
         by_head = q.reshape(-1, dim), k.reshape(-1, dim), v.reshape(-1, dim)
         ctx.rows, ctx.scale = rows, 1.0 if rows.exact else dim**-0.5
-        saved: list[Tensor] = []  # of each side: queries, keys, values, shares of each block
+        saved: list[Tensor] = []  # of each side: queries, keys, values, shares
         parts = []
         for side in (rows.prompts, *rows.answers):
             attended, side_saved = _attend_side(
@@ -205,11 +291,9 @@ class _Attention(torch.autograd.Function):
         lengths = [len(side.back) for side in sides]
         grad = torch.split(grads[0].reshape(-1, dim)[: sum(lengths)], lengths)
         gradients = []
-        start = 0
-        for side, of_side in zip(sides, grad, strict=True):
-            end = start + 3 + len(side.cuts)
-            gradients.append(_backpropagate_side(side, of_side, saved[start:end], ctx.scale))
-            start = end
+        for at, (side, of_side) in enumerate(zip(sides, grad, strict=True)):
+            of_this = saved[4 * at : 4 * at + 4]
+            gradients.append(_backpropagate_side(side, of_side, of_this, ctx.scale))
         queries = cat([of_queries for of_queries, _, _ in gradients])
         keys = _sum_key_gradients(rows, [of_keys for _, of_keys, _ in gradients])
         values = _sum_key_gradients(rows, [of_values for _, _, of_values in gradients])
@@ -248,45 +332,14 @@ def _attend_side(
     queries = q.index_select(0, side.queries).view(groups, -1, dim)
     keys = k.index_select(0, side.keys).view(groups, columns, dim)
     values = v.index_select(0, side.keys).view(groups, columns, dim)
-    saved = [queries, keys, values]
     if scale is not None:
         queries.mul_(scale)
+    scores = bmm(queries, keys.transpose(1, 2)).float()
+    scores.view(side.shape[0], -1, *side.shape[1:]).add_(side.bias)
+    shares = torch.softmax(scores, -1).to(queries.dtype)  # [B * h_kv, queries, keys]
     multiply = exact_operators.sum_weighted_values if scale is None else bmm
-    parts = []
-    for cut in side.cuts:
-        # attention probabilities [B * h_kv, queries, keys] of a block
-        block = _select_block_queries(queries, side, cut)
-        scores = bmm(block, keys[:, : cut.columns].transpose(1, 2)).float()
-        bias = side.bias[:, :, cut.first : cut.end, : cut.columns]
-        scores.view(len(bias), -1, *bias.shape[2:]).add_(bias)
-        shares = torch.softmax(scores, -1).to(queries.dtype)
-        parts.append(multiply(shares, values[:, : cut.columns]))
-        saved.append(shares)
-    return _join_blocks(parts, side).index_select(0, side.back), saved
-
-
-def _select_block_queries(x: Tensor, side: AttentionSide, cut: QueryBlock) -> Tensor:
-    """Select a block's queries from x [B * h_kv, queries, d].
-
-    The queries of heads that share a key head are stored head after head.
-    """
-    if len(side.cuts) == 1:
-        return x
-    groups, _, dim = x.shape
-    by_head = x.view(groups, -1, side.shape[1], dim)
-    return by_head[:, :, cut.first : cut.end].reshape(groups, -1, dim)
-
-
-def _join_blocks(parts: list[Tensor], side: AttentionSide) -> Tensor:
-    """Join blocks [B * h_kv, queries, d] into [B * h * Q, d]; inverts `_select_block_queries`."""
-    groups, _, dim = parts[0].shape
-    if len(parts) > 1:
-        by_head = [
-            part.view(groups, -1, cut.end - cut.first, dim)
-            for part, cut in zip(parts, side.cuts, strict=True)
-        ]
-        return cat(by_head, 2).view(-1, dim)
-    return parts[0].view(-1, dim)
+    attended = multiply(shares, values).view(-1, dim).index_select(0, side.back)
+    return attended, [queries, keys, values, shares]
 
 
 def _backpropagate_side(
@@ -297,27 +350,15 @@ def _backpropagate_side(
     The latter are in the rows' layout. Padded queries have no gradient, and add none to keys.
     grad: [n * h, d]
     """
-    queries, keys, values, *blocks = saved
+    queries, keys, values, shares = saved
     dim = queries.shape[2]
     padded = torch.zeros_like(queries)
     padded.view(-1, dim).index_copy_(0, side.back, grad)
-    of_queries: list[Tensor] = []
-    of_keys = of_values = torch.empty(0)
-    for cut, shares in zip(reversed(side.cuts), reversed(blocks), strict=True):
-        block_grad = _select_block_queries(padded, side, cut)
-        block_queries = _select_block_queries(queries, side, cut)
-        to_values = bmm(shares.transpose(1, 2), block_grad)
-        of_shares = bmm(block_grad, values[:, : cut.columns].transpose(1, 2))
-        of_scores = torch._softmax_backward_data(of_shares, shares, -1, shares.dtype)
-        of_queries.insert(0, bmm(of_scores, keys[:, : cut.columns]))
-        to_keys = bmm(of_scores.transpose(1, 2), block_queries)
-        if len(of_queries) == 1:
-            of_keys, of_values = to_keys, to_values  # the last block has all columns
-        else:
-            of_keys[:, : cut.columns] += to_keys
-            of_values[:, : cut.columns] += to_values
-    packed = _join_blocks(of_queries, side).index_select(0, side.back).mul_(scale)
-    return packed, of_keys, of_values
+    of_values = bmm(shares.transpose(1, 2), padded)
+    of_shares = bmm(padded, values.transpose(1, 2))
+    of_scores = torch._softmax_backward_data(of_shares, shares, -1, shares.dtype)
+    of_queries = bmm(of_scores, keys).view(-1, dim).index_select(0, side.back).mul_(scale)
+    return of_queries, bmm(of_scores.transpose(1, 2), queries), of_values
 
 
 def _sum_key_gradients(rows: AttentionRows, sides: list[Tensor]) -> Tensor:

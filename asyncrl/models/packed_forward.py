@@ -26,7 +26,13 @@ from asyncrl.contract.messages import RoutingShape
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.models import exact_operators, expert_layers, packed_attention
-from asyncrl.models.packed_attention import AttentionRows, AttentionTable, PackingPlan
+from asyncrl.models.packed_attention import (
+    AttentionRows,
+    AttentionSide,
+    FlashCall,
+    PackedSequences,
+    PackingPlan,
+)
 
 FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"}
 SPARSE = {"qwen3_moe", "mixtral"}
@@ -35,6 +41,17 @@ LOGIT_CHUNK = 1 << 24  # logits in memory at a time (64 MB in fp32)
 # of a table cost more where each one starts a kernel on another device
 WORTH_A_TABLE = {"cpu": 1 << 13}
 WORTH_A_TABLE_ELSEWHERE = 1 << 20
+HIDDEN = 1 << 40  # the position of padding, behind all queries
+
+
+def copy_to(device: torch.device, x: Tensor) -> Tensor:
+    """Copy x to a device; from pinned memory, so that the host does not wait for a GPU's work."""
+    is_pinned = device.type == "cuda" and x.device.type == "cpu"
+    return (x.pin_memory() if is_pinned else x).to(device, non_blocking=is_pinned)
+
+
+def _to_device(x: ndarray, device: torch.device, dtype: type = np.int64) -> Tensor:
+    return copy_to(device, from_numpy(np.ascontiguousarray(x, dtype=dtype)))
 
 
 def copy_to(device: torch.device, x: Tensor) -> Tensor:
@@ -289,7 +306,7 @@ class SupportTable:
         self.offsets = np.concatenate([[0], np.cumsum(joined.sizes)])
         position = np.repeat(np.arange(len(joined.sizes)), joined.sizes)
         self.position, self.ids = (_to_device(x, device) for x in (position, joined.ids))
-        self.truncated = copy_to(device, from_numpy(joined.sizes > 0))
+        self.truncated = _to_device(joined.sizes > 0, device, np.bool_)
 
     @classmethod
     def build(
@@ -330,16 +347,13 @@ class SupportTable:
 def count_logit_rows(head: Tensor) -> int:
     """Return the number of tokens whose logits are in memory at a time; head: [V, H].
 
-    Each time the whole head is read, so a GPU takes at least 1,024 tokens: four float32 tensors of
-    0.6 GB at 150,000 symbols.
+    Each time, the whole head is read. On a GPU, the four float32 tensors of that size take 1 / 32
+    of its memory, or as much as 1,024 tokens need.
     """
-    return max(1 if head.device.type == "cpu" else 1024, LOGIT_CHUNK // len(head))
-
-
-def _compute_logs(hidden: Tensor, head: Tensor, scale: Tensor) -> Tensor:
-    """Log-probabilities [n, V] in float32."""
-    logits = exact_operators.multiply(hidden, head.T).float()
-    return log_softmax(logits.mul_(scale[:, None]), -1)
+    if head.device.type == "cpu":
+        return max(1, LOGIT_CHUNK // len(head))
+    total = torch.cuda.get_device_properties(head.device).total_memory
+    return max(1024, total // (32 * 4 * 4 * len(head)))
 
 
 class _PickedLogprobs(Function):
@@ -367,7 +381,9 @@ class _PickedLogprobs(Function):
         saved_logs = []
         for at in range(0, n, step):
             s = slice(at, at + step)
-            logs = _compute_logs(hidden[s], weight, scale[s])
+            logs = log_softmax(
+                exact_operators.multiply(hidden[s], weight.T).float().mul_(scale[s, None]), -1
+            )
             picked = logs if support is None else support.renormalize(logs, at)
             lp[s] = picked.gather(1, targets[s, None])[:, 0]
             if want_entropy:
@@ -389,7 +405,9 @@ class _PickedLogprobs(Function):
             if saved_logs:
                 logs = saved_logs[0]
             else:
-                logs = _compute_logs(hidden[s], weight, scale[s])
+                logs = log_softmax(
+                    exact_operators.multiply(hidden[s], weight.T).float().mul_(scale[s, None]), -1
+                )
             p = logs.exp()
             supported = p if ctx.support is None else ctx.support.renormalize(logs, at).exp()
             d = supported * -grads[0][s, None]
@@ -526,67 +544,20 @@ def _group_by_length(lengths: ndarray, prompt: int, worth: int) -> list[ndarray]
     return groups
 
 
-def _build_keys_by_position(
-    lengths: tuple[ndarray, ndarray], begins: tuple[ndarray, ndarray], valid: ndarray
-) -> tuple[ndarray, ndarray]:
-    """Return keys [B, K] and which of them each query sees, [B, Q, K], for exact mode.
-
-    The key of position p is in column p.
-    lengths, begins: [B] each, of a row's prompt and of its response, among the packed tokens
-    valid: [B, Q]
-    """
-    prompt_lengths, response_lengths = lengths
-    column = np.arange(
-        exact_operators.round_up(
-            int((prompt_lengths + response_lengths).max()), exact_operators.KEYS
-        )
-    )[None]
-    of_prompt = begins[0][:, None] + column
-    of_answer = begins[1][:, None] + column - prompt_lengths[:, None]
-    keys = np.where(column < prompt_lengths[:, None], of_prompt, of_answer)
-    query = np.arange(valid.shape[1])[None, :, None]
-    visible = valid[:, :, None] & (column[:, None] <= prompt_lengths[:, None, None] + query)
-    return np.where(column < (prompt_lengths + response_lengths)[:, None], keys, 0), visible
-
-
-def _build_causal_mask(valid: ndarray) -> ndarray:
-    """Return the causal mask: which keys of its row each query sees, bool [B, Q, Q].
-
-    valid: [B, Q]
-    """
-    width = valid.shape[1]
-    visible: ndarray = valid[:, None, :] & np.tril(np.ones((width, width), bool))[None]
-    return visible
-
-
-def _build_table(
-    indices: tuple[ndarray, ndarray, ndarray],
-    visible: ndarray,
-    query_offset: int,
-    device: torch.device,
-) -> AttentionTable:
-    """Build an `AttentionTable`.
-
-    indices: its rows, keys and flat
-    visible: [B, Q, K], which keys a query sees
-    """
-    rows, keys, flat = (_to_device(index, device) for index in indices)
-    bias = np.where(visible, np.float32(0), np.float32(-1e30))
-    return AttentionTable(rows, keys, copy_to(device, from_numpy(bias)), flat, query_offset)
-
-
 def plan_packing(
-    prompts: Sequence[ndarray],
-    responses: Sequence[ndarray],
-    groups: Sequence[int] | None,
-    device: torch.device,
+    rows: ForwardInput,
+    lay: ModelLayout,
+    like: Tensor,
     fixed: bool = False,
 ) -> PackingPlan:
     """Plan the packing of one micro-batch.
 
+    like: a tensor with the device and type of the states.
     fixed: for exact mode, padded and with keys at the column of their position.
     """
-    names = range(len(prompts)) if groups is None else groups
+    prompts, responses = rows.prompts, rows.responses
+    device = like.device
+    names = range(len(prompts)) if rows.groups is None else rows.groups
     first_sample: dict[int, int] = {}  # prompt -> the first sample with it
     for sample, name in enumerate(names):
         first_sample.setdefault(name, sample)
@@ -596,52 +567,25 @@ def plan_packing(
     plen = np.array([len(p) for p in unique])
     rlen = np.array([len(r) for r in responses])
     inner = rlen - 1
-    ptab, pval, pflat = _index_rows(plen, 0, exact_operators.KEYS if fixed else 1)
-    worth = WORTH_A_TABLE.get(device.type, WORTH_A_TABLE_ELSEWHERE)
-    sides = _group_by_length(inner, ptab.shape[1], worth)
-    order = np.concatenate(sides)
+    lengths = owner, plen, inner
+    flash = None if fixed else _plan_sequences(lengths, lay, like)
+    attention, order = flash or _plan_rows(lengths, lay, device, fixed)
     begin = np.empty_like(inner)  # of each response, among the packed tokens
     begin[order] = plen.sum() + np.cumsum(inner[order]) - inner[order]
-    ends = np.cumsum(plen)
-
-    to_device = partial(_to_device, device=device)
-    answers = []
-    starts = []
-    positions = [np.nonzero(pval)[1]]
-    for side in sides:
-        rows, valid, flat = _index_rows(
-            inner[side], int(begin[side[0]]), exact_operators.QUERIES if fixed else 1
-        )
-        of_row = owner[side]
-        prompt_lengths = plen[of_row]
-        if fixed:
-            keys, visible = _build_keys_by_position(
-                (prompt_lengths, inner[side]), (ends[of_row] - prompt_lengths, begin[side]), valid
-            )
-        else:  # a row's keys are the padded columns of its prompt, then its own
-            keys = np.concatenate([ptab[of_row], rows], 1)
-            of_prompt = np.broadcast_to(pval[of_row][:, None], (*rows.shape, ptab.shape[1]))
-            visible = np.concatenate([of_prompt, _build_causal_mask(valid)], 2)
-        query_offset = int(prompt_lengths.max()) if fixed else ptab.shape[1]
-        answers.append(_build_table((rows, keys, flat), visible, query_offset, device))
-        starts.append(
-            to_device(prompt_lengths if fixed else np.full_like(prompt_lengths, ptab.shape[1]))
-        )
-        positions.append((prompt_lengths[:, None] + np.arange(rows.shape[1])[None])[valid])
     ids = np.concatenate([*unique, *[responses[sample][:-1] for sample in order]])
-    pos = np.concatenate(positions)
+    starts = np.concatenate([np.zeros_like(plen), plen[owner[order]]])
+    lengths = np.concatenate([plen, inner[order]])
+    pos = np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(len(ids))
     if fixed:
         padding = exact_operators.round_up(len(ids), exact_operators.ROWS) - len(ids)
         ids, pos = (np.pad(array, (0, padding)) for array in (ids, pos))
     within = np.arange(int(rlen.sum())) - np.repeat(np.cumsum(rlen) - rlen, rlen)
-    last_prompt_token = np.repeat(ends[owner] - 1, rlen)
+    last_prompt_token = np.repeat(np.cumsum(plen)[owner] - 1, rlen)
+    to_device = partial(_to_device, device=device)
     return PackingPlan(
         ids=to_device(ids),
         positions=to_device(pos),
-        prompts=_build_table((ptab, ptab, pflat), _build_causal_mask(pval), 0, device),
-        answers=answers,
-        owners=[to_device(owner[side]) for side in sides],
-        starts=starts,
+        attention=attention,
         picks=to_device(
             np.where(within == 0, last_prompt_token, np.repeat(begin, rlen) + within - 1)
         ),
@@ -652,13 +596,99 @@ def plan_packing(
     )
 
 
+def _plan_sequences(
+    lengths: tuple[ndarray, ndarray, ndarray], lay: ModelLayout, like: Tensor
+) -> tuple[AttentionRows | PackedSequences, ndarray] | None:
+    """Plan flash attention as `_plan_rows` does; None where rows are padded instead."""
+    owner, plen, inner = lengths
+    if like.device.type == "cpu":
+        has_kernel = max(plen.max(), inner.max()) > packed_attention.ROWS_UP_TO
+    else:
+        has_kernel = like.dtype == torch.bfloat16 and lay.head_dim in range(8, 257, 8)
+        has_kernel = has_kernel and torch.cuda.get_device_capability(like.device) >= (8, 0)
+    if not has_kernel:
+        return None
+
+    def build(queries: ndarray, keys: ndarray, *, causal: bool) -> FlashCall:
+        begin, key_begin = (
+            _to_device(np.pad(x.cumsum(), (1, 0)), like.device, np.int32) for x in (queries, keys)
+        )
+        return FlashCall(begin, key_begin, int(queries.max()), int(keys.max()), causal)
+
+    order = np.argsort(owner, kind="stable")
+    own = np.concatenate([plen, inner[order]])
+    behind = np.bincount(owner, inner).astype(np.int64)
+    over_prompts = build(behind, plen, causal=False) if behind.any() else None
+    return PackedSequences(build(own, own, causal=True), over_prompts, int(plen.sum())), order
+
+
+def _plan_rows(
+    lengths: tuple[ndarray, ndarray, ndarray],
+    lay: ModelLayout,
+    device: torch.device,
+    fixed: bool,
+) -> tuple[AttentionRows, ndarray]:
+    """Plan attention over padded rows; also return the order of the responses.
+
+    lengths: of each response, its prompt's index; of each prompt and response, its packed tokens
+    """
+    owner, plen, inner = lengths
+    ptab, pval, pflat = _index_rows(plen, 0, exact_operators.KEYS if fixed else 1)
+    width = ptab.shape[1]
+    worth = WORTH_A_TABLE.get(device.type, WORTH_A_TABLE_ELSEWHERE)
+    groups = _group_by_length(inner, width, worth)
+    ends = np.cumsum(plen)
+    begin = int(ends[-1])  # of the next group's first response, among the packed tokens
+    to_device = partial(_to_device, device=device)
+
+    def build(tables: Sequence[ndarray], positions: Sequence[ndarray]) -> AttentionSide:
+        indices, at = ([to_device(x) for x in arrays] for arrays in (tables, positions))
+        return AttentionSide.build(indices, at, (lay.heads, lay.kv_heads))
+
+    attention = AttentionRows(
+        build((ptab, ptab, pflat), (np.arange(width)[None],) * 2),
+        [],
+        [],
+        packed_attention.index_by_position(to_device(pflat), width, lay.kv_heads),
+        [],
+        exact=fixed,
+    )
+    for group in groups:
+        of_row, own = owner[group], inner[group]
+        before = plen[of_row]  # tokens of each row's prompt
+        rows, _, flat = _index_rows(own, begin, exact_operators.QUERIES if fixed else 1)
+        of_queries = before[:, None] + np.arange(rows.shape[1])
+        if fixed:  # the key of position p is in column p
+            columns = exact_operators.round_up(int((before + own).max()), exact_operators.KEYS)
+            of_keys, first, starts = np.arange(columns)[None], before[:, None], before
+            own_begin = begin + np.cumsum(own) - own
+            of_prompt = (ends[of_row] - before)[:, None] + of_keys
+            of_answer = (own_begin - before)[:, None] + of_keys
+            keys = np.where(of_keys < first, of_prompt, of_answer)
+            keys = np.where(of_keys < first + own[:, None], keys, 0)
+        else:  # a row's keys are the padded columns of its prompt, then its own
+            keys = np.concatenate([ptab[of_row], rows], 1)
+            of_prompt = np.where(pval[of_row], np.arange(width), HIDDEN)
+            of_keys = np.concatenate([of_prompt, of_queries], 1)
+            starts = np.full_like(before, width)
+        attention.answers.append(build((rows, keys, flat), (of_queries, of_keys)))
+        attention.owners.append(to_device(of_row))
+        row = flat // max(rows.shape[1], 1)
+        places = flat + row * (keys.shape[1] - rows.shape[1]) + starts[row]
+        attention.answer_keys.append(
+            packed_attention.index_by_position(to_device(places), keys.shape[1], lay.kv_heads)
+        )
+        begin += int(own.sum())
+    return attention, np.concatenate(groups)
+
+
 def apply_block(
     lay: ModelLayout,
     layer: Any,
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
-    rows: AttentionRows,
+    rows: AttentionRows | PackedSequences,
     replayed: Tensor | None = None,
 ) -> Tensor:
     """Apply one transformer layer to packed tokens x [n, H].
@@ -725,13 +755,12 @@ def _compute_packed_logprobs(
     """Return log-probabilities, entropies and states of `compute_logprobs`."""
     model = lay.hf.model
     weight = lay.hf.get_output_embeddings().weight
-    pl = plan_packing(rows.prompts, rows.responses, rows.groups, weight.device)
+    pl = plan_packing(rows, lay, weight)
     replayed = _list_replayed(lay, pl, rows)
     x = F.embedding(pl.ids, model.embed_tokens.weight)
     cos, sin = (table.to(x.dtype) for table in lay.compute_rope(pl.positions))
-    attention = AttentionRows.from_plan(pl, lay.heads, lay.kv_heads)
     for layer, ids in zip(model.layers, replayed, strict=True):
-        kwargs = {"cos": cos, "sin": sin, "rows": attention, "replayed": ids}
+        kwargs = {"cos": cos, "sin": sin, "rows": pl.attention, "replayed": ids}
         x = call_as_forward(layer, run_layer, apply_block, lay, layer, x, **kwargs)
     hidden = apply_rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
     scale, scored = rows.locate(pl)
@@ -767,9 +796,8 @@ def _compute_fixed_logprobs(
     lay: ModelLayout, rows: ForwardInput, run_layer: Callable[..., Tensor]
 ) -> ForwardOutput:
     """`compute_logprobs` with the operators that the engine uses in exact mode."""
-    device = lay.hf.get_output_embeddings().weight.device
-    pl = plan_packing(rows.prompts, rows.responses, rows.groups, device, True)
     hf = lay.hf
+    pl = plan_packing(rows, lay, hf.get_output_embeddings().weight, True)
     weights = dict(hf.named_parameters())
     top = exact_operators.fuse_top(
         weights, hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
@@ -778,9 +806,8 @@ def _compute_fixed_logprobs(
     half = lay.head_dim // 2
     cos, sin = lay.compute_rope(pl.positions)
     turns = torch.complex(cos[:, 0, :half].contiguous(), sin[:, 0, :half].contiguous())
-    attention = AttentionRows.from_plan(pl, lay.heads, lay.kv_heads, exact=True)
     for i, ids in enumerate(_list_replayed(lay, pl, rows)):
-        kwargs = {"turns": turns, "rows": attention, "replayed": ids}
+        kwargs = {"turns": turns, "rows": pl.attention, "replayed": ids}
         x = run_layer(_apply_fixed_block, lay, i, weights, x, **kwargs)
     n = len(pl.picks)
     hidden = exact_operators.normalize(
@@ -789,7 +816,7 @@ def _compute_fixed_logprobs(
     scale, scored = map(exact_operators.pad_rows, rows.locate(pl))
     head = top["head"].contiguous()
     picked: Any = _PickedLogprobs.apply
-    support = rows.build_support(device)
+    support = rows.build_support(head.device)
     lp, ent = picked(hidden, head.T, scored, scale, rows.want_entropy, support)
     normed = hidden[:n] * hf.model.norm.weight if rows.want_hidden else None
     return ForwardOutput(lp[:n], ent[:n] if rows.want_entropy else None, normed)
@@ -801,7 +828,7 @@ def _apply_fixed_block(
     weights: Mapping[str, Tensor],
     x: Tensor,
     turns: Tensor,
-    rows: AttentionRows,
+    rows: AttentionRows | PackedSequences,
     replayed: Tensor | None = None,
 ) -> Tensor:
     """Apply layer i to packed tokens x [n, H] with the operators of exact mode."""

@@ -4,18 +4,19 @@ benchmarks/memory_sizes.py compares it with real processes; docs/gpus.md has it 
 that were not run.
 
 The packed forward stores for every layer what its backward pass needs, and only recomputes the
-logits.  So memory grows with `learner.micro_batch_tokens`, and with the square of the length of a
-row, of which half is stored where long rows are cut.  With `learner.gradient_checkpointing` it
-stores the states between layers, and everything else of one layer."""
+logits.  So memory grows with `learner.micro_batch_tokens`; where attention pads rows, also with the
+square of their length.  With `learner.gradient_checkpointing` it stores the states between layers,
+and everything else of one layer."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from asyncrl.models.packed_attention import cut_queries
+from asyncrl.models.packed_attention import ROWS_UP_TO
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
-LOGITS = 1 << 24  # held at once, asyncrl.models.packed_forward.LOGIT_CHUNK
+LOGITS = 1 << 24  # held at once on a CPU, asyncrl.models.packed_forward.LOGIT_CHUNK
+LOGITS_80GB = 80 * 10**9 // (32 * 4 * 4)  # on a GPU of 80 GB, or those of 1,024 tokens
 COPIES = 4  # float32 tensors of that size in the loss's backward pass
 RING = 4  # weights.slots
 PROGRAM = 450 << 20  # bytes of a process with torch that holds no model: 300 to 450 MiB
@@ -83,41 +84,36 @@ class Micro(NamedTuple):
 LONG = Micro(1, 256, 2, 897, 897)  # 2,048 tokens, in docs/gpus.md
 
 
-def shares(queries: int, before: int, device: str) -> int:
-    """Scores that attention stores for a row of queries, which see `before` keys and their own."""
-    keys = before + queries
-    return sum(
-        (cut.end - cut.first) * cut.columns for cut in cut_queries(queries, keys, before, device)
-    )
-
-
 def activations(
     shape: Shape, width: int, micro: Micro, recompute: bool = False, device: str = "cpu"
 ) -> int:
     """Bytes that are stored for the backward pass.
 
     Of each layer: the two normed states, in float32 and in the model's dtype, attention's result,
-    the MLP's four products; queries, keys, values and scores in the padded rows of attention, the
-    keys of a prompt for each of its responses.
-    recompute: with gradient checkpointing.  device: its type, which determines the cuts of rows."""
+    the MLP's four products, queries, keys and values.  Flash attention stores sums for each head;
+    padded rows store shares, and the keys of a prompt for each of its responses.
+    recompute: with gradient checkpointing.  device: its type, which determines the attention."""
     queries, keys = shape.head * shape.heads, shape.head * shape.kv_heads
     token = width * (2 * shape.hidden + queries + 4 * shape.intermediate) + 8 * shape.hidden
     if shape.norms:
         token += 4 * (queries + keys)
     inner = micro.longest - 1  # the last token of an answer predicts nothing
-    rows = micro.prompts * micro.prompt + micro.answers * inner
-    columns = micro.prompts * micro.prompt + micro.answers * (micro.prompt + inner)
-    kept = micro.prompts * shares(micro.prompt, 0, device)
-    kept += micro.answers * shares(inner, micro.prompt, device)
-    attention = queries * rows + 2 * keys * columns + shape.heads * kept
-    layer = token * micro.tokens + width * attention
+    if width == 2 if device == "cuda" else max(micro.prompt, inner) > ROWS_UP_TO:
+        layer = (token + width * (queries + 2 * keys) + 4 * shape.heads) * micro.tokens
+    else:
+        rows = micro.prompts * micro.prompt + micro.answers * inner
+        columns = micro.prompts * micro.prompt + micro.answers * (micro.prompt + inner)
+        kept = micro.prompts * micro.prompt**2 + micro.answers * inner * (micro.prompt + inner)
+        attention = queries * rows + 2 * keys * columns + shape.heads * kept
+        layer = token * micro.tokens + width * attention
     between = width * shape.hidden * micro.tokens
     return layer + shape.layers * between if recompute else shape.layers * layer
 
 
 def loss(shape: Shape, width: int, tokens: int, device: str = "cpu") -> int:
     """A chunk of logits, forward and backward, and the head's gradient before it is added."""
-    rows = min(tokens, max(LOGITS // shape.vocabulary, 16 if device == "cpu" else 1024) + 15)
+    least, logits = (16, LOGITS) if device == "cpu" else (1024, LOGITS_80GB)
+    rows = min(tokens, max(logits // shape.vocabulary, least) + 15)
     return 4 * COPIES * rows * shape.vocabulary + width * shape.embedding
 
 

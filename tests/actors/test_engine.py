@@ -310,6 +310,16 @@ def test_a_long_prompt_is_encoded_in_blocks_of_queries(
         assert torch.equal(cut, uncut) if fixed else torch.allclose(cut, uncut, atol=1e-5)
 
 
+def test_rows_are_cut_into_even_blocks_of_at_most_a_number_of_queries() -> None:
+    def cut(*args: Any) -> list[int]:
+        return [block.stop for block in packed_attention.cut_queries(*args)]
+
+    assert cut(64, 64, "cpu") == [64] and cut(256, 999, "cuda") == [256]
+    assert cut(65, 999, "cpu") == [48, 65] and cut(257, 999, "cuda") == [144, 257]
+    assert cut(8200, 9999, "cpu") == [*range(272, 8161, 272), 8200]  # at most 32 blocks
+    assert cut(64, 47, "cpu") == [32, 64] and cut(40, 1, "cpu") == [16, 32, 40]
+
+
 def test_prompts_are_encoded_together_up_to_a_number_of_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

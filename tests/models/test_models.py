@@ -17,6 +17,7 @@ from process_kit import run_command
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models import policy
+from asyncrl.models.packed_attention import AttentionRows, AttentionSide
 
 
 @pytest.mark.parametrize("tables", [1, 3])
@@ -28,8 +29,9 @@ def test_packed_logprobs_equal_plain_ones_in_value_and_gradient(
     model = policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
     assert model.fast is not None
     prompts, responses, owner = sample_batch(11)
-    made = policy.packed_forward.plan_packing(prompts, responses, owner, torch.device("cpu"))
-    assert len(made.answers) == tables
+    rows = policy.ForwardInput(prompts, responses, torch.ones(6), owner)
+    attention = policy.packed_forward.plan_packing(rows, model.fast, torch.empty(0)).attention
+    assert isinstance(attention, AttentionRows) and len(attention.answers) == tables
     temperature = torch.tensor([1.0, 0.7, 1.3, 1.0, 2.0, 0.5])
     grads = []
     for path in ("fast", "plain"):
@@ -71,27 +73,28 @@ def test_packed_gradients_in_bfloat16_and_of_answers_of_one_token(tmp_path: Path
         assert (right - near).norm() < 0.1 * right.norm(), what
 
 
-def test_answers_are_padded_with_others_of_like_length() -> None:
+def test_answers_are_padded_with_others_of_like_length(tmp_path: Path) -> None:
+    lay = policy.build_model(tmp_path, "abcdefgh").fast
+    assert lay is not None
     r = np.random.default_rng(0)
     lengths = r.permutation([*[4] * 40, *[20] * 40, 50])
     prompts = [np.arange(12, dtype=np.int32)] * len(lengths)
+
+    def plan(answers: list[np.ndarray], *, fixed: bool = False) -> list[AttentionSide]:
+        rows = policy.ForwardInput(prompts, answers, torch.ones(81), None if fixed else [0] * 81)
+        made = policy.packed_forward.plan_packing(rows, lay, torch.empty(0), fixed).attention
+        assert isinstance(made, AttentionRows)
+        return made.answers
+
     answers = [np.ones(n + 1, np.int32) for n in lengths]
-    made = policy.packed_forward.plan_packing(
-        prompts, answers, [0] * len(lengths), torch.device("cpu")
-    ).answers
-    widths = [table.rows.shape[1] for table in made]
+    sides = plan(answers)
+    widths = [side.shape[1] for side in sides]
     assert widths == sorted(widths) and widths[0] == 4 and widths[-1] == 50
-    padded = sum(table.bias.numel() for table in made)
+    padded = sum(math.prod(side.shape) for side in sides)
     least = sum(n * (12 + n) for n in lengths)
-    assert padded < 1.6 * least and len(made) < 8, (padded / least, widths)
-    alike = policy.packed_forward.plan_packing(
-        prompts, [np.ones(21, np.int32)] * len(lengths), None, torch.device("cpu")
-    )
-    assert len(alike.answers) == 1  # nothing to save
-    fixed = policy.packed_forward.plan_packing(
-        prompts, answers, None, torch.device("cpu"), True
-    ).answers
-    shapes = [(table.rows.shape[1], table.keys.shape[1]) for table in fixed]
+    assert padded < 1.6 * least and len(sides) < 8, (padded / least, widths)
+    assert len(plan([np.ones(21, np.int32)] * len(lengths))) == 1  # nothing to save
+    shapes = [side.shape[1:] for side in plan(answers, fixed=True)]
     assert shapes[0] == (4, 16) and shapes[-1] == (52, 64)  # exact mode: in steps of 4 and 16
 
 

@@ -111,7 +111,7 @@ def test_what_a_learner_holds(sums: Any) -> None:
         ("llama", "float32", False, 60),
         ("qwen3", "bfloat16", False, 60),
         ("llama", "float32", True, 60),
-        ("llama", "float32", False, 600),  # whose rows are cut
+        ("llama", "float32", False, 600),  # by flash attention
     ],
 )
 def test_what_the_packed_forward_keeps_for_its_backward_pass(

@@ -8,8 +8,9 @@ CPU (tensors without axes) and indices may be mixed in."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,9 +20,24 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from transformers import PreTrainedModel
 
+from asyncrl.models import packed_attention
+
 GPU = torch.device("cuda", 0)
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default}
+# kernels of a GPU alone; the product's calls of the CPU's kernel have the same results
+ON_GPU_ONLY: dict[Any, Callable[..., Any]] = {
+    aten._pin_memory.default: lambda x, **_: x,
+    aten._flash_attention_forward.default: lambda q, k, v, *bounds, **_: (
+        *packed_attention._attend_flash(q, k, v, call=read_call(bounds)),
+        *(q.new_empty(0) for _ in range(3)),
+    ),
+    aten._flash_attention_backward.default: lambda *args: packed_attention._backpropagate_flash(
+        *args[:6], call=read_call(args[6:])
+    ),
+}
+
+
 # operators for which the host has waited until a GPU's work was done
 waits: list[str] = []
 WAITING = {
@@ -42,6 +58,14 @@ def record_wait(function: Any, args: Any, kwargs: dict[str, Any], on_gpu: list[A
         waited = any(x is not None and x.dtype == torch.bool for x in args[1])
     if waited:
         waits.append(str(function))
+
+
+def read_call(bounds: tuple[Any, ...]) -> packed_attention.FlashCall:
+    """Read the arguments of a flash kernel behind the tensors."""
+    queries, keys, longest_query, longest_key, _dropout, causal, *_ = bounds
+    assert int(queries.diff().max()) == longest_query and int(keys.diff().max()) == longest_key
+    assert queries.dtype == keys.dtype == torch.int32
+    return packed_attention.FlashCall(queries, keys, longest_query, longest_key, causal)
 
 
 # a CPU tensor may index one of the GPU
@@ -143,8 +167,8 @@ def compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
     if is_gpu(host_kwargs.get("device")):
         host_kwargs = host_kwargs | {"device": "cpu"}
-    if function is aten._pin_memory.default:
-        result = host_args[0]
+    if function in ON_GPU_ONLY:
+        result = ON_GPU_ONLY[function](*host_args, **host_kwargs)
     elif function is aten.histc.default and on_gpu:  # takes integers on a GPU alone
         result = function(host_args[0].double(), *host_args[1:]).to(host_args[0].dtype)
     else:
@@ -210,6 +234,7 @@ def pretend_gpu() -> Iterator[None]:
         "current_device": lambda: 0,
         "synchronize": lambda *_: None,
         "mem_get_info": lambda *_: (80 * 10**9, 80 * 10**9),
+        "get_device_properties": lambda *_: SimpleNamespace(total_memory=80 * 10**9),
         "memory_reserved": lambda *_: 0,
         "memory_allocated": lambda *_: 0,
     }
