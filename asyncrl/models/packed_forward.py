@@ -54,16 +54,6 @@ def _to_device(x: ndarray, device: torch.device, dtype: type = np.int64) -> Tens
     return copy_to(device, from_numpy(np.ascontiguousarray(x, dtype=dtype)))
 
 
-def copy_to(device: torch.device, x: Tensor) -> Tensor:
-    """Copy x to a device; from pinned memory, so that the host does not wait for a GPU's work."""
-    is_pinned = device.type != x.device.type == "cpu"
-    return (x.pin_memory() if is_pinned else x).to(device, non_blocking=is_pinned)
-
-
-def _to_device(x: ndarray, device: torch.device) -> Tensor:
-    return copy_to(device, from_numpy(np.ascontiguousarray(x, dtype=np.int64)))
-
-
 @dataclass
 class ForwardInput:
     """B rows to score, each a prompt and a response.
@@ -356,6 +346,12 @@ def count_logit_rows(head: Tensor) -> int:
     return max(1024, total // (32 * 4 * 4 * len(head)))
 
 
+def _compute_logs(hidden: Tensor, head: Tensor, scale: Tensor) -> Tensor:
+    """Log-probabilities [n, V] in float32."""
+    logits = exact_operators.multiply(hidden, head.T).float()
+    return log_softmax(logits.mul_(scale[:, None]), -1)
+
+
 class _PickedLogprobs(Function):
     """Log-probability and entropy of given tokens, computed in chunks.
 
@@ -381,9 +377,7 @@ class _PickedLogprobs(Function):
         saved_logs = []
         for at in range(0, n, step):
             s = slice(at, at + step)
-            logs = log_softmax(
-                exact_operators.multiply(hidden[s], weight.T).float().mul_(scale[s, None]), -1
-            )
+            logs = _compute_logs(hidden[s], weight, scale[s])
             picked = logs if support is None else support.renormalize(logs, at)
             lp[s] = picked.gather(1, targets[s, None])[:, 0]
             if want_entropy:
@@ -405,9 +399,7 @@ class _PickedLogprobs(Function):
             if saved_logs:
                 logs = saved_logs[0]
             else:
-                logs = log_softmax(
-                    exact_operators.multiply(hidden[s], weight.T).float().mul_(scale[s, None]), -1
-                )
+                logs = _compute_logs(hidden[s], weight, scale[s])
             p = logs.exp()
             supported = p if ctx.support is None else ctx.support.renormalize(logs, at).exp()
             d = supported * -grads[0][s, None]
