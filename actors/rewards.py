@@ -584,6 +584,7 @@ class RewardRunnerOfParts(RewardRunner):
                 folder = self.run_dir / "judges" / name
                 folder.mkdir(parents=True, exist_ok=True)
             self.runners[name] = RewardRunner(config, self.task, folder)
+            self.runners[name].timed = self.timed
         self.waiting += 1
         self.runners[name].submit(key, prompt, text, tokens)
 

@@ -216,6 +216,8 @@ def test_a_part_of_a_mixture_has_its_own_judge(server: Server, tmp_path: Path) -
     }
     settings = load.build(raw)
     runner = make_runner(settings, get_task(settings.task), tmp_path)
+    timed: list[int] = []
+    runner.timed = lambda name, began, ended, responses: timed.append(responses)
     try:
         for index, title in enumerate(("essay", "dedup", "essay")):
             runner.submit((index, 0, 0), Prompt(7, "aab=", "ab", task=title), "ab", [1])
@@ -224,7 +226,7 @@ def test_a_part_of_a_mixture_has_its_own_judge(server: Server, tmp_path: Path) -
     finally:
         runner.close()
     assert [found[x].reward for x in range(3)] == [7.5, 1.0, 7.5]
-    assert not any(one.failed for one in found.values())
+    assert not any(one.failed for one in found.values()) and sum(timed) == 2
     assert 1 <= len(server.asked) <= 2 and numbers["judge/replies"] == len(server.asked)
     assert (tmp_path / "judges" / "essay" / "judge.sqlite").exists()
     nameless = {"name": "mixture", "mixture": [graded | {"judge": {"url": url}}]}
