@@ -487,7 +487,7 @@ def publication(work: Path, n: int) -> tuple[list[dict[str, Any]], dict[str, Any
 
 
 # parameters -> arguments of `build_model`
-SIZES: dict[str, dict[str, int]] = {"84k": {}, "2.6M": {"hidden": 256, "layers": 4, "heads": 8}}
+SIZES: dict[str, dict[str, Any]] = {"84k": {}, "2.6M": {"hidden": 256, "layers": 4, "heads": 8}}
 # lengths -> symbols of the model (an answer ends at each token with about one chance in so many),
 # most tokens, groups in a batch, goals by size
 LENGTHS: dict[str, tuple[int, int, int, dict[str, float]]] = {
@@ -503,7 +503,8 @@ def divided_cores(
     """The strong loop, synchronous and asynchronous runs, and one that divides the cores."""
     from asyncrl.models.policy import build_model
 
-    symbols = list(get_task(TaskConfig(name="sort")).symbols)
+    task: Any = get_task(TaskConfig(name="sort"))
+    symbols = list(task.symbols)
     goals: list[dict[str, Any]] = []
     result: dict[str, Any] = {"step_ms": {}, "rounds": {}}
     cases = {f"{size}, {lengths}": (size, lengths) for lengths in LENGTHS for size in SIZES}

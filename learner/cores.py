@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
-import psutil
 import torch
 
 from asyncrl.config.tree import Config
@@ -57,6 +56,8 @@ def choose_threads(
 
 def read_generator_times(run_dir: Path) -> dict[int, float]:
     """Return the CPU seconds so far of the run's generators on this machine, by process id."""
+    import psutil
+
     times, here = {}, socket.gethostname()
     for name, row in process_log.read_latest_events(run_dir).items():
         if name.startswith("generator-") and (row["event"], row["host"]) == ("began", here):

@@ -426,7 +426,7 @@ def test_a_rank_that_has_followed_to_the_end_leaves_without_the_interpreters_own
         ({"ranks": 2, "gpus": [0]}, {}, "each needs its own GPU"),
         ({"backend": "fsdp2", "zero_stage": 3}, {}, "3 is a stage of DeepSpeed"),
         (zero(2, mesh={"replicate": 2}), {}, r"mesh\.replicate: needs learner\.backend = fsdp2"),
-        (COPIES | {"ranks": 3}, {}, "2 copies of equally many ranks are not the 3 of"),
+        (COPIES | {"ranks": 3}, {}, "2 copies of 2 ranks are not the 3 of"),
         ({"backend": "fsdp2", "mesh": {"shard": 2}}, {}, "1 copies of 2 ranks are not the 1 of"),
         ({"backend": "deepspeed", "zero_stage": 0}, {"dtype": "bfloat16"}, "use 1 or higher"),
         (

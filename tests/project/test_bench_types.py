@@ -54,7 +54,7 @@ def main(runner: RewardRunner) -> None:
     runner.timed = lambda name, began, ended: print(ended - began)
     m.TicketRequest()
     m.GeneratorGoodbye("generator-0", "7")
-    TASKS["sort"].symbols
+    TASKS["sort"].letters
 """
 
 

@@ -21,7 +21,7 @@ from gateway_door_kit import (
 )
 from gateway_service_kit import AT, Wire
 
-from actors.gateway import http_gateway, service
+from actors.gateway import environment_sessions, http_gateway, service
 from actors.gateway.refusals import CallRefused
 from actors.gateway.service import WaitCause
 from actors.gateway.session_api import SessionApi
@@ -264,14 +264,20 @@ def test_templates_are_imported_before_anybody_waits(
 ) -> None:
     (tmp_path / "run_id").write_text("run")
     monkeypatch.setattr(tokenizer, "has_template", lambda path: True)
-    gateway = service.Gateway(config, tmp_path, source=SessionApi)
-    try:
-        gateway.warm_up()
-        assert "full_tokenizer" in vars(gateway.tokenizer) and gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
+    seen = []
+
+    async def serve(gateway: service.Gateway) -> None:
+        seen.append("full_tokenizer" in vars(gateway.tokenizer) and gc.get_freeze_count() > 0)
         gateway.ending = True
         gateway.close()
+
+    monkeypatch.setattr(http_gateway, "serve", serve)
+    monkeypatch.setattr(service.Gateway, "run_until_signal", lambda _, play: play())
+    try:
+        environment_sessions.main(config, tmp_path, 0)
+    finally:
+        gc.unfreeze()
+    assert seen == [True]
 
 
 def test_a_call_that_a_generator_refuses_is_answered_by_a_failure(gateway: service.Gateway) -> None:
