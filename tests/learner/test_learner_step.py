@@ -270,7 +270,8 @@ def test_score_centering_is_the_formula_on_both_models_logits(
 def test_score_centering_is_refused_where_it_cannot_work(model_dir: Path) -> None:
     on = ["loss.surrogate=reinforce", "loss.center=exact", "correction.proximal=recompute"]
     for more, message in (
-        (["learner.backend=fsdp2", "learner.ranks=2"], "hidden states in one process"),
+        (["learner.backend=fsdp2", "learner.ranks=2"], "hidden states in one process, which"),
+        (["learner.ranks=2"], "hidden states in one process; set learner.ranks = 1"),
         (["correction.level=sequence"], "knows bounded weights of single tokens"),
         (["correction.bound=none"], "the weights need no center"),
         (["generator.top_p=0.9"], "over the whole vocabulary"),

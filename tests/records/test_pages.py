@@ -77,7 +77,8 @@ def recompute(path: Path) -> dict[str, str]:
     idle = {}
     for side, whole in (("generator", "time/generators"), ("learner", "time/step")):
         told = [(b[f"time/{side}_idle_share"] * b[whole], b[whole]) for b in batches if whole in b]
-        idle[side] = sum(x for x, _ in told) / sum(s for _, s in told)
+        # generators that have not reported before the last batch have told nothing
+        idle[side] = sum(x for x, _ in told) / sum(s for _, s in told) if told else 0.0
     evals = {
         split: {line["step"]: line[f"eval/{split}"] for line in lines if f"eval/{split}" in line}
         for split in ("heldout", "ood")
