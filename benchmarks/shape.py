@@ -59,10 +59,10 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 456_660,
-    "lines": 74_430,
-    "modules with one importer": 59,
-    "one-call helpers": 166,
+    "code tokens": 456_020,
+    "lines": 74_100,
+    "modules with one importer": 47,
+    "one-call helpers": 141,
     "lines of tests, % of the product": 107,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
