@@ -457,8 +457,6 @@ async def _serve_async(
         try:
             payload = await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
         except (asyncio.IncompleteReadError, OSError):
-            # a forked child ends here: to close its loop would take the parent's wake-ups with it
-            frame(b"")
             return
         for unit in decode(payload):
             await gate.acquire()

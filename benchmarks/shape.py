@@ -59,8 +59,8 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 456_020,
-    "lines": 74_100,
+    "code tokens": 456_063,
+    "lines": 74_102,
     "modules with one importer": 47,
     "one-call helpers": 141,
     "lines of tests, % of the product": 107,

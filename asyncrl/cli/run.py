@@ -122,20 +122,13 @@ def _plan_cluster(config: Any, as_json: bool) -> dict[str, Any]:
     [outcome] = what_if.simulate_seeds(config, time_model, 1, evaluate=False)
     sizes = {name: getattr(plan, name) for name in ("learner_gpu", "server_gpu", "swap")}
     lag = {key: outcome[f"lag_{key}"] for key in ("mean", "p95", "max")}
-    speed = outcome["tokens_per_s"]
-    values = {"parameters": plan.parameters, "lag": lag, "tokens_per_s": speed}
-    if not as_json:
-        values = {
-            "parameters": f"{plan.parameters:,}",
-            "lag": "mean {mean:.1f}, p95 {p95:.0f}, max {max:.0f} versions, simulated".format(
-                **lag
-            ),
-            "tokens_per_s": f"{speed:,.0f}, simulated",
-        }
+    simulated = "mean {mean:.1f}, p95 {p95:.0f}, max {max:.0f} versions, simulated"
     return {
         **{f"place {index}": placed.describe() for index, placed in enumerate(plan.placement, 1)},
         **{name: used if as_json else cluster.describe_bytes(used) for name, used in sizes.items()},
-        **values,
+        "parameters": plan.parameters,
+        "lag": lag if as_json else simulated.format(**lag),
+        "tokens_per_s": round(outcome["tokens_per_s"]),
         "limited_by": what_if.describe_limiting_side(outcome),
     }
 

@@ -11,6 +11,7 @@ workers in a row are lost before they are ready, the code cannot be imported, an
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import math
@@ -22,6 +23,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Generic, TextIO, TypeVar
 
 import msgspec
@@ -324,9 +326,18 @@ def run(serve: Callable[[socket.socket], None], argv: Sequence[str] = ()) -> Non
         global _is_forked
         _is_forked = True
         os.dup2(null, fd, inheritable=False)  # it neither reads the parent's work nor outlives it
+        # an event loop shares its set of watched sockets with the parent's: to close the one would
+        # take the wake-ups from the other
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if "eventpoll" in str(link.readlink()):
+                    os.dup2(null, int(link.name), inheritable=False)
 
     os.register_at_fork(after_in_child=detach_child)
     try:
         serve(wire)
     except BrokenPipeError:
         pass
+    finally:
+        if _is_forked:
+            os._exit(0)

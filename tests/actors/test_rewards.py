@@ -97,8 +97,8 @@ async def troubled(prompt, text):
     match text:
         case "fork":
             pid = os.fork()
-            if pid == 0:
-                await asyncio.sleep(0)
+            if pid == 0:  # its loop would also see what arrives for the parent
+                await asyncio.sleep(0.05)
                 return 77.0
             os.waitpid(pid, 0)
             await asyncio.get_running_loop().run_in_executor(None, time.sleep, 0)
