@@ -47,7 +47,7 @@ OTHERS = ("parts", "part_names", "squared_norms")
 
 
 class LossResult(NamedTuple):
-    """loss: a scalar with gradient. metrics: floats by the names of docs/metrics.md."""
+    """loss: a scalar with gradient. metrics: floats by the names of `asyncrl config metrics`."""
 
     loss: Tensor
     metrics: dict[str, float]

@@ -1,8 +1,9 @@
-"""Write the reference of keys, and typeset the formulas of docs/, while MkDocs builds the site.
+"""Write the tables of keys and metrics, and typeset formulas, while MkDocs builds the site.
 
-A hook of mkdocs.yml. The page `configuration.md` is what `asyncrl config reference` prints; it is
-not committed. The formulas become MathML: `pymdownx.arithmatex` finds `$...$` and `$$...$$`. A
-browser draws MathML by itself, so the site needs no script and no font for it.
+A hook of mkdocs.yml. The pages `configuration.md` and `metrics.md` are what `asyncrl config
+reference` and `asyncrl config metrics` print; they are not committed. The formulas become MathML:
+`pymdownx.arithmatex` finds `$...$` and `$$...$$`. A browser draws MathML by itself, so the site
+needs no script and no font for it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 
 from asyncrl.config import explain
+from asyncrl.records import metrics
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 WORD = re.compile(r"<(?:mo|mi)>([a-zA-Z]{2,})</(?:mo|mi)>")  # log, min, clip: space around them
@@ -36,7 +38,9 @@ def to_mathml(formula: re.Match[str]) -> str:
 
 
 def on_pre_build(config: Any) -> None:
-    (Path(config["docs_dir"]) / "configuration.md").write_text(explain.render_reference())
+    docs = Path(config["docs_dir"])
+    (docs / "configuration.md").write_text(explain.render_reference())
+    (docs / "metrics.md").write_text(metrics.format_markdown())
 
 
 def on_page_content(page_html: str, **_: Any) -> str:

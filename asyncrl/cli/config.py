@@ -168,9 +168,9 @@ def schema(kind: str) -> None:
     print(json.dumps(sft.build_schema() if kind == "sft" else load.build_schema(), indent=1))
 
 
-@config.command(name="metrics", examples=("asyncrl config metrics > docs/metrics.md",))
+@config.command(name="metrics", examples=("asyncrl config metrics",))
 def print_metrics() -> None:
-    """Print every metric with unit and meaning: docs/metrics.md."""
+    """Print every metric with its unit and meaning."""
     from asyncrl.records import metrics
 
     print(metrics.format_markdown(), end="")

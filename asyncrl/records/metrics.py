@@ -78,7 +78,7 @@ def _list_families() -> dict[str, list[tuple[str, str, str]]]:
 
 
 def format_markdown() -> str:
-    """Format docs/metrics.md.  Raises KeyError if a family has no section."""
+    """Format the page of metrics.  Raises KeyError if a family has no section."""
     bounds = vars(health_checks)
     first = [
         f"| `{name}` | {healthy.format_map(bounds)} | {otherwise} |\n"

@@ -59,7 +59,7 @@ KINDS: dict[int, type[AsyncrlError]] = {
 
 
 class MetricSeries(msgspec.Struct, frozen=True, eq=False):
-    """A metric over the run, in order of time; its unit is in docs/metrics.md."""
+    """A metric over the run, in order of time; its unit is in `asyncrl config metrics`."""
 
     steps: np.ndarray  # int64 [n]: committed batches at the time of the measurement
     seconds: np.ndarray  # float64 [n]: time of the run, without pauses
