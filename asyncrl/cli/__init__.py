@@ -1,6 +1,7 @@
 """The `asyncrl` command, with one file per family of commands.
 
-To add a command, decorate it with `base.command` in one of these files and list it in FAMILIES.
+To add a command, decorate it with `base.command` in one of these files, add its table to base.toml,
+and list it in FAMILIES.
 The files import little more than click at the top.  A command imports its other modules when it
 runs, so that `asyncrl --help` stays instant and the supervisor needs no torch.
 """

@@ -5,7 +5,7 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -22,15 +22,14 @@ from asyncrl.contract.importing import append_working_directory
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.contract.toml_writer import read_table
 
-Decorator = Callable[[Any], Any]  # of a command
-PATH = click.Path(path_type=Path)
-KINDS = {
-    "path": PATH,
+TABLES: dict[str, dict[str, Any]] = read_table(__file__)
+KINDS: dict[str, Any] = {
+    "path": click.Path(path_type=Path),
+    "config": click.Path(),
     "file": click.Path(exists=True, dir_okay=False, path_type=Path),
     "integer": click.INT,
     "number": click.FLOAT,
 }
-OPTIONS: dict[str, list[dict[str, Any]]] = read_table(__file__)
 
 # a write can fail with these errors without naming a file
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -53,8 +52,6 @@ class ExampleCommand(Command):
 class ExampleGroup(ExampleCommand, click.Group):
     """A group of commands whose `--help` ends with examples, as that of each command does."""
 
-    command_class = ExampleCommand
-
     def resolve_command(
         self, ctx: Context, args: list[str]
     ) -> tuple[str | None, Command | None, list[str]]:
@@ -67,11 +64,6 @@ class ExampleGroup(ExampleCommand, click.Group):
             raise click.UsageError(
                 f"{error.message}{hint} --help lists all commands.", ctx
             ) from None
-
-
-def command(*examples: str, name: str | None = None) -> Callable[[Any], Command]:
-    """Make a command whose help shows `examples`."""
-    return click.command(name, cls=ExampleCommand, examples=examples)
 
 
 class CommandGroup(ExampleGroup):
@@ -168,67 +160,56 @@ def fail(reason: str, code: int, as_json: bool) -> NoReturn:
     sys.exit(code)
 
 
-def json_option(command: Any) -> Any:
-    """Add --json."""
-    return click.option(
-        "--json", "as_json", is_flag=True, help="print one JSON object as the last line of stdout"
-    )(command)
-
-
-def option_table(name: str) -> Decorator:
-    """Add the arguments and options of a table of base.toml, which explains their fields."""
-
-    def add_all(command: Any) -> Any:
-        for row in reversed(OPTIONS[name]):
-            fields = dict(row)
-            least, most, above = (fields.pop(key, None) for key in ("least", "most", "above"))
-            kind = KINDS.get(fields.pop("type", ""))
-            if "choices" in fields:
-                kind = click.Choice(fields.pop("choices"))
-            elif least is not None:
-                range_of = click.FloatRange if kind is click.FLOAT else click.IntRange
-                kind = range_of(least, most, min_open=bool(above))
-            flags = fields.pop("flags").split()
-            add = click.option if flags[0].startswith("-") else click.argument
-            command = add(*flags, type=kind, **fields)(command)
-        return command
-
-    return add_all
-
-
-def set_option(help_text: str) -> Decorator:
-    """Add --set KEY=VALUE, which completes config keys."""
-    return click.option(
-        "--set",
-        "sets",
-        multiple=True,
-        metavar="KEY=VALUE",
-        shell_complete=complete_setting,
-        help=help_text,
+def make_command(key: str, function: Callable[..., Any]) -> Command:
+    """Make the command that a table of base.toml, which explains its fields, describes."""
+    return ExampleCommand(
+        **describe(key, function.__doc__),
+        callback=function,
+        params=[make_parameter(row) for row in list_rows(TABLES[key].get("options", ()))],
     )
 
 
-def config_argument(*, required: bool = True) -> Decorator:
-    """Add CONFIG, a file or the name of a bundled config."""
-    return click.argument(
-        "source",
-        metavar="CONFIG",
-        required=required,
-        type=click.Path(),
-        shell_complete=complete_config,
-    )
+def command(function: Callable[..., Any]) -> Command:
+    """Make a command of a function, by the table of its name."""
+    return make_command(function.__name__, function)
 
 
-def options(*, source: bool = True) -> Decorator:
-    """Add CONFIG, --set and --json.  source: CONFIG is required."""
+def make_group(key: str, members: Sequence[Command]) -> click.Group:
+    """Make a group of commands, by its table."""
+    return ExampleGroup(**describe(key), commands=members)
 
-    def add(command: Any) -> Any:
-        overrides = set_option(
-            "override a config key; a TOML value, but text needs no quotes; repeatable"
-        )
-        return config_argument(required=source)(overrides(json_option(command)))
 
-    return add
+def describe(key: str, help_text: str | None = None) -> dict[str, Any]:
+    """Return name, help and examples of a command."""
+    table = TABLES[key]
+    return {
+        "name": table.get("name", key),
+        "help": table.get("help", help_text),
+        "examples": table["examples"],
+    }
+
+
+def list_rows(options: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a command, those of `common` in the places that name them."""
+    for row in options:
+        yield from (TABLES["common"][name] for name in row["use"]) if "use" in row else (row,)
+
+
+def make_parameter(row: Mapping[str, Any]) -> click.Parameter:
+    """Make an argument or option."""
+    fields = dict(row)
+    least, most, above = (fields.pop(key, None) for key in ("least", "most", "above"))
+    kind = KINDS.get(fields.pop("type", ""))
+    if "choices" in fields:
+        kind = click.Choice(fields.pop("choices"))
+    elif least is not None:
+        range_of = click.FloatRange if kind is click.FLOAT else click.IntRange
+        kind = range_of(least, most, min_open=bool(above))
+    if completed := fields.pop("complete", ""):
+        fields["shell_complete"] = COMPLETERS[completed]
+    flags = fields.pop("flags").split()
+    kind_of = click.Option if flags[0].startswith("-") else click.Argument
+    return kind_of(flags, type=kind, **fields)
 
 
 def complete_config(ctx: Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -257,6 +238,9 @@ def complete_setting(ctx: Context, param: click.Parameter, incomplete: str) -> l
         return [CompletionItem(f"{item.value}=") for item in complete_key(ctx, param, incomplete)]
     choices = [choice for choice in load.list_choices(key) if choice.startswith(value)]
     return [CompletionItem(f"{key}={choice}") for choice in choices]
+
+
+COMPLETERS = {"config": complete_config, "key": complete_key, "setting": complete_setting}
 
 
 def emit(values: dict[str, Any], as_json: bool) -> None:

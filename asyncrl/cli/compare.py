@@ -4,15 +4,10 @@ import sys
 from pathlib import Path
 
 from asyncrl.cli import result
-from asyncrl.cli.base import command, emit, json_option, option_table, options, print_progress
+from asyncrl.cli.base import command, emit, print_progress
 
 
-@command(
-    "asyncrl compare demo --seeds 5",
-    "asyncrl compare demo --arm base: --arm tight:staleness.max_lag=1",
-)
-@options()
-@option_table("compare")
+@command
 def compare(
     source: str,
     sets: tuple[str, ...],
@@ -63,11 +58,7 @@ def compare(
     print_progress(f"report: {html}")
 
 
-@command(
-    "asyncrl sweep demo", "asyncrl sweep demo --limits 1,4,16 --correction tis --correction none"
-)
-@options()
-@option_table("sweep")
+@command
 def sweep(
     source: str,
     sets: tuple[str, ...],
@@ -144,12 +135,7 @@ def sweep(
     print_progress(f"report: {html}")
 
 
-@command(
-    "asyncrl figure runs/compare-demo -o accuracy.pdf",
-    "asyncrl figure runs/sweep-demo --x lag --csv points.csv",
-)
-@option_table("figure")
-@json_option
+@command
 def figure(
     directories: tuple[Path, ...],
     out: Path | None,

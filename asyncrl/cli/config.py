@@ -7,28 +7,11 @@ from typing import Any
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import (
-    ExampleGroup,
-    command,
-    complete_config,
-    complete_key,
-    json_option,
-    option_table,
-    options,
-)
+from asyncrl.cli.base import command, make_group
 from asyncrl.contract.errors import ConfigError
 
 
-@click.group(
-    cls=ExampleGroup,
-    examples=("asyncrl config show demo", "asyncrl config explain staleness.max_lag"),
-)
-def config() -> None:
-    """Show, check, explain and compare configs."""
-
-
-@config.command(examples=("asyncrl config show demo", "asyncrl config show demo --set method=gmpo"))
-@options()
+@command
 def show(source: str, sets: tuple[str, ...], as_json: bool) -> None:
     """Print the resolved config with the origin of each value.
 
@@ -46,12 +29,7 @@ def show(source: str, sets: tuple[str, ...], as_json: bool) -> None:
         print(explaining.annotate(load.dump(loaded), origins))
 
 
-@config.command(
-    name="explain",
-    examples=("asyncrl config explain staleness.max_lag", "asyncrl config explain stop"),
-)
-@click.argument("key", shell_complete=complete_key)
-@json_option
+@command
 def explain_key(key: str, as_json: bool) -> None:
     """Explain KEY: meaning, unit, values, default and readers.
 
@@ -97,13 +75,7 @@ def _format_explanation(entry: Any) -> str:
     return "\n".join(lines)
 
 
-@config.command(
-    name="diff",
-    examples=("asyncrl config diff demo decoupled", "asyncrl config diff runs/A runs/B"),
-)
-@click.argument("left", metavar="A", shell_complete=complete_config)
-@click.argument("right", metavar="B", shell_complete=complete_config)
-@json_option
+@command
 def diff_configs(left: str, right: str, as_json: bool) -> None:
     """Compare two configs, each a file, a bundled config or a run.
 
@@ -124,8 +96,7 @@ def diff_configs(left: str, right: str, as_json: bool) -> None:
     sys.exit(1 if differences else 0)
 
 
-@config.command(examples=("asyncrl config check config.toml",))
-@options()
+@command
 def check(source: str, sets: tuple[str, ...], as_json: bool) -> None:
     """Check everything that a run of CONFIG needs.
 
@@ -159,8 +130,7 @@ def print_outcomes(loaded: Any, warnings: list[str], preflight: Any, as_json: bo
         raise ConfigError(f"{len(failed)} check(s) failed: {', '.join(failed)}")
 
 
-@config.command(examples=("asyncrl config schema > schema.json",))
-@option_table("schema")
+@command
 def schema(kind: str) -> None:
     """Print the JSON schema of configs, for editors."""
     from asyncrl.config import load, sft
@@ -168,7 +138,7 @@ def schema(kind: str) -> None:
     print(json.dumps(sft.build_schema() if kind == "sft" else load.build_schema(), indent=1))
 
 
-@config.command(name="metrics", examples=("asyncrl config metrics",))
+@command
 def print_metrics() -> None:
     """Print every metric with its unit and meaning."""
     from asyncrl.records import metrics
@@ -176,7 +146,7 @@ def print_metrics() -> None:
     print(metrics.format_markdown(), end="")
 
 
-@config.command(examples=("asyncrl config reference > keys.md",))
+@command
 def reference() -> None:
     """Print every key with its default, as a page of Markdown."""
     from asyncrl.config import explain as explaining
@@ -184,17 +154,12 @@ def reference() -> None:
     print(explaining.render_reference(), end="")
 
 
-TRY = ("asyncrl task try demo -n 5", "asyncrl task try calc --model runs/R/model")
+config = make_group(
+    "config", [show, explain_key, diff_configs, check, schema, print_metrics, reference]
+)
 
 
-@click.group(cls=ExampleGroup, examples=TRY[:1])
-def task() -> None:
-    """Try tasks and reward functions."""
-
-
-@task.command(name="try", examples=TRY)
-@options()
-@option_table("try_task")
+@command
 def try_task(
     source: str, sets: tuple[str, ...], as_json: bool, count: int, model: str, part: str
 ) -> None:
@@ -302,8 +267,10 @@ def _format_turn(turn: Any) -> str:
     return f"=== reward {turn.reward:g}{parts}: {turn.text}"
 
 
-@command("asyncrl methods")
-@json_option
+task = make_group("task", [try_task])
+
+
+@command
 def methods(as_json: bool) -> None:
     """List the published methods, with their sources.
 

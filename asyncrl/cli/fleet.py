@@ -6,14 +6,12 @@ import sys
 from pathlib import Path
 
 from asyncrl.cli import result
-from asyncrl.cli.base import command, emit, json_option, option_table, print_progress
+from asyncrl.cli.base import command, emit, print_progress
 from asyncrl.contract import refusal
 from asyncrl.records import process_log
 
 
-@command("asyncrl join tcp://10.0.0.1:5555 --keys keys/generator-1")
-@option_table("join")
-@json_option
+@command
 def join(
     address: str,
     keys: Path | None,
@@ -56,9 +54,7 @@ def join(
     sys.exit(code)
 
 
-@command("asyncrl scale runs/R 4")
-@option_table("scale")
-@json_option
+@command
 def scale(run_dir: Path, generators: int, wait: float, as_json: bool) -> None:
     """Change the number of generators of the run in RUN_DIR.
 

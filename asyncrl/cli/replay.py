@@ -5,16 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.base import command, json_option, option_table, set_option
+from asyncrl.cli.base import command
 
 
-@command(
-    "asyncrl replay runs/R --set loss.surrogate=gspo",
-    "asyncrl replay runs/R --set correction.preset=tis --until 20",
-)
-@set_option("change a key: loss, correction, kl, stop, advantage, learner.lr, ...; repeatable")
-@option_table("replay")
-@json_option
+@command
 def replay(run_dir: Path, sets: tuple[str, ...], as_json: bool, **choice: Any) -> None:
     """Train again on the recorded stream of RUN_DIR, offline.
 
@@ -33,9 +27,7 @@ def replay(run_dir: Path, sets: tuple[str, ...], as_json: bool, **choice: Any) -
     sys.exit(1 if result["reproduced"] is False else 0)
 
 
-@command("asyncrl diff runs/A runs/B", "asyncrl diff runs/A runs/B --html diff.html")
-@option_table("diff")
-@json_option
+@command
 def diff(run_a: Path, run_b: Path, html: Path | None, as_json: bool) -> None:
     """Compare two runs.
 

@@ -6,24 +6,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import click
-
 from asyncrl.cli import result
-from asyncrl.cli.base import PATH, command, emit, json_option, option_table, options, print_progress
+from asyncrl.cli.base import command, emit, print_progress
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import read_table
 
 SUMMARY: dict[str, str] = read_table(__file__)
 
 
-@command(
-    "asyncrl run demo",
-    "asyncrl run demo --set staleness.max_lag=4 --set learner.steps=50",
-    "asyncrl run demo --watch",
-    "asyncrl run --resume runs/R",
-)
-@options(source=False)
-@option_table("run")
+@command
 def run(
     source: str | None,
     sets: tuple[str, ...],
@@ -164,9 +155,7 @@ def shorten_summary(summary: dict[str, Any]) -> dict[str, Any]:
     return {title: form.format_map(values) for title, form in SUMMARY.items()}
 
 
-@command("asyncrl report runs/R")
-@click.argument("run_dir", type=PATH)
-@json_option
+@command
 def report(run_dir: Path, as_json: bool) -> None:
     """Write RUN_DIR/report.html from the files of the run.
 
@@ -183,9 +172,7 @@ def report(run_dir: Path, as_json: bool) -> None:
     emit({"report": str(run_page.write(run_dir))}, as_json)
 
 
-@command("asyncrl export runs/R my-model", "asyncrl export runs/R my-model --push-to-hub ORG/NAME")
-@option_table("export")
-@json_option
+@command
 def export(run_dir: Path, path: Path, push_to_hub: str, private: bool, as_json: bool) -> None:
     """Copy the newest trained model of RUN_DIR to PATH.
 
@@ -232,9 +219,7 @@ def export(run_dir: Path, path: Path, push_to_hub: str, private: bool, as_json: 
     emit({"model": str(path), "from": str(source), **pushed}, as_json)
 
 
-@command("asyncrl ls", "asyncrl ls other-runs")
-@click.argument("directory", metavar="[DIR]", type=PATH, default="runs")
-@json_option
+@command
 def ls(directory: Path, as_json: bool) -> None:
     """List the runs in DIR (default: runs), oldest first.
 

@@ -4,17 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.base import command, json_option, option_table, options, print_progress
+from asyncrl.cli.base import command, print_progress
 from asyncrl.contract.errors import ConfigError
 
 
-@command(
-    "asyncrl simulate demo",
-    "asyncrl simulate demo --from runs/R --limit 4 --more 2",
-    "asyncrl simulate demo --time 'reward=pareto(0.2,2.5,4)' --treatments",
-)
-@options()
-@option_table("simulate")
+@command
 def simulate(
     source: str,
     sets: tuple[str, ...],
@@ -49,9 +43,7 @@ def simulate(
     print(json.dumps(outcome) if as_json else what_if.format_result(outcome))
 
 
-@command("asyncrl diagnose outputs/run", "asyncrl diagnose verl.jsonl --as verl --html page.html")
-@option_table("diagnose")
-@json_option
+@command
 def diagnose(path: Path, framework: str, html: Path | None, as_json: bool) -> None:
     """Say what another framework's log shows, and what to change.
 

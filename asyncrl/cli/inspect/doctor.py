@@ -8,15 +8,13 @@ from typing import Any
 import msgspec
 
 from asyncrl.cli import result
-from asyncrl.cli.base import command, emit, json_option, option_table
+from asyncrl.cli.base import command, emit
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.records import process_log
 
 
-@command("asyncrl doctor runs/R", "asyncrl doctor --exact demo")
-@option_table("doctor")
-@json_option
+@command
 def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
     """Show the state of the run in RUN_DIR.
 
@@ -107,8 +105,7 @@ def check_exact_mode(source: Path | None, as_json: bool) -> None:
         raise AsyncrlError(f"exact mode does not hold on this machine: {failure}")
 
 
-@command("asyncrl engines")
-@json_option
+@command
 def engines(as_json: bool) -> None:
     """Show which engines and learner backends work on this machine.
 

@@ -8,12 +8,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.cli import result
-from asyncrl.cli.base import command, option_table, print_progress
+from asyncrl.cli.base import command, print_progress
 from asyncrl.contract.errors import ConfigError
 
 
-@command("asyncrl watch runs/R", "asyncrl watch runs --port 8000")
-@option_table("watch")
+@command
 def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool) -> None:
     """Show runs in the browser while they run, or after.
 
@@ -36,8 +35,7 @@ def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool)
     server.serve(list(places), host, port, announce, token=not no_token)
 
 
-@command("asyncrl samples runs/R --reward 0 --lag 2.. --sort kl --color log_ratio")
-@option_table("samples")
+@command
 def samples(run_dir: Path, color_by: str, as_json: bool, **choice: Any) -> None:
     """Print trained samples, each token colored by lag or weight.
 
