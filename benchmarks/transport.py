@@ -19,7 +19,11 @@ in a separate process with its best settings, chosen by short runs over the numb
 message and of messages in a call; all have the same malloc settings.  Every batch is counted, in
 samples and in bytes; the first of each is compared byte by byte.  Ray's processes are never idle:
 it has separate rounds, against `memory`.  A rival that is not installed is named in the result,
-and counts as a missed goal.
+and counts as a missed goal.  Reverb and straw-queue need an environment each:
+
+    python3.11 -m venv reverb && reverb/bin/pip install 'dm-reverb[tensorflow]==0.14.0' msgspec
+    python3.11 -m venv straw && straw/bin/pip install numpy msgspec
+    straw/bin/pip install --no-deps straw-queue==0.1.6
 
 Goals, in samples a second, ours over the rival's: see GOALS; and CPU time of all processes for a
 durable sample of 1k tokens."""

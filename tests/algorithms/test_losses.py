@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from collections import defaultdict
@@ -205,19 +206,11 @@ def test_it_needs_torch_alone() -> None:
     assert done.stdout.strip() == ""
 
 
-def read_adapter(name: str) -> str:
-    """A block of docs/python-api.md that begins with `# name`."""
-    blocks = (ROOT / "docs" / "python-api.md").read_text().split("```python\n")
-    return next(block for block in blocks if block.startswith(f"# {name}")).partition("```")[0]
-
-
 def run_adapter(name: str, monkeypatch: pytest.MonkeyPatch, **modules: Any) -> dict[str, Any]:
+    """Execute a file of docs/adapters beside stand-ins of the framework's modules."""
     for module, content in modules.items():
         monkeypatch.setitem(sys.modules, module.replace("__", "."), SimpleNamespace(**content))
-    made: dict[str, Any] = {}
-    exec(read_adapter(name), made)
-    assert len([line for line in read_adapter(name).splitlines() if line]) <= 21
-    return made
+    return runpy.run_path(str(ROOT / "docs" / "adapters" / f"{name}.py"))
 
 
 def test_the_adapters_take_what_each_framework_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +218,7 @@ def test_the_adapters_take_what_each_framework_passes(monkeypatch: pytest.Monkey
     adv, expected = torch.tensor([1.0, -1.0]), {}
     for method in ("vespo", "ipo"):
         expected[method] = losses.loss(lp, behavior, adv, MASK, method=method).loss
-    trl = run_adapter("TRL", monkeypatch, trl={"GRPOTrainer": object})["MethodTrainer"]()
+    trl = run_adapter("trl_trainer", monkeypatch, trl={"GRPOTrainer": object})["MethodTrainer"]()
     trl._metrics = {"train": defaultdict(list)}
     trl.current_gradient_accumulation_steps = 2
     trl._get_per_token_logps_and_entropies = lambda model, ids, mask, length: (lp, None, None)
@@ -234,14 +227,14 @@ def test_the_adapters_take_what_each_framework_passes(monkeypatch: pytest.Monkey
     assert trl._compute_loss(None, inputs) == expected["vespo"] / 2
     assert trl._metrics["train"]["is/ess"]
     register = {"register_policy_loss": lambda name: lambda function: function}
-    verl = run_adapter("verl", monkeypatch, verl__trainer__ppo__core_algos=register)
+    verl = run_adapter("verl_loss", monkeypatch, verl__trainer__ppo__core_algos=register)
     wide = adv[:, None].expand(2, 3)
     total, metrics = verl["method_loss"](
         behavior, lp, wide, MASK, "token-mean", config=None, rollout_is_weights=None
     )
     assert total == expected["vespo"] and metrics["is/ess"] > 0
     outputs = {"LossOutputs": SimpleNamespace}
-    prime = run_adapter("prime-rl", monkeypatch, prime_rl__trainer__rl__loss=outputs)
+    prime = run_adapter("prime_rl_loss", monkeypatch, prime_rl__trainer__rl__loss=outputs)
     parts = [
         prime["method_loss"](
             SimpleNamespace(
