@@ -1,7 +1,8 @@
-"""Write the tables of keys and metrics, and typeset formulas, while MkDocs builds the site.
+"""Write the pages that are not committed, and typeset formulas, while MkDocs builds the site.
 
 A hook of mkdocs.yml. The pages `configuration.md` and `metrics.md` are what `asyncrl config
-reference` and `asyncrl config metrics` print; they are not committed. The formulas become MathML:
+reference` and `asyncrl config metrics` print; the README is the home page, without links to what
+the site lacks. The formulas become MathML:
 `pymdownx.arithmatex` finds `$...$` and `$$...$$`. A browser draws MathML by itself, so the site
 needs no script and no font for it.
 """
@@ -20,6 +21,7 @@ from asyncrl.config import explain
 from asyncrl.records import metrics
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+ELSEWHERE = re.compile(r"\[([^]]+)\]\((?:CONTRIBUTING|benchmarks/)[^)]*\)")  # not in the site
 WORD = re.compile(r"<(?:mo|mi)>([a-zA-Z]{2,})</(?:mo|mi)>")  # log, min, clip: space around them
 
 
@@ -41,6 +43,8 @@ def on_pre_build(config: Any) -> None:
     docs = Path(config["docs_dir"])
     (docs / "configuration.md").write_text(explain.render_reference())
     (docs / "metrics.md").write_text(metrics.format_markdown())
+    home = (docs.parent / "README.md").read_text().replace("](docs/", "](")
+    (docs / "index.md").write_text(ELSEWHERE.sub(r"\1", home))
 
 
 def on_page_content(page_html: str, **_: Any) -> str:

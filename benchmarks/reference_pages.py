@@ -25,28 +25,26 @@ COMING_FROM = """# Coming from another system
 
 Generated from `asyncrl/config/coming_from.toml` by `python benchmarks/reference_pages.py`.
 
-Find the name of your setting here, without dots: its prefix may be that of the name before it.
-`key=value` is as after `--set`: in TOML, put quotes around a text. Commas join keys that belong
+Find your setting before the colon, without dots: its prefix may be that of the name before it. The
+keys here follow, as after `--set`: in TOML, put quotes around a text. Commas join keys that belong
 together. "or" separates alternatives, in the order of the values there. Settings whose last name is
-the same here, such as `temperature`, are left out. `asyncrl config explain KEY` describes a key.
-`asyncrl run` also recognizes a config of these systems and names our keys. [`asyncrl
-diagnose`](diagnose.md) reads the log of a run that you made there.
+the same here, such as `temperature`, are left out. `asyncrl run` also recognizes a config of these
+systems and names our keys. [`asyncrl diagnose`](diagnose.md) reads the log of a run that you made
+there.
 
-| elsewhere | here |
-|---|---|
-| a script, YAML or flags | `asyncrl run CONFIG`, a TOML file, `--set key=value` |
-| defaults for language models | [some are for tiny ones](algorithms.md#the-defaults-and-why) |
-| generation and training share GPUs | always separate processes |
-| Ray | processes; Ray or Slurm optionally: [Machines](machines.md) |
-| queues, replay buffers, collectors | the buffer, bounded by the limit |
-| old samples are discarded | `staleness.max_lag` prevents them; `staleness.on_exceed=drop` |
-| weights every few steps | a version after every batch, `learner.minibatches` steps |
-| batches in completions | `learner.groups` prompts of `learner.group_size` samples |
-| a limit of engine requests | `generator.slots`, completions of one generator |
-| micro-batches | `learner.micro_batch_tokens`; the result does not depend on it |
-| several GPUs | `learner.backend=fsdp2` or `deepspeed` |
-| None | 0 for `loss.dual_clip`, `kl.*.coefficient`, `generator.top_k` |
-| resume | `asyncrl run --resume RUN` |
+- a script, YAML or flags: `asyncrl run CONFIG`, a TOML file, `--set key=value`
+- defaults for language models: [some are for tiny ones](algorithms.md#the-defaults-and-why)
+- generation and training share GPUs: always separate processes
+- Ray: processes, optionally on [Ray or Slurm](machines.md#ray)
+- queues, replay buffers, collectors: the buffer, bounded by the limit
+- old samples are discarded: `staleness.max_lag` prevents them, or `staleness.on_exceed=drop`
+- weights every few steps: a version after every batch, `learner.minibatches` steps
+- batches in completions: `learner.groups` prompts of `learner.group_size` samples
+- a limit of engine requests: `generator.slots`, completions of one generator
+- micro-batches: `learner.micro_batch_tokens`; the result does not depend on it
+- several GPUs: `learner.backend=fsdp2` or `deepspeed`
+- None: 0 for `loss.dual_clip`, `kl.*.coefficient`, `generator.top_k`
+- resume: `asyncrl run --resume RUN`
 
 """
 
@@ -76,10 +74,19 @@ def _wrap(text: str) -> str:
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
+def _item(text: str) -> str:
+    return (
+        textwrap.fill(
+            f"- {text}", 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        + "\n"
+    )
+
+
 def system_section(system: dict[str, Any]) -> str:
     """Return the section of one system: concepts, settings, and settings without a counterpart."""
-    parts = [f"## {system['title']}\n\n{_wrap(system['intro'])}\n", _row("there", "here")]
-    parts += ["|---|---|\n", *(_row(*row) for row in system["concepts"])]
+    parts = [f"## {system['title']}\n\n{_wrap(system['intro'])}\n"]
+    parts += [_item(f"{there}: {here}") for there, here in system["concepts"]]
     missing = []
     for theirs, _, ours, remark in system["keys"]:
         names = ", ".join(f"`{name.replace(' = ', '=')}`" for name in theirs.split(", "))
@@ -87,10 +94,10 @@ def system_section(system: dict[str, Any]) -> str:
             missing.append(names)
         elif remark or (ours and theirs.rpartition(".")[2] != ours.rpartition(".")[2]):
             here = ". ".join(part for part in (format_settings(ours), remark) if part)
-            parts.append(_row(names, here))
+            parts.append(_item(f"{names}: {here}"))
     if missing:
         parts += ["\n", _wrap(f"Not here: {', '.join(missing)}.")]
-    parts += ["\n", _wrap(f"Looked up in {system['seen']}.")]
+    parts += ["\n", _wrap(f"Looked up in {system['seen'].partition(': ')[0]}.")]
     return "".join(parts)
 
 
@@ -123,9 +130,9 @@ def papers_table() -> str:
     rows = []
     for source, name, settings, remark in papers():
         if remark or not all(option.startswith("method = ") for option in settings.split(" or ")):
-            rows.append(_row(source, name, format_settings(settings), remark))
-    table = _row("source", "name", "settings", "what differs")
-    return table + "|---|---|---|---|\n" + "".join(rows)
+            what = ". ".join(part for part in (format_settings(settings), remark) if part)
+            rows.append(_row(f"{name} ({source})", what))
+    return _row("paper", "settings, and what differs") + "|---|---|\n" + "".join(rows)
 
 
 def exit_codes_table() -> str:

@@ -255,11 +255,13 @@ def density(page: Path) -> tuple[int, float]:
 
 
 def test_a_page_is_short_and_its_numbers_earn_their_place() -> None:
-    """Reference and Evidence are looked up, not read: they may be longer and denser."""
+    """Reference and Evidence are looked up, not read: they may be longer and denser.
+
+    The home page is the README."""
     sections = site_pages()
     assert {"Home", "Start", "Learn", "How to", "Agents", "Internals"} <= set(sections)
     for section, pages in sections.items():
-        if section in ("Reference", "Evidence", "Log"):
+        if section in ("Home", "Reference", "Evidence", "Log"):
             continue
         for page in pages:
             words, numbers = density(page)
@@ -466,18 +468,6 @@ def test_the_tables_of_the_recipes_are_those_of_their_files() -> None:
         starts, ends = (shares(found["accuracy"], when) for when in ("start", "end"))
         assert f"| {words}, held out | {starts[0]} | {ends[0]} |" in page
         assert f"| {words}, names never shown | {starts[1]} | {ends[1]} |" in page
-
-    page, (found,) = recipe("Distillation", "2026-11-23_9e1f47a_2core_real_start.json")
-    teacher, student = found["teacher"]["accuracy"], found["student"]
-    seconds = f"{found['sft']['seconds']:.0f}", f"{student['seconds']:,.0f}"
-    for words, accuracy, when, last in (
-        ("the model as it came", student["accuracy"], "start", ""),
-        ("teacher, after 960 solved problems", teacher, "end", f" {seconds[0]}"),
-        ("student, taught by the teacher", student["accuracy"], "end", f" {seconds[1]}"),
-    ):
-        assert f"| {words} | {' | '.join(shares(accuracy, when))} |{last} |" in page
-    kl = f"{student['kl']['first']:.3f} to {student['kl']['last']:.3f} nats a token"
-    assert f"falls from {kl}" in " ".join(page.split())
 
     page, (found, late) = recipe(
         "Reward hacking and KL",
