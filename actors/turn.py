@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,7 +218,11 @@ class GeneratorTurn:
 
     def list_progress(self) -> list[AttemptTokens]:
         """Return (ticket, attempt, tokens generated so far) for every held ticket."""
-        return list_ticket_progress(self.schedule, self.engine.count_tokens())
+        tokens = {name: leased.tokens for name, leased in self.schedule.held.items()}
+        for (ticket, _, attempt), count in self.engine.count_tokens().items():
+            if (ticket, attempt) in tokens:
+                tokens[ticket, attempt] += count
+        return [(ticket, attempt, count) for (ticket, attempt), count in tokens.items()]
 
 
 def count_samples_to_request(
@@ -233,20 +237,6 @@ def count_samples_to_request(
     if schedule.lockstep:
         return 0 if active or schedule.count_waiting() or unfinished else EVERYTHING
     return slots - active - schedule.count_waiting()
-
-
-def list_ticket_progress(
-    schedule: TicketSchedule, live_tokens: Mapping[Key, int]
-) -> list[AttemptTokens]:
-    """Return (ticket, attempt, tokens) for every held ticket.
-
-    live: the tokens of each row in the engine.
-    """
-    tokens = {name: leased.tokens for name, leased in schedule.held.items()}
-    for (ticket, _, attempt), count in live_tokens.items():
-        if (ticket, attempt) in tokens:
-            tokens[ticket, attempt] += count
-    return [(ticket, attempt, count) for (ticket, attempt), count in tokens.items()]
 
 
 def build_trajectory(response: ScoredResponse, result: RewardResult) -> Trajectory:

@@ -1,5 +1,6 @@
 """`asyncrl lab`: one command per experiment."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 
 def run_experiment(experiment: Any, out: Path, as_json: bool, **settings: Any) -> None:
     """Measure, print and write the findings.  Raises AsyncrlError if a claim does not hold."""
-    from asyncrl.experiments.lab import page
+    from asyncrl.records import atomic_write
 
     findings = experiment.present_findings(experiment.measure(**settings, say=print_progress))
     print(findings.as_text(), file=sys.stderr if as_json else sys.stdout)
-    html, data = page.write(out, findings)
-    print_progress(f"page: {html}   numbers: {data}")
+    out.mkdir(parents=True, exist_ok=True)
+    numbers = findings.as_json()
+    atomic_write.write(out / f"{findings.name}.json", json.dumps(numbers))
+    print_progress(f"numbers: {out / findings.name}.json")
     if as_json:
-        result.print_result(findings.as_json())
+        result.print_result(numbers)
     if refuted := [text for text, holds in findings.claims if not holds]:
         raise AsyncrlError(
             f"lab {findings.name}: {len(refuted)} claim(s) do not hold: {refuted[0]}"

@@ -1,6 +1,6 @@
 """The blocks of every page: text, lists, tables, cards and plots.
 
-Runs, comparisons, sweeps, simulations, replays and the lab write one file without external links.
+Runs, comparisons, sweeps, simulations and replays write one file without external links.
 `page/page.html` lays out its blocks, `page/page.css` styles them, `page/plot.js` draws the plots
 and `page/samples.js` colors the tokens of samples. `asyncrl watch` serves the same style sheet and
 scripts, so a plot looks the same everywhere.

@@ -21,7 +21,7 @@ from lib import results_file, rounds
 
 from asyncrl.cli.base import print_progress
 from asyncrl.experiments.lab import bias, corrections, reshape
-from asyncrl.experiments.lab.page import LabFindings
+from asyncrl.experiments.lab.findings import LabFindings
 
 RATES = {"sgd": 5.0, "adam": 0.1}
 
@@ -74,7 +74,7 @@ def main() -> None:
         wrong += sum(not holds for _, holds in found.claims)
         print(
             found.setting,
-            *(f"  {item.text}" for item in found.list_verdict()),
+            *(f"  {'holds' if x else 'DOES NOT HOLD'}: {text}" for text, x in found.claims),
             sep="\n",
             file=sys.stderr if args.json else sys.stdout,
         )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,7 +26,6 @@ from actors.turn import (
     build_failed_trajectory,
     build_trajectory,
     count_samples_to_request,
-    list_ticket_progress,
 )
 from asyncrl.config import load
 from asyncrl.contract.errors import NotFiniteError, ProtocolError
@@ -285,10 +285,12 @@ def test_progress_counts_the_tokens_of_finished_and_of_live_samples() -> None:
     made.admit(V1, 9)
     made.finish_sample((1, 0, 4), 5)
     made.finish_sample((1, 1, 4), 7)
-    progress = list_ticket_progress(made, {(1, 2, 4): 3, (2, 0, 5): 2, (8, 0, 9): 1})
-    assert sorted(progress) == [(1, 4, 15), (2, 5, 2)]
+    live = {(1, 2, 4): 3, (2, 0, 5): 2, (8, 0, 9): 1}
+    turn: Any = SimpleNamespace(schedule=made, engine=SimpleNamespace(count_tokens=lambda: live))
+    assert sorted(GeneratorTurn.list_progress(turn)) == [(1, 4, 15), (2, 5, 2)]
     made.finish_sample((1, 2, 4), 3)
-    assert list_ticket_progress(made, {}) == [(2, 5, 0)], "a finished ticket is forgotten"
+    live.clear()
+    assert GeneratorTurn.list_progress(turn) == [(2, 5, 0)], "a finished ticket is forgotten"
 
 
 def test_as_many_samples_are_asked_for_as_rows_are_free() -> None:

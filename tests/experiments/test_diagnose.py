@@ -252,48 +252,37 @@ def write_verl(path: Path, steps: Any, value: Callable[[int], Any] = float) -> P
     return write_jsonl(path, [{"step": x, "rollout_corr/k3_kl": value(x)} for x in steps], "verl")
 
 
-def test_a_torn_line_is_left_out_and_said(tmp_path: Path) -> None:
-    path = write_verl(tmp_path / "m.jsonl", range(9))
-    path.write_text(path.read_text()[:-12])
+def not_in_three(step: int) -> float:
+    return math.nan if step % 3 else step
+
+
+@pytest.mark.parametrize(
+    ("steps", "value", "cut", "expected", "note"),
+    [
+        (range(9), float, 12, range(8), "m.jsonl: 1 damaged or torn lines, the first is 9"),
+        ([*range(9), 5, 6], float, 0, range(7), "m.jsonl: steps go back from 8 to 5"),
+        ([*range(1, 9), 1, 2, 3], float, 0, [1, 2, 3], "m.jsonl: steps begin again at 1"),
+        (range(9), not_in_three, 0, [0, 3, 6], "rollout_corr/k3_kl: 6 values are not finite"),
+    ],
+)
+def test_rows_that_are_torn_repeated_or_not_finite_are_left_out_and_said(
+    tmp_path: Path, steps: Any, value: Any, cut: int, expected: Any, note: str
+) -> None:
+    path = write_verl(tmp_path / "m.jsonl", steps, value)
+    path.write_text(path.read_text()[: -cut or None])
     log = diagnosis.read(path)
-    assert [*log.find("k3")[1]] == [*range(8)]
-    assert log.notes == ["m.jsonl: 1 damaged or torn lines, the first is 9"]
+    assert [*log.find("k3")[1]] == [*expected] and log.notes[0].startswith(note)
 
 
-def test_a_resumed_run_keeps_its_later_rows(tmp_path: Path) -> None:
-    path = write_verl(tmp_path / "m.jsonl", [*range(9), *range(5, 7)])
-    path.write_text(path.read_text().replace(": 5.0", ": 50.0"))
-    log = diagnosis.read(path)
-    assert [*log.find("k3")[1]] == [*range(7)] and "go back from 8 to 5" in log.notes[0]
-
-
-def test_of_two_runs_in_a_file_the_last_counts(tmp_path: Path) -> None:
-    path = write_verl(tmp_path / "m.jsonl", [*range(1, 9), *range(1, 4)])
-    log = diagnosis.read(path)
-    assert [*log.find("k3")[1]] == [1, 2, 3] and "steps begin again at 1" in log.notes[0]
-
-
-def test_rows_of_two_frameworks_are_told_apart(tmp_path: Path) -> None:
-    rows = make_rows("verl", 1)
-    path = write_jsonl(tmp_path / "m.jsonl", [row | {"reward": 1.0} for row in rows])
-    log = diagnosis.read(path)
-    assert log.framework == "verl" and "reward" not in log.columns
-    assert "reward is refused: of another framework" in log.notes[0]
-
-
-def test_a_second_file_with_the_same_metrics_is_left_out(tmp_path: Path) -> None:
+def test_metrics_of_another_framework_or_of_a_file_before_are_left_out(tmp_path: Path) -> None:
     for name in "ab":
         write_verl(tmp_path / f"{name}.jsonl", range(9), lambda x, name=name: float(name == "a"))
     log = diagnosis.read(tmp_path)
     assert {*log.find("k3")[1].values()} == {1.0} and "b.jsonl" in log.notes[0]
-
-
-def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:
-    log = diagnosis.read(
-        write_verl(tmp_path / "m.jsonl", range(9), lambda x: math.nan if x % 3 else x)
-    )
-    assert [*log.find("k3")[1]] == [0, 3, 6]
-    assert log.notes == ["rollout_corr/k3_kl: 6 values are not finite"]
+    rows = [row | {"reward": 1.0} for row in make_rows("verl", 1)]
+    log = diagnosis.read(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert log.framework == "verl" and "reward" not in log.columns
+    assert "reward is refused: of another framework" in log.notes[0]
 
 
 def test_a_long_log_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

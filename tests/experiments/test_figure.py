@@ -100,15 +100,8 @@ def test_the_figure_is_of_its_kind_and_the_same_again(
 
 
 def test_an_svg_has_caption_names_axes_and_colors(compared: Path, tmp_path: Path) -> None:
-    argv = [
-        "figure",
-        str(compared),
-        "-o",
-        str(tmp_path / "f.svg"),
-        "--csv",
-        str(tmp_path / "f.csv"),
-    ]
-    main.main(argv, standalone_mode=False)
+    files = ("-o", str(tmp_path / "f.svg"), "--csv", str(tmp_path / "f.csv"))
+    main.main(["figure", str(compared), *files], standalone_mode=False)
     svg = (tmp_path / "f.svg").read_text()
     lines = make_lines(figures.read_points([compared], "eval/heldout", STEP))
     for text in (figures.make_caption(lines, STEP), "held-out reward", "step (versions)", "a"):

@@ -2,7 +2,6 @@
 and the command line."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,14 @@ def space() -> ResponseSpace:
     return ResponseSpace(3, 3)
 
 
-@pytest.fixture(scope="module")
-def measured() -> dict:
-    return bias.measure(2, 3, 2, 0.05, 0.1, 100, lambda _: None)
+def run_lab(words: str, out: Path) -> dict:
+    """Run an experiment, whose claims hold, and return its numbers."""
+    done = CliRunner().invoke(main, ["lab", *words.split(), "--json", "--out", str(out)])
+    assert done.exit_code == 0, done.stderr.splitlines()[-1]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(claim["holds"] for claim in found["verdict"])
+    assert json.loads((out / f"{words.split()[0]}.json").read_text()) == found
+    return found
 
 
 def test_every_answer_is_there_once_and_probabilities_sum_to_one(space: ResponseSpace) -> None:
@@ -73,79 +77,23 @@ def test_no_gradient_is_zero_coefficients() -> None:
     assert torch.equal(differentiate(lambda lp: lp.detach() * 2, x)[0], torch.zeros_like(x))
 
 
-def test_bias_keeps_the_published_order_and_its_identities(measured: dict) -> None:
-    on, off = measured["estimators"]["on_policy"], measured["estimators"]["off_policy"]
-    assert max(measured["identities"].values()) < 1e-9
-    assert on["k1_in_reward"]["relative_bias_max"] < 1e-9
-    assert on["k1_in_loss"]["relative_bias"] == pytest.approx(1, abs=1e-9)
-    published = ("k1_in_reward", "k2_in_loss", "k3_in_loss", "k3_in_reward")
-    ordered = [on[name]["relative_bias"] for name in published]
-    assert all(one < other for one, other in pairwise(ordered))
-    for name in bias.UNBIASED:
-        assert off[name]["relative_bias_max"] < 1e-9
-    assert off["prefix_full"]["variance"] == min(off[n]["variance"] for n in bias.UNBIASED)
-    assert off["ratio"]["relative_bias"] > 0.01 and off["k1_in_reward"]["relative_bias"] > 0.1
-
-
-def test_bias_truncation_and_discount_trade(measured: dict) -> None:
+def test_bias_truncation_and_discount_trade(tmp_path: Path) -> None:
     """(1, inf) is exact, discount 0 on mu's samples the token level; a lower cut never has more
     variance."""
+    measured = run_lab("bias --vocabulary 2 --length 3 --seeds 2 --draws 60", tmp_path)
+    assert max(measured["identities"].values()) < 1e-9
     for which, curve in measured["curve"].items():
         assert curve["1"]["inf"]["relative_bias"] < 1e-9
         assert curve["0"]["inf"]["relative_bias"] == pytest.approx(
-            measured["estimators"]["on_policy"]["k2_in_loss"]["relative_bias"], rel=1e-9
+            measured["estimators"]["on_policy"]["k2_in_loss"]["relative_bias"], rel=1e-4
         )
         noise = [curve["1"][f"{c:g}"]["variance"] for c in bias.CUTS]
         assert noise == sorted(noise) and noise[0] < noise[-1], which
 
 
-def test_bias_as_json_and_a_page(tmp_path: Path) -> None:
-    text = "lab bias --vocabulary 2 --length 3 --seeds 2 --draws 60 --json --out"
-    args = [*text.split(), str(tmp_path)]
-    done = CliRunner().invoke(main, args)
-    assert done.exit_code == 0, done.stderr.splitlines()[-1]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found["estimators"]) == {"on_policy", "off_policy"}
-    assert {"relative_bias", "variance"} <= set(found["estimators"]["off_policy"]["prefix_full"])
-    assert all(c["holds"] is not False for c in found["verdict"])
-    assert json.loads((tmp_path / "bias.json").read_text()) == found
-    page = (tmp_path / "bias.html").read_text()
-    assert "Relative bias by KL(mu || theta)" in page and len(page) < 2**20
-
-
 def test_too_many_answers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--vocabulary 50 --length 9: .* at most"):
         ResponseSpace(50, 9)
-
-
-@pytest.fixture(scope="module")
-def corrected() -> dict:
-    return corrections.measure(2, 4, 2, lambda _: None)["estimators"]
-
-
-def test_corrections_only_whole_answers_are_unbiased(corrected: dict) -> None:
-    for length, at in corrected.items():
-        for d, found in at.items():
-            assert found["sequence none"]["relative_bias_max"] < 1e-9
-            if d == "0":
-                assert all(
-                    j["relative_bias"] < 1e-9
-                    and j["left"] == pytest.approx(1)
-                    and j["ess"] == pytest.approx(1)
-                    for j in found.values()
-                )
-            else:
-                assert (
-                    1e-6 < found["token none"]["relative_bias"] < found["none"]["relative_bias"]
-                ), (length, d)
-
-
-def test_self_normalised_weights_have_mean_one(corrected: dict) -> None:
-    for name in ("token truncate", "sequence mask", "sequence clip"):
-        assert corrected["4"]["0.1"][name]["mean_weight"] != pytest.approx(1, abs=1e-3)
-        assert corrected["4"]["0.1"][f"{name} normalised"]["mean_weight"] == pytest.approx(
-            1, abs=1e-9
-        )
 
 
 def test_the_endless_batch_is_the_limit_of_sampled_ones() -> None:
@@ -167,12 +115,13 @@ def test_the_endless_batch_is_the_limit_of_sampled_ones() -> None:
 
 
 def test_corrections_as_json(tmp_path: Path) -> None:
-    text = "lab corrections --vocabulary 2 --length 4 --seeds 2 --json --out"
-    done = CliRunner().invoke(main, [*text.split(), str(tmp_path)])
-    assert done.exit_code == 0, done.stderr.splitlines()[-1]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_lab("corrections --vocabulary 2 --length 4 --seeds 2", tmp_path)
     assert list(found["estimators"]) == ["2", "4"]
-    assert "preset mis" in found["estimators"]["4"]["0.01"]
+    far = found["estimators"]["4"]["0.1"]
+    assert "preset mis" in far
+    for name in ("token truncate", "sequence mask", "sequence clip"):
+        assert far[name]["mean_weight"] != pytest.approx(1, abs=1e-3)
+        assert far[f"{name} normalised"]["mean_weight"] == pytest.approx(1, abs=1e-5)
     by_lag = found["proximal"]
     assert list(by_lag) == ["0", "1", "2", "3", "4"]
     assert by_lag["0"]["version"] == by_lag["0"]["recompute"], "there it is the learner's start"
@@ -180,7 +129,6 @@ def test_corrections_as_json(tmp_path: Path) -> None:
         # the mismatch alone is in the weights: of behavior nothing, of version the same at all lags
         assert policies["behavior"]["ess"] == 1 > policies["version"]["ess"] > 0.98
         assert lag == "0" or policies["recompute"]["ess"] < policies["version"]["ess"]
-    assert (tmp_path / "corrections.html").exists()
 
 
 def trainer(arm: str, optimizer: str, rate: float) -> reshape.TabularTrainer:
@@ -233,7 +181,6 @@ def test_reshape_a_claim_that_does_not_hold_is_said_and_ends_with_1(tmp_path: Pa
     found = json.loads(done.stdout.splitlines()[-1])
     assert any(c["holds"] is False for c in found["verdict"])
     assert len(found["runs"]["adam"]["v3.1"]["kl"]) == 2
-    assert (tmp_path / "reshape.html").exists()
 
 
 def test_reshape_groups_must_fit() -> None:

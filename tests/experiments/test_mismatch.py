@@ -1,13 +1,11 @@
 """Engine and learner that differ at equal weights: said once, at once."""
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_rivals_kit import program
 from process_kit import Ended
 
 from asyncrl.config import load
@@ -62,17 +60,12 @@ def test_bypass_is_recompute_at_lag_0_in_exact_mode(sort_model: Path) -> None:
         "evaluation.every=0 evaluation.final_prompts=1 evaluation.ood_prompts=0 learner.lr=0.01"
     )
     small = [*text.split(), f"model.path='{sort_model}'", "exact=true"]
-    recompute = [
-        "correction.proximal=recompute",
-        "correction.preset=tis",
-        "loss.surrogate=decoupled_ppo",
-    ]
+    named = {"behavior": "loss.surrogate=ppo", "recompute": "loss.surrogate=decoupled_ppo"}
     found = {}
-    for name, sets in (
-        ("behavior", ["correction.proximal=behavior", "loss.surrogate=ppo"]),
-        ("recompute", recompute),
-    ):
-        found[name] = warm.run_serial(load.load(ROOT / "configs" / "demo.toml", [*small, *sets]), 0)
+    for name, surrogate in named.items():
+        sets = [*small, f"correction.proximal={name}", surrogate]
+        sets += ["correction.preset=tis"] if name == "recompute" else []
+        found[name] = warm.run_serial(load.load(ROOT / "configs" / "demo.toml", sets), 0)
     assert found["behavior"]["weights_digest"] == found["recompute"]["weights_digest"]
     assert sum(r["optim/grad_norm"] for r in found["recompute"]["curve"]) > 0
 
@@ -130,14 +123,3 @@ def test_a_rounded_generator_shows_under_the_shipped_config(
     else:
         assert done.json["mismatch_k3_max"] < 1e-9 and max(alone) < 1e-9
         assert "engine and learner differ" not in done.err
-
-
-@pytest.fixture
-def study(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return program("mismatch", monkeypatch)
-
-
-def plan_of(study: Any, out: Path, **more: Any) -> Any:
-    known = {"out": out, "quick": False, "steps": 40, "groups": 16, "seeds": 2, "lr": "5e-4"}
-    known |= {"engines": "b2,bf16:none+mis", "look": False, "lag": 0, "table": False}
-    return study.plan(argparse.Namespace(**known | more))

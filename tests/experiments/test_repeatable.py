@@ -90,18 +90,12 @@ def test_answers_that_come_late_change_no_bit(run: Run, synchronous: dict[str, A
 
 # A run takes at least 17 engine steps (930 tokens, 7 rows, 8 tokens a step): of generators that all
 # die at their fourth, one gets there.
+SLOW = {"generator-1": 0.02}
 OTHERS = [
     (0, 2, {"die": {"generator-0": 4, "generator-1": 4}}),
-    (0, 3, {"slow": {"generator-1": 0.02}}),
+    (0, 3, {"slow": SLOW}),
     (2, 2, {"die": {"learner": 4}}),
-    (
-        2,
-        3,
-        {
-            "slow": {"generator-1": 0.02},
-            "die": {"generator-0": 4, "generator-1": 4, "generator-2": 4},
-        },
-    ),
+    (2, 3, {"slow": SLOW, "die": {f"generator-{number}": 4 for number in range(3)}}),
 ]
 
 

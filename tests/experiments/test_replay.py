@@ -5,7 +5,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +12,10 @@ import pytest
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract.versions import Label
-from asyncrl.experiments import model_evaluation
 from asyncrl.experiments.replay import replay as replaying
 from asyncrl.models.policy import compute_weights_digest, count_flat_bytes, load_policy
 from asyncrl.records import metrics, stream
 from asyncrl.records.stream import RecordedStep, RecordingHeader, RecordingWriter
-from asyncrl.tasks.evaluation_sets import build_task
-from buffer.service import make_evaluations
 
 Run = Callable[..., dict[str, Any]]
 OWN = {"loss": "own_methods:ppo", "advantage": "own_methods:rloo"}
@@ -136,31 +132,6 @@ def test_a_shorter_replay_compares_the_same_version_on_the_same_prompts(
     early = Typed(capsys, recorded["run_dir"], "--json", "--no-eval", "--until", 2).json
     assert early["reproduced"] and early["heldout_version"] is None
     assert early["recorded"]["heldout_end"] is None is early["replayed"]["heldout_end"]
-
-
-def test_evaluations_are_those_of_a_run(small_model: Path) -> None:
-    """Both splits at both ends, in full; along the way each at versions of its own, the
-    out-of-distribution one with the smaller number."""
-    sets = [
-        f"evaluation.{k}"
-        for k in ("every=2", "ood_every=3", "prompts=4", "final_prompts=9", "ood_prompts=6")
-    ]
-    e = object.__new__(model_evaluation.OfflineEvaluator)
-    config = load.load("configs/demo.toml", sets)
-    e.plan = make_evaluations(config, build_task(config)).plan
-    e.engine = SimpleNamespace(load=lambda *_: None)  # type: ignore[assignment]
-    e.measure = lambda plan, n: {plan.name: float(n)}  # type: ignore[method-assign]
-    model = load_policy(small_model)
-    assert [e.evaluate(model, n, last=n == 7) for n in range(8)] == [
-        {"heldout": 9, "ood": 6},
-        {},
-        {"heldout": 4},
-        {"ood": 4},
-        {"heldout": 4},
-        {},
-        {"heldout": 4, "ood": 4},
-        {"heldout": 9, "ood": 6},
-    ]
 
 
 def test_a_change_is_shown_on_the_same_data(

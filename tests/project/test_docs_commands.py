@@ -69,7 +69,7 @@ ELSEWHERE = {
     "asyncrl engines": "test_vllm.py::test_engines_command",
     "asyncrl model get smollm2 models/smollm2": "test_real_model.py::test_the_directory_is_whole",
     "python benchmarks/figures.py": "test_docs.py::test_every_figure_is_what_its_result_draws",
-    "asyncrl lab bias": "test_lab.py::test_bias_as_json_and_a_page",
+    "asyncrl lab bias": "test_lab.py::test_bias_truncation_and_discount_trade",
     "asyncrl lab corrections": "test_lab.py::test_corrections_as_json",
     "asyncrl lab reshape": (
         "test_lab.py::test_reshape_a_claim_that_does_not_hold_is_said_and_ends_with_1"

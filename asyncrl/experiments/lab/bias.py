@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, log_softmax
 
 from asyncrl.algorithms import advantages, correction, kl, ratios
-from asyncrl.experiments.lab.page import LabFindings, make_table
+from asyncrl.experiments.lab.findings import LabFindings, make_table, transpose
 from asyncrl.experiments.lab.policy import ResponseSpace, compute_relative_error, differentiate
 from asyncrl.records.jsonl import JsonObject
 
@@ -32,21 +32,13 @@ MINIBATCHES = 4
 RATE = 0.5
 EXACT = 1e-9  # a relative error below this is rounding
 ORDER = ("k1_in_reward", "k2_in_loss", "k3_in_loss", "k3_in_reward")  # published, of the bias
-UNBIASED = ("k1_in_reward_sequence", "k1_in_reward_per_decision", "prefix", "prefix_full")
-SHOWN = (
-    "k1_in_reward",
-    "k1_in_loss",
-    "k2_in_loss",
-    "k3_in_loss",
-    "k3_in_reward",
-    "k1_in_reward_sequence",
-    "k1_in_reward_frozen",
-    "ratio",
-    "prefix",
-    "prefix_full",
-    "prefix_full_cut_2",
+# of which errors are also sampled
+CHECKED = (
+    ("on_policy", "k1_in_reward"),
+    ("on_policy", "k3_in_loss"),
+    ("off_policy", "prefix_full"),
 )
-
+UNBIASED = ("k1_in_reward_sequence", "k1_in_reward_per_decision", "prefix", "prefix_full")
 # coefficients [N] of grad lp, and of grad KL_k if it has any
 Parts = Sequence[Tensor]
 
@@ -102,8 +94,9 @@ class EstimatorCase:
     def compute_gradient_rows(self, parts: Parts) -> Tensor:
         return self.space.compute_gradient_rows(self.theta, *parts, ref=self.ref)
 
-    def judge(self, parts: Parts) -> dict[str, float]:
-        return self.space.judge(self.compute_gradient_rows(parts), self.probability, self.exact)
+    def judge(self, estimators: dict[str, Parts]) -> dict[str, dict[str, float]]:
+        rows = {name: self.compute_gradient_rows(parts) for name, parts in estimators.items()}
+        return {n: self.space.judge(x, self.probability, self.exact) for n, x in rows.items()}
 
 
 def make_estimators(case: EstimatorCase) -> dict[str, Parts]:
@@ -146,8 +139,7 @@ def make_stale_estimators(case: EstimatorCase) -> dict[str, Parts]:
 
 
 def judge_all(case: EstimatorCase) -> dict[str, dict[str, float]]:
-    estimators = make_estimators(case) | make_stale_estimators(case)
-    return {n: case.judge(parts) for n, parts in estimators.items()}
+    return case.judge(make_estimators(case) | make_stale_estimators(case))
 
 
 def check_identities(case: EstimatorCase, gradients: dict[str, Tensor]) -> dict[str, float]:
@@ -316,7 +308,7 @@ def _measure_case(
         for n, parts in estimators.items()
     }
     judged = {
-        "on_policy": {n: on_policy.judge(parts) for n, parts in estimators.items()},
+        "on_policy": on_policy.judge(estimators),
         "off_policy": judge_all(off_policy),
     }
     return {
@@ -336,12 +328,12 @@ def _measure_case(
         "updates": by_updates,
         "curve": {
             form: {
-                f"{d:g}": {
-                    f"{c:g}": off_policy.judge(
-                        off_policy.make_loss(off_policy=form, discount=d, truncate=c)
-                    )
-                    for c in CUTS
-                }
+                f"{d:g}": off_policy.judge(
+                    {
+                        f"{c:g}": off_policy.make_loss(off_policy=form, discount=d, truncate=c)
+                        for c in CUTS
+                    }
+                )
                 for d in DISCOUNTS
             }
             for form in kl.PREFIX_FORMS
@@ -368,17 +360,15 @@ def _compute_errors(
         }
         for policy, by_name in judged.items()
     }
-    penalty = make_estimators(on_policy)["k1_in_reward"]
-    checked = {
-        ("on_policy", "k1_in_reward"): (on_policy, penalty),
-        ("on_policy", "k3_in_loss"): (on_policy, on_policy.make_loss()),
-        ("off_policy", "prefix_full"): (off_policy, off_policy.make_loss(off_policy="prefix_full")),
-    }
+    cases = {"on_policy": on_policy, "off_policy": off_policy}
     errors["sampled over formula, n = 128"] = {
-        f"{policy} {name}": sample_error(case, parts, 128, draws, seed + 4)
+        f"{policy} {name}": sample_error(
+            cases[policy], make_estimators(cases[policy])[name], 128, draws, seed + 4
+        )
         / errors[policy][name]["128"]
-        for (policy, name), (case, parts) in checked.items()
+        for policy, name in CHECKED
     }
+    penalty = make_estimators(on_policy)["k1_in_reward"]
     errors["on_policy"]["k1_in_reward_rloo"] = {
         str(n): sample_error(on_policy, penalty, n, max(20, draws * 32 // n), seed + 3, rloo=True)
         for n in SIZES[:4]
@@ -399,7 +389,9 @@ def present_findings(r: JsonObject) -> LabFindings:
         "maximum that of the worst seed; relative variance: of one response's gradient over "
         "|exact|^2."
     )
-    distances, updates = r["distances"], r["updates"]
+    updates = {
+        f"{m} (KL {update['kl']:.4f})": update["estimators"] for m, update in r["updates"].items()
+    }
     tables = [
         *(
             make_table(f"{policy.replace('_', ' ').capitalize()}, by estimator", by_name)
@@ -412,30 +404,21 @@ def present_findings(r: JsonObject) -> LabFindings:
         ),
         make_table(
             "Relative bias by KL(mu || theta), nats a token",
-            {n: {d: e[n]["relative_bias"] for d, e in distances.items()} for n in SHOWN},
+            transpose(r["distances"]),
+            "{relative_bias:.3g}",
         ),
         make_table(
             "Relative bias after minibatch updates on samples of mu",
-            {
-                n: {
-                    f"{m} (KL {update['kl']:.4f})": update["estimators"][n]["relative_bias"]
-                    for m, update in updates.items()
-                }
-                for n in SHOWN
-            },
+            transpose(updates),
+            "{relative_bias:.3g}",
         ),
         *(
             make_table(
-                f"{which}: bias / variance by discount and truncation",
-                {
-                    f"discount {d}": {
-                        f"<= {c}": "{relative_bias:.3f} / {relative_variance:.1f}".format(**judged)
-                        for c, judged in by_cut.items()
-                    }
-                    for d, by_cut in curve.items()
-                },
+                f"{form}: bias / variance by discount (rows) and truncation",
+                curve,
+                "{relative_bias:.3f} / {relative_variance:.1f}",
             )
-            for which, curve in r["curve"].items()
+            for form, curve in r["curve"].items()
         ),
     ]
     return LabFindings("bias", setting, r, [*_check_on_policy(r), *_check_off_policy(r)], tables)

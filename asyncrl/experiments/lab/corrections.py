@@ -22,7 +22,7 @@ from asyncrl.algorithms import correction, ratios, surrogates
 from asyncrl.algorithms.settings import AveragedCorrection, Correction, RecomputedCorrection
 from asyncrl.config.presets import PRESETS
 from asyncrl.experiments.lab.bias import EXACT, average
-from asyncrl.experiments.lab.page import LabFindings, make_table
+from asyncrl.experiments.lab.findings import LabFindings, make_table, transpose
 from asyncrl.experiments.lab.policy import ResponseSpace, differentiate
 from asyncrl.records.jsonl import JsonObject
 
@@ -103,14 +103,12 @@ class StaleSamples:
         right: Tensor,
         proximal: Tensor | None = None,
     ) -> None:
-        self.space = space
-        self.theta = theta
+        self.space, self.theta, self.mu = space, theta, mu
         self.p = space.compute_probability(mu)
         self.mask = torch.ones_like(space.seq, dtype=torch.bool)
         self.lp = space.compute_logprobs(theta if proximal is None else proximal)
         self.log_rho = ratios.subtract(self.lp, space.compute_logprobs(mu))
         log_r = ratios.subtract(space.compute_logprobs(theta), self.lp)
-        self.mu = mu
         self.adv = (right - (self.p * right).sum())[space.seq]
         self.coefficient = surrogates.compute_ppo(log_r, self.adv).coefficient
         self.exact = differentiate(lambda t: space.compute_probability(t) * right, theta)[0]
@@ -191,8 +189,7 @@ def measure(vocabulary: int, length: int, seeds: int, say: Callable[[str], None]
     Values are means over `seeds` random policies, directions of mu, and rewards.
     """
     corrections = list_candidates()
-    results = {}
-    proximal = []
+    results, proximal = {}, []
     for tokens in sorted({n for n in (2, 4, 8, 16) if n < length} | {length}):
         space = ResponseSpace(vocabulary, tokens)
         by_seed = []
@@ -234,41 +231,26 @@ def present_findings(r: JsonObject) -> LabFindings:
     )
     by_length = r["estimators"]
     longest, by_distance = list(by_length.items())[-1]
-    names = list(by_distance["0"])
-    forms = {
-        "relative bias / variance / share left": "{relative_bias:.2f} / {relative_variance:.0f} "
-        "/ {left:.2f}",
-        "mean weight / effective sample size of tokens": "{mean_weight:.2f} / {ess:.2f}",
-    }
-    kinds = {"bias": "relative_bias", "var": "relative_variance"}
     tables = [
-        *(
-            make_table(
-                f"{longest} tokens: {heading}, by distance",
-                {n: {d: form.format(**x[n]) for d, x in by_distance.items()} for n in names},
-            )
-            for heading, form in forms.items()
+        make_table(
+            f"{longest} tokens: relative bias / variance / share left, by distance",
+            transpose(by_distance),
+            "{relative_bias:.2f} / {relative_variance:.0f} / {left:.2f}",
+        ),
+        make_table(
+            f"{longest} tokens: mean weight / effective sample size of tokens, by distance",
+            transpose(by_distance),
+            "{mean_weight:.2f} / {ess:.2f}",
         ),
         make_table(
             f"{longest} tokens: bias / variance of decoupled PPO, by proximal policy and lag",
-            {
-                name: {
-                    f"lag {lag}": "{relative_bias:.2f} / {relative_variance:.0f}".format(**x[name])
-                    for lag, x in r["proximal"].items()
-                }
-                for name in r["proximal"]["0"]
-            },
+            transpose(r["proximal"]),
+            "{relative_bias:.2f} / {relative_variance:.0f}",
         ),
         make_table(
-            "Distance 0.01: bias and variance by length",
-            {
-                n: {
-                    f"{kind} {length}": x["0.01"][n][key]
-                    for length, x in by_length.items()
-                    for kind, key in kinds.items()
-                }
-                for n in names
-            },
+            "Distance 0.01: bias / variance by length",
+            transpose({length: x["0.01"] for length, x in by_length.items()}),
+            "{relative_bias:.3g} / {relative_variance:.3g}",
         ),
         make_table(
             "Correction with the least squared error, by distance",

@@ -6,6 +6,7 @@ followed by another batch. KL(mu || theta) in nats a token and the expected rewa
 all responses.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -20,27 +21,18 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.toml_writer import read_table
 from asyncrl.experiments.lab.corrections import draw_rewards
-from asyncrl.experiments.lab.page import LabFindings, make_table
+from asyncrl.experiments.lab.findings import LabFindings, make_table
 from asyncrl.experiments.lab.policy import ResponseSpace, compute_cosine
 from asyncrl.records.jsonl import JsonObject
-from asyncrl.records.page_kit import PagePlot, PlotLine
 
 GROUP = 8
 BUDGET = 0.05  # nats a token: the repairs' limit
 NEAR = 1.05  # of the budget: repair D is exact to second order, so allow 5 %
-MAIN = (  # arms of the plot
-    "vanilla",
-    "clip",
-    "v3.1",
-    "A",
-    "B",
-    "C",
-    "D coefficient",
-    "D learning rate",
-    "D global",
-    "gamma 0.001",
-)
-ARMS: dict[str, JsonObject] = read_table(__file__)
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": functools.partial(torch.optim.Adam, betas=(0.9, 0.99)),
+}
+ARMS, COLUMNS = read_table(__file__).values()
 
 
 def make_config(arm: str, epochs: int, minibatches: int) -> Config:
@@ -66,29 +58,20 @@ class TabularTrainer:
     def __init__(
         self,
         space: ResponseSpace,
-        theta: Tensor,
+        start: Tensor,
         right: Tensor,
         c: Config,
         optimizer: str,
         rate: float,
     ) -> None:
-        self.space = space
-        self.right = right
-        self.c = c
-        self.rate = rate
-        self.theta = theta.clone().requires_grad_(True)
-        self.start = theta.clone()
-        self.optimizer = (
-            torch.optim.SGD([self.theta], lr=rate)
-            if optimizer == "sgd"
-            else torch.optim.Adam([self.theta], lr=rate, betas=(0.9, 0.99))
-        )
+        self.space, self.start, self.right, self.c, self.rate = space, start, right, c, rate
+        self.theta = start.clone().requires_grad_(True)
+        self.optimizer = OPTIMIZERS[optimizer]([self.theta], lr=rate)
         self.last: Tensor | None = None
 
     def compute_logprobs(self, sampled: Tensor) -> Tensor:
-        return (
-            self.space.compute_logprobs(self.theta).reshape(self.space.n, -1)[sampled].reshape(-1)
-        )
+        every = self.space.compute_logprobs(self.theta).reshape(self.space.n, -1)
+        return every[sampled].reshape(-1)
 
     def sample_batch(self, samples: int, seed: int) -> tuple[Tensor, step_loss.LossBatch]:
         """Sample responses from theta and build their batch for the loss.
@@ -118,7 +101,7 @@ class TabularTrainer:
         sampled, batch = self.sample_batch(samples, seed)
         prep = step_loss.prepare(batch, self.c)
         rows = []
-        stopped = False
+        row: dict[str, float] | None = None
         parts = self.c.learner.minibatches
         order = torch.Generator().manual_seed(seed)
         groups = arange(samples).reshape(-1, GROUP)
@@ -126,8 +109,7 @@ class TabularTrainer:
             deal = torch.randperm(len(groups), generator=order)
             for m in range(parts):
                 minibatch = groups[deal[m::parts].sort().values].reshape(-1)
-                row = {} if stopped else self._make_step(prep, sampled, minibatch)
-                stopped = not row
+                row = {} if row == {} else self._make_step(prep, sampled, minibatch)
                 rows.append(row | self._measure_state(mu, prep, sampled))
         return rows
 
@@ -135,11 +117,9 @@ class TabularTrainer:
         self, mu: Tensor, prep: step_loss.PreparedBatch, sampled: Tensor
     ) -> dict[str, float]:
         """Measure the policy, exactly and by the batch's k3 estimate."""
-        theta = self.theta.detach()
-        s = self.space
-        log_w = ratios.compute_log_ratio(
-            self.compute_logprobs(sampled).detach(), prep.batch.behavior
-        )
+        theta, s = self.theta.detach(), self.space
+        lp = self.compute_logprobs(sampled).detach()
+        log_w = ratios.compute_log_ratio(lp, prep.batch.behavior)
         chance = s.compute_probability(theta)
         return {
             "kl": float(s.compute_kl(mu, theta)) / s.length,
@@ -159,15 +139,10 @@ class TabularTrainer:
         part = arange(len(logprobs)).reshape(-1, self.space.length)[minibatch].reshape(-1)
         lp = logprobs[part]
         loss, sums = step_loss.compute_micro_loss(prep, step, part, lp)
-        if has_stepped and (
-            step.lr_scale == 0
-            or (
-                self.c.stop.kl_max
-                and self.c.stop.action == "skip"
-                and (kl := step_loss.sum_update_kl(prep, part, lp.detach()))
-                and float(kl[0] / kl[1]) > self.c.stop.kl_max
-            )
-        ):
+        stop = self.c.stop
+        kl, weight = step_loss.sum_update_kl(prep, part, lp.detach())
+        is_past = stop.kl_max and stop.action == "skip" and float(kl / weight) > stop.kl_max
+        if has_stepped and (step.lr_scale == 0 or is_past):
             return {}
         slope = torch.autograd.grad(loss, lp, retain_graph=True)[0]
         g = torch.autograd.grad(lp, self.theta, slope)[0]
@@ -207,10 +182,9 @@ def measure(
         (space.draw_table(1000 * seed), draw_rewards(space, 1000 * seed + 1))
         for seed in range(seeds)
     ]
-    runs: JsonObject = {}
-    highest: JsonObject = {}
+    runs: JsonObject = {optimizer: {} for optimizer in rates}
+    highest: JsonObject = {optimizer: {} for optimizer in rates}
     for optimizer, rate in rates.items():
-        runs[optimizer], highest[optimizer] = {}, {}
         for arm in ARMS:
             say(f"{optimizer}: {arm}")
             c = make_config(arm, epochs, minibatches)
@@ -261,7 +235,7 @@ def _average(x: list[float]) -> float:
 
 
 def present_findings(r: JsonObject) -> LabFindings:
-    """Present the result of `measure`: prior claims, a plot of the drift and a table a rate."""
+    """Present the result of `measure`: prior claims and a table for each rate."""
     rates = ", ".join(f"{o} {x:g}" for o, x in r["rates"].items())
     setting = (
         f"{r['vocabulary']} symbols, {r['length']} tokens; {r['batches']} batch(es) of "
@@ -278,15 +252,7 @@ def present_findings(r: JsonObject) -> LabFindings:
         )
         for o, arms in r["runs"].items()
     ]
-    lines = [
-        PlotLine(
-            f"{o}: {a}", [*range(1, len(arms[a]["kl"]) + 1)], arms[a]["kl"], color=color, dash=dash
-        )
-        for dash, (o, arms) in enumerate(r["runs"].items())
-        for color, a in enumerate(MAIN)
-    ]
-    plot = PagePlot("KL(mu || theta), exact", "nats a token", lines, "optimizer step", log="y")
-    return LabFindings("reshape", setting, r, claims, tables, [plot])
+    return LabFindings("reshape", setting, r, claims, tables)
 
 
 def _check_optimizer(r: JsonObject, o: str) -> list[tuple[str, bool]]:
@@ -312,14 +278,10 @@ def _check_optimizer(r: JsonObject, o: str) -> list[tuple[str, bool]]:
             kl["D global"] > 2 * budget,
         ),
     ]
+    still = kl["gamma 0.001"] < 0.01 * kl["vanilla"]
+    text = f"{o}: with gamma = 0.001 the policy does not move: KL {kl['gamma 0.001']:.1e}"
     if o != "adam":
-        return [
-            *claims,
-            (
-                f"{o}: with gamma = 0.001 the policy does not move: KL {kl['gamma 0.001']:.1e}",
-                kl["gamma 0.001"] < 0.01 * kl["vanilla"],
-            ),
-        ]
+        return [*claims, (text, still)]
     norms = zip(run["gamma 0.001"]["grad_norm"], run["vanilla"]["grad_norm"], strict=True)
     # without steps at which vanilla's norm has vanished
     small = max((norm / vanilla for norm, vanilla in norms if vanilla > 1e-6), default=0.0)
@@ -338,22 +300,11 @@ def _check_optimizer(r: JsonObject, o: str) -> list[tuple[str, bool]]:
     ]
 
 
-def _describe_arm(run: JsonObject, highest: JsonObject) -> dict[str, float | str]:
-    norms, gammas, cosines, noise = (
-        [v for v in run[name] if not math.isnan(v)] or [nan]
-        for name in ("grad_norm", "gamma", "cosine", "coefficient_var")
-    )
-    return {
-        "KL, first batch": f"{_average(highest['kl_first']):.4f}",
-        "highest KL": f"{_average(highest['kl']):.4f}",
-        "worst seed": f"{max(highest['kl']):.4f}",
-        "by the batch": f"{_average(highest['kl_batch']):.4f}",
-        "KL to the start": f"{run['kl_start'][-1]:.3f}",
-        "reward": f"{_average(highest['reward']):.3f}",
-        "steps": f"{_average(highest['steps']):.1f}",
-        "gradient norm, first": norms[0],
-        "last": norms[-1],
-        "least cosine": min(cosines),
-        "gamma, last": gammas[-1],
-        "coefficient var, last": noise[-1],
-    }
+def _describe_arm(run: JsonObject, highest: JsonObject) -> dict[str, str]:
+    values = {"kl_worst": max(highest["kl"])}
+    for name, by_step in run.items():
+        series = [x for x in by_step if not math.isnan(x)] or [nan]
+        values |= {f"{name}_first": series[0], f"{name}_last": series[-1]}
+        values[f"{name}_least"] = min(series)
+    values |= {name: _average(by_seed) for name, by_seed in highest.items()}
+    return {head: form.format(**values) for head, form in COLUMNS.items()}

@@ -8,6 +8,7 @@ generator that yields the time at which it continues, or None if a message wakes
 
 from __future__ import annotations
 
+import functools
 import gc
 import heapq
 import itertools
@@ -23,7 +24,7 @@ from typing import Any
 
 from actors.delivery import LINGER_S, estimate_size
 from actors.schedule import Key, TicketSchedule
-from actors.turn import DECODE_STEPS, IDLE_POLL_S, count_samples_to_request, list_ticket_progress
+from actors.turn import DECODE_STEPS, IDLE_POLL_S, count_samples_to_request
 from asyncrl.config.tree import Config
 from asyncrl.contract.admission import LimitEvidence, TicketQueue, divides_batches
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -63,7 +64,11 @@ Handler = Callable[..., object]
 Loop = Generator[float | None, None, None]
 Outcome = dict[str, Any]  # of one simulated run (`make_outcome`), or averaged over seeds
 
-_TOKENS: dict[int, bytes] = {}
+
+@functools.cache
+def make_tokens(length: int) -> bytes:
+    """Return the ids of so many tokens; samples of one length share them."""
+    return bytes(4 * length)
 
 
 class Simulation:
@@ -128,7 +133,7 @@ class Simulation:
         }
         self.sample_length = _make_length_sampler(times, config, self.rng)
         settings = make_store_settings(config)
-        settings.lease_s = inf  # leases are not renewed; only a lost generator ends them
+        settings.lease_s = inf  # leases are not renewed
         evaluations = Evaluations()
         if evaluate:
             evaluations = make_evaluations(config, build_task(config))
@@ -211,11 +216,6 @@ class Simulation:
         self.meter.on_complete(filter(self.store.is_complete, tickets), self.now)
         self.announce(generator)
 
-    def on_session(self, generator: SimulatedGenerator, session: int) -> None:
-        """End the older leases of a lost generator that has returned."""
-        self.store.end_sessions(generator.name, session)
-        self.requests.remove(generator.name)
-
     def on_commit(self, number: int, idle: float) -> None:
         store, now = self.store, self.now
         evidence = None
@@ -249,7 +249,8 @@ class Simulation:
         if not generator.sleeping and generator.announced != self.store.policy:
             generator.announced = self.store.policy
             announcement = self.store.make_announcement()
-            generator.call(self.now + self.times.wire, generator.schedule.announce, announcement)
+            arrival = self.now + self.times.wire
+            self.schedule(arrival, generator.schedule.announce, announcement)
 
     def lease(self, number: int) -> bool:
         """Send batch `number` to the learner if it is complete."""
@@ -274,7 +275,7 @@ class Simulation:
     def grant(self, name: str, samples: int, request: tuple[SimulatedGenerator, int]) -> bool:
         """Grant tickets to a waiting generator; see `BufferService.grant`."""
         generator, sequence = request
-        tickets = self.store.grant(name, generator.session, samples, self.now)
+        tickets = self.store.grant(name, 1, samples, self.now)
         if not tickets:
             return False
         training = [ticket.ticket for ticket in tickets if ticket.kind == "train"]
@@ -284,7 +285,7 @@ class Simulation:
             self.record_generator_times()
         generator.announced = self.store.policy
         arrival, announcement = self.now + self.times.wire, self.store.make_announcement()
-        generator.call(arrival, generator.on_grant, sequence, tickets, announcement)
+        self.schedule(arrival, generator.on_grant, sequence, tickets, announcement)
         return True
 
     # ---- the learner -----------------------------------------------------------------------------
@@ -366,9 +367,7 @@ class Simulation:
     def record_generator_times(self) -> None:
         generators = self.generators
         asleep = sum(
-            self.now - generator.idle_since
-            for generator in generators
-            if generator.sleeping and not generator.lost
+            self.now - generator.idle_since for generator in generators if generator.sleeping
         )
         idle = sum(generator.idle for generator in generators) + asleep
         self.generator_times.append((sum(generator.busy for generator in generators), idle))
@@ -496,7 +495,6 @@ class SimulatedSample:
 class SimulatedGenerator:
     """One generator. `sleeping`: its engine is empty and it waits for a message."""
 
-    session = 1
     busy = idle = renewed = idle_since = 0.0
     sequence = 0
     scored = (0.0, 0.0, 0.0)  # samples, seconds until the result, seconds of calls
@@ -511,22 +509,16 @@ class SimulatedGenerator:
             self.session_s, self.session_tokens = agent.deadline_s, agent.max_tokens
             self.session_calls = agent.max_calls or inf
         single = self.config.generators == 1 and not agent.uses_sessions
-        self.lockstep = self.config.staleness.limit == 0 and single
+        lockstep = self.config.staleness.limit == 0 and single
         reward = self.config.reward
         uses_processes = reward.uses_reward_processes
         if reward.workers == "auto":  # one for each core of this machine
             self.workers = len(os.sched_getaffinity(0)) * uses_processes
         else:
             self.workers = reward.workers or int(uses_processes)
-        self.start()
-        if self.times.lost_every:
-            run.schedule(run.rng.expovariate(1 / self.times.lost_every), self.crash)
-
-    def start(self) -> None:
-        """Start without any tickets, weights or samples."""
         drain = self.config.weights.in_flight == "between_groups"
-        self.schedule = TicketSchedule(drain_first=drain, lockstep=self.lockstep)
-        self.lost, self.sleeping = False, True
+        self.schedule = TicketSchedule(drain_first=drain, lockstep=lockstep)
+        self.sleeping = True
         self.announced: Label | None = None
         self.loaded: Label | None = None
         self.engine: dict[int, list[SimulatedSample]] = {}  # step at which calls end -> samples
@@ -539,12 +531,7 @@ class SimulatedGenerator:
         self.fresh: list[Trajectory] = []
         self.fresh_since = 0.0
         self.loop = self.work()
-        self.run.resume(self.loop)
-
-    def call(self, when: float, handler: Handler, *args: Any) -> None:
-        """Schedule a call that the loss of this process cancels."""
-        loop = self.loop
-        self.run.schedule(when, lambda: loop is self.loop and not self.lost and handler(*args))
+        run.resume(self.loop)
 
     # ---- messages --------------------------------------------------------------------------------
 
@@ -589,7 +576,7 @@ class SimulatedGenerator:
                 self.sleeping = True
                 run.awake.pop(self.name, None)
                 if self.calls:
-                    self.call(self.calls[0][0], self.wake)
+                    run.schedule(self.calls[0][0], self.wake)
                 yield None
                 # a sleeping generator renews its leases, too
                 self.renewed += max(0, int((run.now - self.renewed) / RENEW_S)) * RENEW_S
@@ -671,7 +658,8 @@ class SimulatedGenerator:
         end = sample.began + self.session_s
         if sample.calls and sample.length < self.session_tokens and now < end:
             returns_at = now + self.run.sample_time("tool")
-            self.call(min(returns_at, end), self.on_tool_return, sample, returns_at < end)
+            handler, in_time = self.on_tool_return, returns_at < end
+            self.run.schedule(min(returns_at, end), handler, sample, in_time)
         else:
             self.finish(sample, cut=bool(sample.calls) and now >= end)
 
@@ -695,7 +683,7 @@ class SimulatedGenerator:
         trajectory = Trajectory(
             *key,
             prompt_tokens=b"",
-            tokens=_TOKENS.get(length) or _TOKENS.setdefault(length, bytes(4 * length)),
+            tokens=make_tokens(length),
             behavior_logprobs=b"",
             mask=b"",
             spans=sample.spans,
@@ -734,31 +722,3 @@ class SimulatedGenerator:
             self.sequence += 1
             self.asked = free
             self.run.send(self.run.requests.add, self.name, free, (self, self.sequence))
-
-    # ---- a lost process --------------------------------------------------------------------------
-
-    def crash(self) -> None:
-        """Lose the process with its samples; it returns with a new session."""
-        run, now = self.run, self.run.now
-        if not self.lost:
-            live = {
-                key: min(sample.length, self.engine_clock - sample.born)
-                for key, sample in self.open.items()
-            }
-            progress = list_ticket_progress(self.schedule, live)
-            run.send(lambda: run.store.renew(self.name, self.session, progress, run.now))
-            self.lost = True
-            self.loop.close()
-            run.awake.pop(self.name, None)
-            lease_s = self.config.wires.lease_s
-            if self.times.restart > lease_s:  # the buffer ends the leases before
-                run.schedule(now + lease_s, run.send, run.on_session, self, self.session + 1)
-            run.schedule(now + self.times.restart, self.restart)
-        run.schedule(now + run.rng.expovariate(1 / self.times.lost_every), self.crash)
-
-    def restart(self) -> None:
-        self.session += 1
-        self.start()
-        self.idle_since = self.run.now
-        self.run.send(self.run.on_session, self, self.session)
-        self.request_tickets()

@@ -160,8 +160,6 @@ class TimeModel(Section):
     buffer: NonNegative = 1e-4  # the buffer's work for each sample
     no_spread: Share = 0.0  # share of zero-variance groups
     failed: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share of samples whose reward fails
-    lost_every: NonNegative = 0.0  # mean time between losses of a generator process; 0: none
-    restart: NonNegative = 5.0  # from a loss until the generator is back
 
 
 # fields that may be distributions, except `lengths`, which depends on the config if it is absent

@@ -20,7 +20,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import read_table
 from asyncrl.experiments.simulate import times
-from asyncrl.experiments.simulate.simulation import Outcome, Simulation
+from asyncrl.experiments.simulate.simulation import Outcome, Simulation, average
 from asyncrl.experiments.simulate.times import TimeModel, fit, fit_log
 from asyncrl.records import atomic_write, page_kit, rundir
 from asyncrl.records.jsonl import JsonObject
@@ -94,12 +94,11 @@ def average_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
             averages[name] = max(values)
         elif isinstance(first, dict):
             keys = sorted({key for value in values for key in value})
-            sums = {str(key): sum(value.get(key, 0) for value in values) for key in keys}
-            averages[name] = {key: total / len(values) for key, total in sums.items()}
+            averages[name] = {str(key): average([x.get(key, 0) for x in values]) for key in keys}
         elif name in ("max_lag", "generators", "steps"):
             averages[name] = "inf" if first == inf else int(first)
         else:
-            averages[name] = sum(values) / len(values)
+            averages[name] = average(values)
     return averages
 
 
@@ -155,19 +154,20 @@ def answer(
     drifted: `changed` with a learner that is DRIFT faster and slower. If neither side waits, the
         lag accumulates the difference of their speeds, so a small error changes it (`lag_range`).
     """
-    speeds = [[outcome["tokens_per_s"] for outcome in outcomes] for outcomes in (base, changed)]
-    ratios = [after / max(before, 1e-9) for before, after in zip(*speeds, strict=True)]
-    ratio, least, largest = sum(ratios) / len(ratios), min(ratios), max(ratios)
     before, after = average_outcomes(base), average_outcomes(changed)
+    ratios = [
+        new["tokens_per_s"] / max(old["tokens_per_s"], 1e-9)
+        for old, new in zip(base, changed, strict=True)
+    ]
+    ratio, least, largest = average(ratios), min(ratios), max(ratios)
     spread = f" (seeds {least:.2f} to {largest:.2f})" if len(ratios) > 1 else ""
-    if abs(ratio - 1) < NOTHING:
-        gain = f"about the same throughput, {ratio:.2f} times{spread}"
-    else:
+    gain = f"about the same throughput, {ratio:.2f} times{spread}"
+    if abs(ratio - 1) >= NOTHING:
         gain = (
             f"{ratio:.2f} times the throughput{spread}, {after['tokens_per_s']:,.0f} tokens/s "
             f"instead of {before['tokens_per_s']:,.0f}"
         )
-    lags = [after["lag_mean"], *(outcome["lag_mean"] for outcome in drifted)]
+    lags = [outcome["lag_mean"] for outcome in (after, *drifted)]
     low, high = min(lags), max(lags)
     uncertainty = f" ({low:.2f} to {high:.2f} if the learner's speed is {DRIFT:.0%} off)"
     return {
@@ -187,9 +187,9 @@ def answer_questions(
     config: Config,
     run: SimulateSeeds,
     base: Sequence[Outcome],
-    limits: Sequence[float],
-    added_generators: Sequence[int],
-    syncs: Sequence[float],
+    limits: Sequence[float] = (),
+    added_generators: Sequence[int] = (),
+    syncs: Sequence[float] = (),
     threads: Sequence[int] = (),
 ) -> list[JsonObject]:
     """Answer each question. base: the outcomes of `config`."""
@@ -224,18 +224,19 @@ def predict(run_dir: Path) -> dict[str, str]:
     """
     config = load.load(run_dir / "config.toml")
     is_finished = rundir.is_finished(run_dir, config.learner.steps)
-    findings, _ = advice.list_advice(config, run_dir, ended=is_finished)
-    questions: dict[str, tuple[list[float], list[int]]] = {
-        "learner_waits": ([], [1]),
-        "both_wait": ([config.staleness.limit + 1], []),
+    questions: dict[str, JsonObject] = {
+        "learner_waits": {"added_generators": [1]},
+        "both_wait": {"limits": [config.staleness.limit + 1]},
     }
     predictions = {}
-    for rule in questions.keys() & {finding.name for finding in findings}:
-        with contextlib.suppress(ConfigError):
-            time_model, _ = fit(run_dir)
-            run = functools.partial(simulate_seeds, times=time_model, seeds=1, evaluate=False)
-            (prediction,) = answer_questions(config, run, run(config), *questions[rule], [])
-            predictions[rule] = prediction["sentence"].rstrip(".")
+    for finding in advice.list_advice(config, run_dir, ended=is_finished)[0]:
+        if question := questions.get(finding.name):
+            with contextlib.suppress(ConfigError):
+                run = functools.partial(
+                    simulate_seeds, times=fit(run_dir)[0], seeds=1, evaluate=False
+                )
+                (prediction,) = answer_questions(config, run, run(config), **question)
+                predictions[finding.name] = prediction["sentence"].rstrip(".")
     return predictions
 
 
@@ -255,8 +256,6 @@ def check_treatments(config: Config, deadline_s: float | None = None) -> None:
         raise ConfigError("--treatments: each treatment sets its order: leave out staleness.order")
     if deadline_s is not None and not config.agent.uses_sessions:
         raise ConfigError("--deadline: belongs to sessions, and the config has no [agent]")
-    if deadline_s is not None and not (0 < deadline_s < inf):
-        raise ConfigError(f"--deadline {deadline_s:g}: give seconds above 0")
 
 
 def compare_treatments(
@@ -272,8 +271,7 @@ def compare_treatments(
         if name == "deadline":
             if not agent.uses_sessions:
                 break
-            limit = rows[0]["sample_p90_s"] if deadline_s is None else deadline_s
-            agent = replace(agent, deadline_s=limit)
+            agent = replace(agent, deadline_s=deadline_s or rows[0]["sample_p90_s"])
         staleness = replace(config.staleness, on_exceed=on_exceed, wait=0.0)
         outcome = average_outcomes(simulate(replace(config, agent=agent, staleness=staleness)))
         deadline = agent.deadline_s if agent.uses_sessions else None
@@ -346,9 +344,6 @@ def simulate(
             "staleness.delay: is not simulated; leave it out, and give the tail with --time "
             "reward=pareto(LEAST,EXPONENT,MOST)"
         )
-    for factor in syncs:
-        if not (factor > 0 and math.isfinite(factor)):
-            raise ConfigError(f"--sync {factor:g}: is a factor of speed; give a number above 0")
     for extra in added_generators:
         if not 1 <= config.generators + extra <= MOST_GENERATORS:
             raise ConfigError(
@@ -384,12 +379,8 @@ def simulate(
         axis = [limit]
         if plot is not None and inject is None:
             axis = sorted({*LIMITS, *limits, limit})
-        outcomes = {(config.generators, limit): average}
-        for asked_limit, asked in zip(limits, answers, strict=False):
-            outcomes[config.generators, asked_limit] = asked["outcome"]
         result["sweep"] = [
-            outcomes.get((count, at))
-            or average_outcomes(run(change_limit(replace(config, generators=count), at)))
+            average_outcomes(run(change_limit(replace(config, generators=count), at)))
             for count, at in itertools.product(counts, axis)
         ]
     if plot is not None:
@@ -404,13 +395,11 @@ def make_table(
     """Make a table of outcomes or treatments. columns: head -> format of an outcome."""
     rows = []
     for outcome in outcomes:
-        row = dict(outcome)
-        if "name" in row:
-            row["label"] = row["name"]
-            if row["name"] == "deadline":
-                row["label"] += f" {row['deadline_s']:.3g} s"
-        else:
-            row["lost"] = sum(row["losses"].values()) / max(row["generated"], 1)
+        label, losses = outcome.get("name", ""), outcome.get("losses", {})
+        if label == "deadline":
+            label += f" {outcome['deadline_s']:.3g} s"
+        lost = sum(losses.values()) / max(outcome.get("generated", 0), 1)
+        row = outcome | {"label": label, "lost": lost}
         rows.append([column.format(**row) for column in columns.values()])
     return TableBlock(tuple(columns), rows, heading=heading, text_columns=0)
 
@@ -448,14 +437,11 @@ def write_page(path: Path, name: str, result: JsonObject, config: str) -> None:
     for title, (unit, lines) in PLOTS.items():
         plot = PagePlot(title, unit, [], "staleness.max_lag", x_names=limits)
         plots.append(plot)
-        for color, count in enumerate(counts):
-            selected = [point for point in points if point["generators"] == count]
+        for (color, count), (key, label, dash) in itertools.product(enumerate(counts), lines):
             suffix = f"{count:,} generator{'s' * (count > 1)}" if len(counts) > 1 else ""
-            xs = [limits.index(f"{point['max_lag']}") for point in selected]
-            for key, label, dash in lines:
-                label = ", ".join(filter(None, (label, suffix))) or unit
-                ys = [point[key] for point in selected]
-                plot.lines.append(PlotLine(label, xs, ys, color=color, dash=dash))
+            label = ", ".join(filter(None, (label, suffix))) or unit
+            ys = [point[key] for point in points if point["generators"] == count]
+            plot.lines.append(PlotLine(label, [*range(len(ys))], ys, color=color, dash=dash))
     sentences = [answer["sentence"] for answer in result["answers"]]
     blocks = [
         ListBlock([f"As configured, {result['limited_by']}.", *sentences]),
