@@ -942,7 +942,7 @@ class BufferService:
         self.counted_samples = 0
         batch = self.leased.pop(commit.number, None)
         values = dict(commit.metrics)
-        if not self.last_commit and self.clock.started_at:
+        if self.clock.started_at:
             numbers.leave_out_wait_for_ticket(values, now - self.clock.started_at)
         self.last_commit = now
         if (step_s := values.get("time/step", 0.0)) > 0:
@@ -992,11 +992,11 @@ class BufferService:
         totals = numbers.sum_growth(reported)
         self.reported.clear()
         spent = totals["busy_s"] + totals["idle_s"]
-        if not spent:
+        if not spent or not self.clock.started_at:
             # steps are shorter than the generators' report interval: the next report covers all
-            # the time since the last one
+            # the time since the last one; before the first ticket the sums are of an earlier buffer
             return {}
-        span = now - (self.last_metrics or self.clock.started_at or now)
+        span = now - (self.last_metrics or self.clock.started_at)
         self.last_metrics = now
         stats = [entry.stats for entry in self.generators.values()]
         engine_sums = {

@@ -1012,6 +1012,8 @@ def test_what_a_generator_did_for_an_earlier_buffer_is_in_no_rate(begin: Any) ->
         renewal = m.LeaseRenewal("generator-0", 1, [], stats, None)
         ask(generator, renewal, m.HeartbeatReply)
 
+    report(4e6, 500.0, 100.0)
+    assert run.service.compute_generator_metrics(time.monotonic()) == {}, "a commit told again"
     report(5e6, 600.0, 100.0)
     ask(learner, msgspec.structs.replace(run.hello(1), max_lag=2.0), m.Welcome)
     while not run.service.clock.started_at:
