@@ -37,7 +37,7 @@ class TicketHolder(BufferPeer):
         self.unread = (0.0, 0.0)  # see `Outbox.on_acks`
         self.wait_cause = ""  # of a wait for a ticket or a call, from the buffer
         self.want_sequence = 0
-        self.want_sent = 0.0
+        self.want_sent = 0.0  # CLOCK_MONOTONIC seconds
         self.requested_samples = 0  # samples of the unanswered ticket request
         self.renewed = self.greeted = 0.0  # CLOCK_MONOTONIC seconds
         self.has_tickets = True  # and not calls, which have their own numbers
@@ -146,8 +146,7 @@ class TicketHolder(BufferPeer):
 
         holding: the newest weights loaded."""
         is_late = time.monotonic() - self.want_sent > self.config.wires.retry_s
-        is_unanswered = self.requested_samples > 0
-        if samples > 0 and (samples > self.requested_samples or (is_unanswered and is_late)):
+        if samples > 0 and (samples > self.requested_samples or is_late):
             self.requested_samples = samples
             self.send_ticket_request(samples, holding)
 

@@ -7,7 +7,8 @@ the Tinker server's training and the viewer runs against the tests that reach it
 
 Goals: at least 92 % of a seeded sample are killed, four of each file first, and at least 75 % of
 each file of which eight were tried.  mutmut's operators make the mutants of the files that
-`[tool.mutmut]` in pyproject.toml names.
+`[tool.mutmut]` in pyproject.toml names.  What a type checker alone reads has none: a TypeVar, the
+body of a Protocol and of `if TYPE_CHECKING`.
 mutants_tests.json maps source files to the fast test files that run them; `--table` measures it
 again.  A first process imports the project and collects the tests once.  Every mutant is a fork of
 it that changes one function in memory and runs the tests that reach the changed statement, until
@@ -147,7 +148,10 @@ def catalogue(paths: Sequence[str]) -> list[tuple[str, Callable[[], Mutant]]]:
     for path in paths:
         text = (ROOT / path).read_text()
         module, mutations, _, _ = create_mutations(path, text)
+        types = nodes_for_types(module)
         for m in mutations:
+            if id(m.original_node) in types:
+                continue
             # mutmut has no public name for one mutant's source; a node of the tree, replaced, is
             # what its own files hold
             out.append(
@@ -159,6 +163,27 @@ def catalogue(paths: Sequence[str]) -> list[tuple[str, Callable[[], Mutant]]]:
                 )
             )
     return out
+
+
+def nodes_for_types(module: Any) -> set[int]:
+    """The ids of the nodes that a type checker alone reads: a TypeVar, the body of a Protocol and
+    of `if TYPE_CHECKING`.
+    """
+    import libcst.matchers as match
+
+    protocol = match.Arg(match.Name("Protocol") | match.Subscript(match.Name("Protocol")))
+    bases = [match.ZeroOrMore(), protocol, match.ZeroOrMore()]
+    waiting: list[Any] = [
+        *match.findall(module, match.Assign(value=match.Call(match.Name("TypeVar")))),
+        *(x.body for x in match.findall(module, match.If(match.Name("TYPE_CHECKING")))),
+        *(x.body for x in match.findall(module, match.ClassDef(bases=bases))),
+    ]
+    found = set()
+    while waiting:
+        node = waiting.pop()
+        found.add(id(node))
+        waiting += node.children
+    return found
 
 
 def sources() -> list[str]:

@@ -19,11 +19,11 @@ class GradientAlignment:
     """
 
     def __init__(
-        self, max_cosine: float | None, sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+        self, max_cosine: float | None, sum_over_ranks: Callable[[Tensor], Tensor]
     ) -> None:
         self.max_cosine = max_cosine  # largest cosine; None: the cosine is only measured
         # adds up a value of all ranks, each of which measures its part of the gradients
-        self.sum_over_ranks = sum_over_ranks or (lambda value: value)
+        self.sum_over_ranks = sum_over_ranks
         self.previous: list[Tensor] = []
 
     @torch.no_grad()

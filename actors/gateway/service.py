@@ -81,19 +81,20 @@ AHEAD = 1.25  # calls assigned, as a multiple of the slots, so that a freed slot
 REMEMBERED = 16384  # samples whose last generator is known
 
 
-@dataclass
 class ServingGenerator:
     """A generator that serves this gateway, with the calls that it has."""
 
-    peer: bytes  # its zmq address
-    session: int
-    slots: int
-    reported_at: float
-    sequence: int = 0  # number of the last message to it
-    calls: dict[int, int] = field(default_factory=dict)  # call id -> number of its message
-    new_calls: list[m.GenerationCall] = field(default_factory=list)  # for the next message
-    cut: list[int] = field(default_factory=list)  # calls to cancel with the next message
-    announced: Label | None = None  # the newest weights announced to it
+    def __init__(self, session: int) -> None:
+        self.session = session
+        # of its last report: its zmq address, slots and time
+        self.peer: bytes
+        self.slots: int
+        self.reported_at: float
+        self.sequence = 0  # number of the last message to it
+        self.calls: dict[int, int] = {}  # call id -> number of its message
+        self.new_calls: list[m.GenerationCall] = []  # for the next message
+        self.cut: list[int] = []  # calls to cancel with the next message
+        self.announced: Label | None = None  # the newest weights announced to it
 
     @property
     def free_slots(self) -> float:
@@ -152,9 +153,7 @@ class CallRouter:
         if generator is None or generator.session != message.session:
             if generator is not None:
                 self._drop_generator(generator)
-            generator = self.generators[message.producer] = ServingGenerator(
-                peer, message.session, message.slots, now
-            )
+            generator = self.generators[message.producer] = ServingGenerator(message.session)
         generator.peer = peer
         generator.slots = message.slots
         generator.reported_at = now

@@ -42,7 +42,7 @@ class SampledSupport:
     def from_lists(cls, kept: list[ndarray], vocabulary: int) -> SampledSupport:
         """Build it from the kept tokens of each position; an empty array: the whole vocabulary."""
         sizes = np.array([len(ids) for ids in kept], np.int64)
-        ids = np.concatenate([np.zeros(0, np.int32), *kept]).astype(np.int32)
+        ids = np.concatenate([np.zeros(0), *kept]).astype(np.int32)
         return cls(sizes, ids, vocabulary)
 
     @classmethod

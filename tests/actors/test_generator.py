@@ -158,7 +158,8 @@ def test_the_timeline_has_loads_and_prefills(make: MakeGenerator) -> None:
     for late, requested in ((1, 3), (0, 0)):
         g.requested_samples = 3
         g.receive = Mock(return_value=[m.TicketGrant(g.session, g.want_sequence - late, [], None)])
-        g.read_replies(0.0)
+        g.read_replies(0.25)
+        g.receive.assert_called_with(0.25)
         assert g.requested_samples == requested, "a reply to an earlier request answers none"
     g.tracer.close()
     spans = trace.read_sized_spans(g.run_dir)["generator-0"]
@@ -184,6 +185,40 @@ def test_who_waits_for_rewards_waits_for_a_part_of_itself(
     g.renew()
     expected = "has waited for the buffer at ipc:///nowhere for 99 s: a ticket: the buffer is full"
     assert expected in capsys.readouterr().err and g.socket.said[-1].waiting.what == "a ticket"
+    g.set_wait("weights 1.0")
+    g.waiting_since -= 99
+    g.renew_now()
+    assert "has waited for the buffer at ipc:///nowhere for 99 s: weights 1.0" in (
+        capsys.readouterr().err
+    )
+
+
+def test_requests_renewals_and_greetings_go_by_the_clock(
+    make: MakeGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g, now = make(), 1000.0
+    monkeypatch.setattr("actors.ticket_holder.time.monotonic", lambda: now)
+    assert (g.over, g.ending, g.unread, g.requested_samples) == (False, False, (0.0, 0.0), 0)
+    g.set_wait("")
+    said = g.socket.said
+    steps = ((0, 0, False), (0, 1, True), (0, 1, False), (1, 1, False), (1.5, 1, True))
+    for passed, samples, sent in (*steps, (1.5, 3, True), (1.6, 2, False), (9, 0, False)):
+        now = 1000.0 + passed
+        said.clear()
+        g.request_tickets(samples, None)
+        assert [x.samples for x in said] == [samples] * sent
+    g.greet()
+    for passed, kinds in ((0.4, ""), (0.5, "L"), (5.0, "L"), (5.1, ""), (5.5, "GL"), (6.0, "L")):
+        now = 1009.0 + passed
+        g.renewed = max(g.renewed, 1009.0)
+        said.clear()
+        g.renew()
+        assert "".join(type(x).__name__[0] for x in said) == kinds
+    acks = m.DeliveryAcks(g.session, [], 9, announcement(1, 1))
+    for reply in (acks, m.HeartbeatReply(1, announcement(1, 2)), tickets(g, announcement(1, 3))):
+        g.socket.inbox.append(reply)
+        g.read_replies(0.0)
+        assert g.schedule.announced == reply.announcement
 
 
 def test_one_that_draws_calls_forgoes_none_and_says_nothing_of_tickets(

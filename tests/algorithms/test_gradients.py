@@ -24,7 +24,7 @@ __all__ = ["model_dir"]
 
 def looked(most: float | None, *gradients: torch.Tensor) -> tuple[float, torch.Tensor]:
     """(cosine, gradient) of the last of `gradients`, each cut into tensors of one number."""
-    alignment = GradientAlignment(most)
+    alignment = GradientAlignment(most, torch.clone)
     for gradient in gradients:
         parts = list(gradient.clone().split(1))
         cosine = float(alignment.measure(parts))
@@ -50,7 +50,7 @@ def test_a_cosine_and_its_projection_by_hand() -> None:
 
 
 def test_a_gradient_of_no_step_is_not_the_one_before() -> None:
-    alignment = GradientAlignment(None)
+    alignment = GradientAlignment(None, torch.clone)
     alignment.measure([vec(1, 0)])
     assert math.isnan(float(alignment.measure([vec(1, 1)])))
     alignment.remember()
@@ -256,7 +256,7 @@ def test_named_parts_come_with_a_batch_where_every_answer_has_them(model_dir: Pa
 
 
 def test_a_gradient_in_bfloat16_is_kept_as_it_was() -> None:
-    alignment = GradientAlignment(0.0)
+    alignment = GradientAlignment(0.0, torch.clone)
     first, second = (torch.tensor(x, dtype=torch.bfloat16) for x in ([1.0, 0.0], [1.0, 1.0]))
     alignment.measure([first])
     alignment.remember()
@@ -276,3 +276,7 @@ def test_a_step_that_was_dropped_leaves_the_gradient_before(model_dir: Path) -> 
     assert row["optim/skipped"] == 1 and "optim/gradient_cosine" not in row
     after = learner.backend.alignment.previous
     assert all(torch.equal(a, b) for a, b in zip(kept, after, strict=True))
+    learner.backend.alignment = None
+    assert math.isnan(learner.backend.apply(0.1, torch.tensor(math.nan)))
+    part = learner.backend.add_part("head", torch.nn.Linear(1, 1), None)
+    assert part.owner is learner.backend, "it clips the parts of several ranks"

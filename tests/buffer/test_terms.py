@@ -1,7 +1,6 @@
 """Of two buffers of a run one speaks: terms, the journal's segments, what peers do."""
 
 import itertools
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -470,25 +469,35 @@ def test_a_silent_buffer_is_looked_for_and_followed(
         return known[0]
 
     peer.find_address = find
-    monkeypatch.setattr(sockets, "SEARCH_S", 600.0)
-    peer.searched_at = -math.inf
+    now = 1000.0
+    monkeypatch.setattr(sockets.time, "monotonic", lambda: now)
     try:
-        assert not peer.find_moved_buffer(300.0) and asked == []
+        assert not peer.find_moved_buffer(1.9) and asked == []
         peer.send(m.StatusRequest())
-        assert peer.find_moved_buffer(600.0) and peer.address == there.address
+        old = peer.socket
+        assert peer.find_moved_buffer(2.0) and peer.address == there.address and old.closed
+        now += 1.9
         assert not peer.find_moved_buffer(600.0) and len(asked) == 1, "not again at once"
-        monkeypatch.setattr(sockets, "SEARCH_S", 0.0)
+        now += 2.0
         assert not peer.find_moved_buffer(600.0) and len(asked) == 2, "it is there"
         peer.send(m.StatusRequest())
         assert there.recv(600.0) is not None
-        for wrong in ("", "tcp://10.0.0.1:5", "nowhere"):
+        for number, wrong in enumerate(("", "tcp://10.0.0.1:5", "nowhere"), 3):
             known[0] = wrong
+            now += 2.0
             assert not peer.find_moved_buffer(600.0) and peer.address == there.address
+            assert len(asked) == number
     finally:
         for each in (peer, here, there):
             each.close()
-    said = capsys.readouterr().err
-    assert f"is now at {there.address}" in said and said.count("ignored the buffer's new") == 2
+    ignored = "ignored the buffer's new address: the buffer's address: "
+    assert capsys.readouterr().err.splitlines() == [
+        f"{here.address} has been silent for 2 s, and the run's buffer is now at {there.address}: "
+        "connecting to it",
+        f"{ignored}tcp://10.0.0.1:5 is open to the network; give CURVE keys by wires.curve_dir "
+        "(`asyncrl keys DIR`), or use 127.0.0.1",
+        f"{ignored}`nowhere` is not an address; write ipc:///path or tcp://host:port",
+    ]
 
 
 def test_who_shares_no_directory_asks_the_learner_where_the_buffer_is(

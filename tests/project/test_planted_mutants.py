@@ -4,8 +4,10 @@ are each noticed by their test."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from process_kit import ROOT, run_command
@@ -33,6 +35,26 @@ def test_the_table_of_tests_names_files_that_are_there() -> None:
     named = {*table, *(path for paths in table.values() for path in paths)}
     gone = sorted(path for path in named if not (ROOT / path).exists())
     assert table and not gone, f"write it anew: python benchmarks/mutants.py --table; gone: {gone}"
+
+
+def test_types_have_no_mutants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    monkeypatch.setattr(os, "environ", {**os.environ})  # which this import changes
+    import mutants
+
+    text = """
+Row = TypeVar("Row", bound=int)
+class Reader(Protocol[Row]):
+    def read(self, most: int = 8) -> Row: ...
+if TYPE_CHECKING:
+    Share = str
+class Protocols(Reader):
+    step = 4
+"""
+    (tmp_path / "types.py").write_text(text)
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    made = [make().plus for _, make in mutants.catalogue(["types.py"])]
+    assert sorted(made) == ["step = 5", "step = None"]
 
 
 def test_each_equivalent_mutant_changes_a_line_that_is_there() -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from actors.delivery import Outbox
 from asyncrl.config import load
 from asyncrl.config.tree import WiresConfig
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import AsyncrlError, PeerUnreachable
+from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.contract.messages import DeliveryAcks, RunStatus, Trajectory
 from asyncrl.records import rundir
 from asyncrl.supervise import live
@@ -62,6 +64,47 @@ def test_a_second_holder_of_an_identity_is_heard(tmp_path: Path) -> None:
     finally:
         context.destroy(linger=0)
         buffer.close()
+
+
+def test_a_socket_holds_as_much_as_it_should() -> None:
+    """Messages that wait, bytes of one, milliseconds of the pauses."""
+    beats = (zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT)
+    for most, unread in ((1 << 10, 1000), (1 << 20, 256), (1 << 25, 16)):
+        buffer = BufferSocket("tcp://127.0.0.1:*", most=most)
+        options = (zmq.LINGER, zmq.MAXMSGSIZE, zmq.RCVHWM, zmq.SNDHWM, *beats)
+        held = [buffer.socket.getsockopt(option) for option in options]
+        assert held == [200, most, unread, 1000, 5_000, 60_000] and buffer.most == most
+        buffer.close()
+    peer = sockets.PeerSocket(buffer.address)
+    options = (*options[:3], zmq.RECONNECT_IVL, zmq.RECONNECT_IVL_MAX)  # type: ignore[assignment]
+    held = [peer.socket.getsockopt(option) for option in options]
+    assert held == [500, m.MAX_FRAME_BYTES, 1000, 50, 1000]
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        (f"ipc://{'x' * 107}", ""),
+        ("tcp://localhost:1", ""),
+        ("tcp://[::1]:1", ""),
+        ("here:1", "`here:1` is not an address; write ipc:///path or tcp://host:port"),
+        ("tcp://", "`tcp://` is not an address; write ipc:///path or tcp://host:port"),
+        (f"ipc://{'é' * 54}", f"{'é' * 54} has 108 bytes, the system allows 107; choose a shorter"),
+        ("tcp://host:1", "tcp://host:1 is open to the network; give CURVE keys by wires.curve_dir"),
+    ],
+)
+def test_an_address_that_cannot_work_or_is_open_is_refused(address: str, said: str) -> None:
+    with pytest.raises(ConfigError) if said else contextlib.nullcontext() as error:
+        sockets.check_address(address, "", "a.key")
+    assert not said or re.match(f"a.key: .*{re.escape(said)}", str(error.value))  # type: ignore[union-attr]
+    buffer = BufferSocket("tcp://127.0.0.1:*")
+    with pytest.raises(
+        ConfigError, match=f"a.key: cannot listen on {buffer.address}: Add.*; is an"
+    ):
+        BufferSocket(buffer.address, key="a.key")
+    buffer.close()
+    sockets.check_address("tcp://host:1", "keys", "a.key")
 
 
 def test_a_peer_looks_for_its_buffer_by_the_run_directory(peer: Peer) -> None:

@@ -4,6 +4,7 @@ again."""
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import socket
 import subprocess
@@ -123,21 +124,39 @@ class Bound:
 def test_an_address_that_stays_taken_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    opened: Callable[[], Any] = iter([0, 10**6, 0, 0, 0]).__next__
-    monkeypatch.setattr(connection_guard, "next_descriptor", opened)
+    slept: list[float] = []
+    free = 0
+    monkeypatch.setattr(connection_guard.time, "sleep", slept.append)
+    monkeypatch.setattr(connection_guard, "next_descriptor", lambda: free)
     bound = Bound(2)
     watched = connection_guard.ConnectionGuard(bound)
-    again = "bind tcp://127.0.0.1:1"
-    assert watched.close_excess("tcp://127.0.0.1:1") and bound.said == [f"un{again}", *[again] * 3]
-    line = "too many connections at tcp://127.0.0.1:1: closed all; real peers reconnect\n"
-    assert capsys.readouterr() == ("", line)
+    again, address = "bind tcp://127.0.0.1:1", "tcp://127.0.0.1:1"
+    free = watched.most - 1
+    assert not watched.close_excess(address) and not bound.said
+    for number in range(1, 5):
+        bound.tries = 2
+        opened: Callable[[], Any] = iter([watched.most] * 3 + [0] * 9).__next__
+        monkeypatch.setattr(connection_guard, "next_descriptor", opened)
+        assert watched.close_excess(address) and watched.closings == number
+    assert bound.said == [f"un{again}", *[again] * 3] * 4 and slept == [0.01] * 5 * 4
+    line = f"too many connections at {address}: closed all; real peers reconnect\n"
+    assert capsys.readouterr() == ("", 3 * line)
     monkeypatch.setattr(connection_guard, "next_descriptor", iter([10**6, *[0] * 10**5]).__next__)
-    monkeypatch.setattr(connection_guard, "BIND_TRIES", 5)
     bound.said.clear()
-    bound.tries = 10**6
+    bound.tries = 6000
     with pytest.raises(AsyncrlError, match="cannot be opened again"):
-        watched.close_excess("tcp://127.0.0.1:1")
-    assert watched.closings == 2 and bound.said == [f"un{again}", *[again] * 5]
+        watched.close_excess(address)
+    assert watched.closings == 5 and bound.said == [f"un{again}", *[again] * 6000]
+    assert watched.close_excess(address) and watched.closings == 5
+    assert bound.said[6001:] == [again], "it is not bound: it is only opened"
+
+
+def test_the_next_descriptor_is_the_lowest_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    assert [connection_guard.next_descriptor() for _ in range(2)] == [lowest] * 2
+    monkeypatch.setattr(connection_guard.os, "devnull", "/nowhere/at/all")
+    assert connection_guard.next_descriptor() == sys.maxsize
 
 
 @pytest.mark.parametrize(
@@ -162,7 +181,12 @@ def test_as_many_files_as_the_system_permits(
 
 
 def test_a_process_that_may_open_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (80, 80))
-    monkeypatch.setattr(connection_guard, "next_descriptor", lambda: 30)
-    with pytest.raises(AsyncrlError, match=r"may open 80 files and has 30.*ulimit -n"):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (94, 94))
+    for used in (29, 30):
+        monkeypatch.setattr(connection_guard, "next_descriptor", lambda used=used: used)
+        assert connection_guard.ConnectionGuard(None).most == used + 32
+    monkeypatch.setattr(connection_guard, "next_descriptor", lambda: 31)
+    with pytest.raises(AsyncrlError) as error:
         connection_guard.ConnectionGuard(None)
+    said = "this process may open 94 files and has 31: raise the limit (`ulimit -n`)"
+    assert str(error.value) == said
