@@ -235,15 +235,13 @@ def draw_uniform_rows(keys: Sequence[tuple[int, int, int]], count: int) -> ndarr
     The finalizer is SplitMix64 (Steele, Lea, Flood 2014), applied to a key that is itself mixed per
     component.
     """
-    key = np.full(len(keys), 0x9E3779B97F4A7C15, uint64)
+    key = np.full(len(keys), uint64(0x9E3779B97F4A7C15))
     for components in zip(*keys, strict=True):
         column = np.array([number & 0xFFFFFFFFFFFFFFFF for number in components], uint64)
         key = _mix(key ^ _mix(column + uint64(0x632BE59BD9B4E019)))
     counter = np.arange(1, count + 1, dtype=uint64) * uint64(0x9E3779B97F4A7C15)
     bits = _mix(key[:, None] + counter)
-    rows: ndarray = ((bits >> uint64(40)).astype(np.float64) + 0.5).astype(np.float32) * np.float32(
-        2.0**-24
-    )
+    rows: ndarray = ((bits >> uint64(40)) + 0.5).astype(np.float32) * np.float32(2.0**-24)
     return rows
 
 

@@ -1,8 +1,6 @@
 """Any transformers causal LM directory: GPT-2 and a Gemma, which have no packed forward, through
 engine, learner and a whole run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

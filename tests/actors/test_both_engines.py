@@ -1,8 +1,6 @@
 """vLLM generates and two DeepSpeed ranks learn, in one run: the main job in short, and a model of
 another family."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

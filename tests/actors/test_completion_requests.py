@@ -1,7 +1,5 @@
 """Bodies of the model server's requests: what they ask for, and what each refusal says."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

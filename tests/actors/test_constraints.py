@@ -1,8 +1,6 @@
 """Completions that are decoded under a grammar: every answer has the form, and the learner's
 log-probabilities over the recorded tokens are those that it was sampled with."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,8 +1,6 @@
 """The embedded engine against transformers: what it records is the log-probability of what it
 really sampled from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

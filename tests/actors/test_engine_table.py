@@ -1,26 +1,36 @@
 """An engine is a row of a table: what its row says is what config, checks and processes do."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
+import numpy as np
 import pytest
+from engine_kit import EOS, request
 from process_kit import ROOT
 
-from actors.engine import build_engine, mark_version
+from actors.engine import (
+    VersionMark,
+    build_completion,
+    build_engine,
+    build_spans,
+    load_model,
+    mark_version,
+    require_context,
+    require_room,
+)
 from asyncrl.cli import main
 from asyncrl.config import load, rules, tree
 from asyncrl.config.engines import ENGINES, EngineInfo, EngineName
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.process_run import needs_own_process
 from asyncrl.models import installed
-from asyncrl.models.policy import load_policy
+from asyncrl.models.policy import compute_weights_digest, list_named_weights, load_policy
 from asyncrl.supervise import preflight
 from learner.backend import TorchBackend
 
@@ -142,7 +152,39 @@ def test_every_setting_of_a_row_is_one_of_the_section() -> None:
 
 
 def test_of_two_versions_at_one_position_the_later_one_counts() -> None:
-    marks = [(0, Label(1, 0), "a")]
-    for position, number in ((3, 1), (3, 2), (4, 3)):
-        mark_version(marks, position, Label(1, number), "b")
-    assert [(position, label.number) for position, label, _ in marks] == [(0, 0), (3, 2), (4, 3)]
+    marks: list[VersionMark] = []
+    labels = [Label(1, number) for number in range(4)]
+    for position, label in zip((0, 0, 3, 5), labels, strict=True):
+        mark_version(marks, position, label, f"d{label.number}")
+    assert [(position, label.number) for position, label, _ in marks] == [(0, 1), (3, 2), (5, 3)]
+    _, one, two, three = labels
+    first = VersionSpan(one, "d1", 0, 3, one)
+    assert build_spans(marks, 5, "keep_kv") == [first, VersionSpan(two, "d2", 3, 5, one)]
+    own = [VersionSpan(two, "d2", 3, 5, two), VersionSpan(three, "d3", 5, 6, three)]
+    assert build_spans(marks, 6, "recompute_kv") == [first, *own]
+
+
+def test_a_completion_has_its_dtypes_its_end_and_room() -> None:
+    asked = request(0, 0, [3, 4, 5], 12)
+    experts: Any = object()
+    for tokens, finish in (([4, EOS], "stop"), ([EOS, 4], "length")):
+        made = build_completion(asked, tokens, [-1, -2], [], routed=experts)
+        assert (made.finish, made.routed, made.support, made.spans) == (finish, experts, None, [])
+        assert (made.tokens.dtype, made.logprobs.dtype) == (np.int32, np.float32)
+    require_room(asked, 15)
+    with pytest.raises(ConfigError, match=r"prompt of 3 and 12 new tokens do not fit gen.* = 14$"):
+        require_room(asked, 14)
+    require_context([], 0)
+    require_context([asked.prompt, asked.prompt[:1]], 3)
+    with pytest.raises(ConfigError, match=r"a prompt of 3 tokens does not fit generator.*t = 2$"):
+        require_context([asked.prompt, asked.prompt[:1]], 2)
+
+
+def test_a_model_is_loaded_as_a_version(small_model: Path) -> None:
+    loaded: list[Any] = []
+    model = load_policy(small_model)
+    load_model(SimpleNamespace(load=lambda *given: loaded.extend(given)), model, Label(1, 2))  # type: ignore[arg-type]
+    weights = dict(list_named_weights(model))
+    assert loaded[0].keys() == weights.keys()
+    assert all((loaded[0][name] == weights[name]).all() for name in weights)
+    assert loaded[1:] == [Label(1, 2), compute_weights_digest(model)]

@@ -1,8 +1,6 @@
 """Exact mode: engine and learner give the same bits, whatever the batch around an answer; and a
 whole run at lag 0 shows it."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The generator's loop with its buffer and its engine played by hand: what a frame makes it do, and
 what it says when it ends."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

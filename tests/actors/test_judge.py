@@ -1,8 +1,6 @@
 """Rewards by a judge behind a URL: a real server that says 429, 500, hangs and lies; and the parts
 by themselves, with a clock of our own."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import hashlib

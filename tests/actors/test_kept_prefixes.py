@@ -1,8 +1,6 @@
 """Keys and values that outlive their rows: what a later call draws with them has the
 log-probabilities of one encoded whole, and no token that is known is encoded again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

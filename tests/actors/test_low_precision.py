@@ -1,7 +1,5 @@
 """Weights rounded to int8 and fp8: what the engine samples from, what the learner shares."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """`asyncrl serve` with OpenAI's client: completions, log-probabilities of prompts, refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,8 +1,6 @@
 """The door takes answers of the usual kind, and refuses each fault in the same words, alone or in
 the company of others."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """reasoning-gym's generators as tasks: splits, rewards and refusals, by a stand-in with its
 interface; the real package where it is installed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

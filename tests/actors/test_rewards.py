@@ -1,8 +1,6 @@
 """Reward functions that misbehave: each answer comes back exactly once, as a number or as a
 failure, never as a silent 0."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Scores of given sequences: each engine against transformers, the learner and its own samples."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

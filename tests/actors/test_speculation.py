@@ -1,7 +1,5 @@
 """Speculative decoding: the samples are those of an engine without drafts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

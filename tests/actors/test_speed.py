@@ -1,8 +1,6 @@
 """What keeps processes small: no heavy import where none is needed, and memory that does not grow
 with the answers written."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

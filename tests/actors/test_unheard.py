@@ -2,8 +2,6 @@
 its reply.  The generator says what it has, and the rest is due again without waiting for a lease to
 end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

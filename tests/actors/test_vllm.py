@@ -1,8 +1,6 @@
 """vLLM as the generator's engine: logprobs against transformers before and after swaps, spans, the
 probe, a whole run."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

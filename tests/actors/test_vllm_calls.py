@@ -1,8 +1,6 @@
 """vLLM draws the calls of sessions: behind the keys of earlier calls with the log-probabilities of
 one encoded whole, never with keys of other weights; a whole run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

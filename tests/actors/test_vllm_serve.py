@@ -1,7 +1,5 @@
 """vLLM's servers as the generator's engine: faults by servers that are played, and a real one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """A generator's end of the weights: which transport, which version, and what is closed when."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from types import SimpleNamespace

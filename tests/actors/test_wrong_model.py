@@ -1,8 +1,6 @@
 """Models that would train with exit code 0 and learn nothing right: refused before the start,
 saying what differs; and what ends an answer."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Rewards to advantages where it can go wrong: equal rewards, cut answers, rewards per token,
 baselines, KL charges, remax.  By hand, float64."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """The loss: equalities of its forms, small numbers by hand, hostile tensors, any split of the
 batch.  float64 throughout."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

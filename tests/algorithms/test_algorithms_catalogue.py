@@ -1,8 +1,6 @@
 """The catalogue, entry by entry: every surrogate in the real loss, stop-gradients, repairs and
 stops, diagnostics by hand.  float64."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

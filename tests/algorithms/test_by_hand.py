@@ -1,8 +1,6 @@
 """A run whose processes a person starts, in terminals of their own: it ends as one under a
 supervisor does, and says what is wrong on the way."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 """The value head's parts by themselves: how it begins, what a step of it takes, what it refuses to
 load."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`asyncrl diff` on real runs: the same twice, another learning rate, and no runs at all."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

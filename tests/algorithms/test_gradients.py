@@ -1,8 +1,6 @@
 """What the learner measures of gradients: their cosine from step to step, their norms by answer,
 and a learning rate by the effective sample size."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 disk that does not come back: what each may make the buffer hold is counted, and the others are
 answered."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import time

@@ -1,8 +1,6 @@
 """KL terms, gamma and the stops by hand: values, slopes, truncation, discounts, and the constants a
 configuration leaves out.  float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

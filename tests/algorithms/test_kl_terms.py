@@ -1,8 +1,6 @@
 """KL in the reward and in the loss: each with its own coefficient, estimator and reference, alone
 and at once; and their config."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

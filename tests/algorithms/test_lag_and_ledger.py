@@ -1,8 +1,6 @@
 """The pure rules of the buffer by hand: room, places, injected lags, the tree's lags, and the
 ledger's lines."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

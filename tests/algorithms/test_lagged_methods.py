@@ -3,8 +3,6 @@ in the real loss; and the best-known methods by their papers' formulas; and thei
 
 The example: one group of two answers of three tokens, rewards 1 and 0, A = +1 and -1."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

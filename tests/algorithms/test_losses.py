@@ -1,7 +1,5 @@
 """`asyncrl.losses` against the learner itself, by bits, and what it refuses."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 import sys

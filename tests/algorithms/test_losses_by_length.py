@@ -1,8 +1,6 @@
 """What drop, mask, downweight and no limit at all take, by the length of the answers: numbers by
 hand, and the report of real runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

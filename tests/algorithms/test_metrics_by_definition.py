@@ -1,8 +1,6 @@
 """Every metric of the loss reckoned again in plain Python, token by token and answer by answer.
 float64."""
 
-from __future__ import annotations
-
 import math
 from statistics import fmean
 from typing import Any

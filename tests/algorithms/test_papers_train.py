@@ -1,7 +1,5 @@
 """The settings of every paper in docs/papers.toml train two batches through the learner's step."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

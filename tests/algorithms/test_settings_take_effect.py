@@ -1,8 +1,6 @@
 """Each setting of the loss does what its description says, by the amount that follows from it:
 gradients against formulas, not against runs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The log ratio in three parts: engine mismatch, staleness and update, measured with the weights
 that drew each token."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

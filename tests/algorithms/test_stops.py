@@ -1,8 +1,6 @@
 """Early stopping in the learner's own step: it measures what this batch's updates moved, and a
 stopped step moves nothing at all."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Rewards per token, from the reward function to the gradient: through the learner's own step, and
 in a run with a file of prompts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Reward functions as users write them: TRL's form, parameters that fit nothing, and what is kept
 of a call that failed."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime
 import inspect

@@ -1,8 +1,6 @@
 """Correction by its edges: every bound, band, veto and threshold on both of its sides, and what
 lies behind the mask.  float64."""
 
-from __future__ import annotations
-
 import math
 import typing
 from typing import Any

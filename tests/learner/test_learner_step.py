@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -42,6 +43,7 @@ from asyncrl.models.policy import (
 from asyncrl.models.weight_rounding import load_learner_policy
 from learner import checkpoint, step
 from learner.batch import pack
+from learner.state import WeightAverage
 from learner.step import LearnerCore
 
 VARIANTS: list[dict[str, Any]] = [
@@ -623,8 +625,14 @@ def test_an_average_of_the_versions_is_the_proximal_policy(
     assert again.average is not None and c.average is not None
     assert all(map(torch.equal, again.average.values, c.average.values))
     (tmp_path / "number_2" / "average_0.pt").unlink()
-    with pytest.raises(DamagedDataError, match=r"of these weights .*= ema\): continue with the"):
+    with pytest.raises(
+        DamagedDataError, match=r"of these weights .*= ema\): continue with the"
+    ) as e:
         checkpoint.restore(again, tmp_path / "number_2")
+    parts = SimpleNamespace(rank=3, sharded=True, list_parts=list)
+    assert WeightAverage(parts, 1.0).locate(tmp_path).name == "average_3.pt"  # type: ignore[arg-type]
+    parts.sharded = False
+    assert WeightAverage(parts, 1.0).locate(tmp_path).name == "average_0.pt"  # type: ignore[arg-type]
 
 
 def transformers_rates(name: str, warmup: int, steps: int, **keys: float) -> list[float]:

@@ -1,8 +1,6 @@
 """The chunk server among peers that are broken, greedy or slow: bounded, counted, and the rest goes
 on."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct

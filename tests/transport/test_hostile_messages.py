@@ -1,8 +1,6 @@
 """Random messages of every kind, most of them nonsense, among those of a run: none ends the buffer,
 and its journal folds."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import sys

@@ -1,8 +1,6 @@
 """The limits of the HTTP server at the doors of the agents' endpoint, of `asyncrl watch` and of
 `asyncrl tinker`, and the bound of the requests to sample that a client of the last one may have."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import socket

@@ -1,8 +1,6 @@
 """What a server says to those that ask: a message that cannot be costs a counter and the
 connection, never the process; what would end its reader is refused before it is acted on."""
 
-from __future__ import annotations
-
 import socket as plain_socket
 import threading
 import time

@@ -3,8 +3,6 @@
 A line: a kind, the form with the required fields alone, the form that is read from it, whether its
 fields cannot be set, and whether the collector of garbage visits it."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import importlib

@@ -1,8 +1,6 @@
 """benchmarks/network.py: the relay's clock and its cuts, what is judged, nothing left behind, and a
 real run over a slow link where namespaces can be made."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,8 +1,6 @@
 """Keys: who is let in, and what the holder of each key may say; a secret that others can read is
 refused."""
 
-from __future__ import annotations
-
 import shutil
 import stat
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """benchmarks/transport.py: what is compared and what is said, by hand-made rounds; and its quick
 run, in which every answer is counted."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Weights through groups of two, Gloo between real processes: the path that NCCL takes between
 GPUs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

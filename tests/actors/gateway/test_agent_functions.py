@@ -1,7 +1,5 @@
 """agent.function and environments that play themselves, with the loop of their process run here."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

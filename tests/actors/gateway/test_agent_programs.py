@@ -1,7 +1,5 @@
 """agent.command: programs of sessions, with the loop of their process run here."""
 
-from __future__ import annotations
-
 import ctypes
 import io
 import json

@@ -1,7 +1,5 @@
 """Runs of sessions: real processes, an environment of one's own, a generator killed amid calls."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

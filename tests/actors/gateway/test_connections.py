@@ -1,8 +1,6 @@
 """Single connections of the HTTP server, without a network and with a clock that stands still:
 deadlines and sizes of heads."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 """More connections than descriptors: the buffer's socket closes them all, and its peers come
 again."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

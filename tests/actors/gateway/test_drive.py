@@ -1,8 +1,6 @@
 """Environments in processes: what each session's environment said comes back; one that raises,
 hangs or ends its process fails its own session, and the others of that process begin again."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import deque

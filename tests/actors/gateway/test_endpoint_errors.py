@@ -1,7 +1,5 @@
 """What the endpoint says when it refuses: status, code, parameter and the whole text."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,8 +1,6 @@
 """The grammar of an answer that a request demands, in every model API; what cannot be one is
 refused with its reason."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from types import SimpleNamespace

@@ -2,8 +2,6 @@
 that OpenAI's client or pydantic-ai demands, every sampled token is trained, and in exact mode the
 learner has the bits of the engine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,8 +1,6 @@
 """Attacks on the HTTP routes: outcomes that cannot be, text that is none, keys and names of other
 sessions, what is oversized, slow or out of order.  Each is refused, and others are served."""
 
-from __future__ import annotations
-
 import resource
 import socket
 import threading

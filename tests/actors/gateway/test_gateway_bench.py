@@ -1,8 +1,6 @@
 """benchmarks/gateway.py: what it makes of its rounds, who asks and who stands around the gateway,
 and a short run of it without vLLM."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

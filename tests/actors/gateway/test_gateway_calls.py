@@ -1,8 +1,6 @@
 """Calls between a gateway and its generators: a call is answered once, whoever dies; every call is
 admitted at or above its session's minimum; its random stream is its own."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest

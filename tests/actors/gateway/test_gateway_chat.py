@@ -1,8 +1,6 @@
 """Prompts that are composed once: eight templates against a reference that puts the ids together
 token by token, parsers, and what a request's messages may be."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """/v1/messages and /v1/responses with the clients of their makers: the same core, other words."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Leases by hand: a gateway whose buffer and generators are the test, asked from one event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """The main functions of the gateway's process and of a Python in which asyncrl is not installed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,8 +1,6 @@
 """Runs whose samples are sessions of a program of its own, over HTTP with OpenAI's client: each is
 leased, sampled, scored and trained once, also when the gateway is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The gateway by hand: its environments are real, its buffer and its generators are the test."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The endpoint with the real OpenAI client over loopback: answers, streams, errors, refused
 parameters, retries, closed sockets, and the routes of a session."""
 
-from __future__ import annotations
-
 import asyncio.selector_events
 import json
 import re

@@ -2,8 +2,6 @@
 in exact mode at limit 0 every drawn token, every log-probability and the weights at the end are the
 same to the last bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

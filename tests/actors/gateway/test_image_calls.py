@@ -1,8 +1,6 @@
 """Images over HTTP: by OpenAI's client and in the other APIs' forms, refusals, sessions that go on
 only with the same images, their journal, and a run whose agents send pictures."""
 
-from __future__ import annotations
-
 import base64
 import json
 import sys

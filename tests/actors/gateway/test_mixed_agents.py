@@ -1,8 +1,6 @@
 """A mixture of environments, agents over HTTP and single completions: its shares, limits, rewards
 and failures."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """Sources of sessions without processes: environments' events, agents' places, single completions,
 and the rows of an environment."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

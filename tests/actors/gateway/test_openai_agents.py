@@ -1,8 +1,6 @@
 """What benchmarks/openai_agents.py does when a session goes wrong: the real client against scripted
 answers of an endpoint; the framework, which is no dependency, is played by a few lines."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,8 +1,6 @@
 """`asyncrl task try` of an environment: by hand, and with a model whose ids are composed as in a
 run."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Sequence

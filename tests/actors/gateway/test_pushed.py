@@ -1,8 +1,6 @@
 """Agents that the gateway starts: programs with their families, functions in processes, what they
 return and what becomes of those that fail, hang or die."""
 
-from __future__ import annotations
-
 import math
 import signal
 import sys

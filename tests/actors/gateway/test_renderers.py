@@ -1,8 +1,6 @@
 """The token route with its real client, `renderers` as verifiers uses it: the renderer of Qwen3
 writes the prompt and reads the answer, the next turn is bridged, no id is encoded twice."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@ tests/data/refused_requests.jsonl has a refused body in each line and its whole 
 tests/data/replies.jsonl what is sent for an answer, byte by byte.  After a change that means other
 texts: `python tests/actors/gateway/test_request_parsing.py`, and read what git says of it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

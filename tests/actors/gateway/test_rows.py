@@ -1,8 +1,6 @@
 """A sample of several rows (a session whose calls forked): the loss numbers samples, rows exist in
 the forward pass alone; the buffer counts what was drawn, once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

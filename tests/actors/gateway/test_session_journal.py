@@ -1,8 +1,6 @@
 """What open HTTP sessions keep on disk: a restored session is the one that was kept, a torn tail
 costs the record that it is of, and a new gateway process delivers each sample once."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Sessions over random schedules of the real gateway and the real store: no token past the limit,
 no draw lost or trained twice, every token in the ledger; and each rule is needed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Which session holds a name: random lives of generators, clocks and late frames, against what
 really ran."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

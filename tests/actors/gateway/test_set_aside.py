@@ -1,7 +1,5 @@
 """A batch that kills its learner is set aside: by the rules of the store, and in a real run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

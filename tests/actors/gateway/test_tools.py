@@ -1,7 +1,5 @@
 """Tools: plain functions, and classes whose methods keep a state; what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

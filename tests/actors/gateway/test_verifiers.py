@@ -1,8 +1,6 @@
 """Environments of verifiers by name, with the real package in the environment of the clients:
 their prompts, their sessions at the endpoint, their rubrics as rewards, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

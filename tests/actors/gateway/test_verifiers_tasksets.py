@@ -1,8 +1,6 @@
 """Environments of verifiers 0.4 by name, with the real package in an environment of its own: their
 tasks as prompts, their episodes at the endpoint, their rewards, what is refused, and runs."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
