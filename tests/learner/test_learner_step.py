@@ -625,9 +625,7 @@ def test_an_average_of_the_versions_is_the_proximal_policy(
     assert again.average is not None and c.average is not None
     assert all(map(torch.equal, again.average.values, c.average.values))
     (tmp_path / "number_2" / "average_0.pt").unlink()
-    with pytest.raises(
-        DamagedDataError, match=r"of these weights .*= ema\): continue with the"
-    ) as e:
+    with pytest.raises(DamagedDataError, match=r"= ema\): continue with the .* version 0$"):
         checkpoint.restore(again, tmp_path / "number_2")
     parts = SimpleNamespace(rank=3, sharded=True, list_parts=list)
     assert WeightAverage(parts, 1.0).locate(tmp_path).name == "average_3.pt"  # type: ignore[arg-type]
