@@ -84,6 +84,8 @@ trackers: $(TRACKERS)/.env
 $(VENV)/gem/.env: requirements/gem.txt | $(VENV)/.demo
 	test -x $(VENV)/gem/bin/python || python3 -m venv --without-pip $(VENV)/gem
 	$(call install,$(VENV)/gem/bin/python,--no-deps -r requirements/gem.txt)
+	touch $@
+
 # lm_eval, for docs/evaluation.md, apart from the frameworks: both pin much.
 $(VENV)/lm-eval/.env: requirements/lm-eval.txt | $(VENV)/.demo
 	test -x $(VENV)/lm-eval/bin/python || python3 -m venv --without-pip $(VENV)/lm-eval

@@ -54,7 +54,9 @@ Handler = Callable[[Request, bytes], Awaitable[Reply]]
 class TinkerServer:
     """Sessions, models and samplers of a server, in its directory.
 
-    key: the secret that clients send as X-API-Key."""
+    key: the secret that clients send as X-API-Key.  on_failure: called when the server must end."""
+
+    on_failure: Callable[[], None]
 
     def __init__(self, config: TinkerConfig, folder: Path, key: str) -> None:
         self.config = config
@@ -69,15 +71,15 @@ class TinkerServer:
         self.sampling = WorkerLink("sampling", settings, logs / "sampling.log")
         self.tokenizer = load_tokenizer(config.model.path)
         stop_tokens = collect_model_stops(self.tokenizer, config.model.path)
-        self.samplers = SamplerService(config, folder, self.sampling, self.ledger, stop_tokens)
-        self.samplers.pace = self.pace
+        self.samplers = SamplerService(
+            config, folder, self.sampling, self.ledger, stop_tokens, self.pace
+        )
         self.session_rows = jsonl.JsonlAppender(folder / "sessions.jsonl")
         self.sessions = {row["id"] for row in jsonl.read(folder / "sessions.jsonl")}
         self.models: dict[str, ServedModel] = {}
         self.shares = SessionShares(WAITING_BYTES)
         self.tasks: list[asyncio.Task[None]] = []
         self.failure: BaseException | None = None  # why the server ends
-        self.on_failure: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
         """Continue the models of an earlier server, and start both processes."""
@@ -115,9 +117,9 @@ class TinkerServer:
             self.ledger,
             TrainedSampleLog(folder, self.tokenizer),
             shares=self.shares,
+            on_change=self.samplers.released.set,
         )
         self.models[record.model] = model
-        model.on_change = self.samplers.released.set
         self._start_task(model.run())
         return model
 
@@ -244,9 +246,8 @@ class TinkerServer:
         return {"type": "create_session", "session_id": session}
 
     def _check_session(self, id: str | None) -> str:
-        if id not in self.sessions:
+        if id is None or id not in self.sessions:
             raise ConfigError(f"session_id = {id}: this server has no such session")
-        assert id is not None
         return id
 
     def _check_base_model(self, name: str | None) -> None:
@@ -258,8 +259,7 @@ class TinkerServer:
     # ---- models ----------------------------------------------------------------------------------
 
     async def create_model(self, request: Request, body: bytes) -> Reply:
-        values = parse_object(body)
-        message = wire.validate(sdk.CreateModelRequest, values)
+        message = parse_json(sdk.CreateModelRequest, body)
         self._check_base_model(message.base_model)
         if message.optimizer_config.type != "adamw":
             raise ConfigError(
@@ -284,9 +284,9 @@ class TinkerServer:
         record = ModelRecord(
             model, message.session_id, rank, seed, time.time(), metadata=message.user_metadata
         )
-        return self._create_model(record, TrainingCall(0, "create_model", body), values)
+        return self._create_model(record, TrainingCall(0, "create_model", body))
 
-    def _create_model(self, record: ModelRecord, call: TrainingCall, message: Any) -> JsonObject:
+    def _create_model(self, record: ModelRecord, call: TrainingCall) -> JsonObject:
         """Create a model with its call 0."""
         if (size := len(json.dumps(record.metadata))) > METADATA_BYTES:
             raise ConfigError(
@@ -299,7 +299,7 @@ class TinkerServer:
             folder.mkdir(exist_ok=True)
             atomic_write.write(folder / "model.json", msgspec.json.encode(record))
             model = self._serve(record)
-        model.submit(call, message)
+        model.submit(call)
         return self._reply_promise(model, 0)
 
     async def load_weights(self, request: Request, body: bytes) -> Reply:
@@ -322,7 +322,7 @@ class TinkerServer:
             parents={saved.model: saved.version, **saved.parents},
             metadata=message.user_metadata,
         )
-        return self._create_model(record, TrainingCall(0, "load_weights", body), values)
+        return self._create_model(record, TrainingCall(0, "load_weights", body))
 
     def _find_model(self, id: str | None) -> ServedModel:
         if (model := self.models.get(id or "")) is None:
@@ -333,11 +333,11 @@ class TinkerServer:
         name = model.record.model
         return {"request_id": f"{name}:call:{number}", "model_id": name}
 
-    def _submit(self, id: str | None, call: TrainingCall, message: Any) -> JsonObject:
+    def _submit(self, id: str | None, call: TrainingCall) -> JsonObject:
         model = self._find_model(id)
         if call.number < 1:
             raise ConfigError(f"seq_id = {call.number}: the calls of a model are numbered from 1")
-        model.submit(call, message)
+        model.submit(call)
         return self._reply_promise(model, call.number)
 
     async def submit_training_call(self, request: Request, body: bytes) -> Reply:
@@ -350,7 +350,7 @@ class TinkerServer:
             raise ConfigError(
                 "the body must be JSON with model_id, a text, and seq_id, a whole number"
             )
-        return self._submit(id, TrainingCall(number, route, body), values)
+        return self._submit(id, TrainingCall(number, route, body))
 
     async def submit_loss(self, request: Request, body: bytes) -> Reply:
         if wire.PROTOBUF not in request.headers.get("content-type", ""):
@@ -358,7 +358,7 @@ class TinkerServer:
         message = wire.parse_loss_request(body)
         route = "forward" if message.forward_only else "forward_backward"
         call = TrainingCall(message.seq_id, route, body)
-        return self._submit(message.model_id, call, message)
+        return self._submit(message.model_id, call)
 
     async def get_info(self, request: Request, body: bytes) -> Reply:
         message = parse_json(sdk.GetInfoRequest, body)

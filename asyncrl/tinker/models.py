@@ -47,7 +47,6 @@ from asyncrl.tinker.messages import (
     DropGradient,
     ForwardBackward,
     LoadModel,
-    OptimizerStep,
     Request,
     Result,
     SaveWeights,
@@ -76,19 +75,7 @@ from asyncrl.tinker.sequences import (
 )
 from asyncrl.tinker.settings import TinkerConfig, build_run_config
 
-DECODED = 4  # pending calls that are in memory
-DECODED_BYTES = 8 << 20  # a larger body is read from the disk; clients send at most 5 MB
 FARTHEST = 10_000  # most calls that a call may be ahead of the next one
-LARGEST = float(np.finfo(np.float32).max)
-# parameters of AdamW with their ranges [lowest, end), in which float32 can represent them
-ADAM_RANGES = (
-    ("learning_rate", 0.0, LARGEST),
-    ("beta1", 0.0, 1.0),
-    ("beta2", 0.0, 1.0),
-    ("eps", 1e-30, LARGEST),
-    ("weight_decay", 0.0, LARGEST),
-    ("grad_clip_norm", -LARGEST, LARGEST),
-)
 
 
 class RequestRefused(Exception):
@@ -99,7 +86,7 @@ class RequestRefused(Exception):
 class ServedModel:
     """A model since its creation; a restarted server continues it.
 
-    shares: the disk space of calls that wait."""
+    shares: the disk space of calls that wait.  on_change: called after each call."""
 
     record: ModelRecord
     folder: Path
@@ -108,6 +95,7 @@ class ServedModel:
     ledger: SequenceLedger
     samples: TrainedSampleLog
     shares: SessionShares
+    on_change: Callable[[], object]
 
     def __post_init__(self) -> None:
         """Open the model's folder."""
@@ -122,11 +110,7 @@ class ServedModel:
         self.loaded = 0  # generation of the training process that holds the model
         self.promises: dict[int, asyncio.Future[TrainingOutcome]] = {}
         self.digests: dict[int, bytes] = {}  # of the bodies of pending calls
-        # the first pending calls with their decoded bodies; the others are decoded from the disk
-        self.decoded: dict[int, tuple[TrainingCall, Any]] = {}
         self.arrived = asyncio.Event()
-        self.is_idle = True  # no call is being carried out
-        self.on_change: Callable[[], None] = lambda: None  # called after each call
         self.last_request = record.time
         self.batch = 0  # sequences in the last optimizer step
         self.stepped: float | None = None  # when this server made the last optimizer step
@@ -154,7 +138,7 @@ class ServedModel:
             outcome = self.log.read_outcome(number)
             call = self.log.read_call(number)
             assert outcome is not None
-            self._apply_outcome(number, call.route if call else "", outcome)
+            self._apply_outcome(number, call.route if call else None, outcome)
         for number in self.log.list_numbers("call"):
             if number >= self.next and (waiting := self.log.read_call(number)) is not None:
                 self._open_promise(waiting)
@@ -167,10 +151,10 @@ class ServedModel:
         self.refused = ""  # why a call of this step failed
         self.samples.drop()
 
-    def _apply_outcome(self, number: int, route: str, outcome: TrainingOutcome) -> None:
+    def _apply_outcome(self, number: int, route: str | None, outcome: TrainingOutcome) -> None:
         """Continue after a call whose outcome is on disk, and write the rows that follow from it.
 
-        route: "" if the call itself was pruned.  Raises AsyncrlError and OSError for a row that
+        route: None if the call itself was pruned.  Raises AsyncrlError and OSError for a row that
         cannot be written; the next server then writes it."""
         self.next = number + 1
         if not number and outcome.error:
@@ -194,7 +178,7 @@ class ServedModel:
         self.version = outcome.version
         self.branch = outcome.branch
         branch = build_branch_name(self.record.model, outcome.branch)
-        self.ancestry = ModelAncestry(branch, dict(outcome.parents or self.record.parents))
+        self.ancestry = ModelAncestry(branch, dict(outcome.parents))
         if route == "forward_backward":
             self.lags.update(outcome.lags)
             self.sequences += outcome.sequences
@@ -208,8 +192,8 @@ class ServedModel:
 
     # ---- calls -----------------------------------------------------------------------------------
 
-    def submit(self, call: TrainingCall, message: Any) -> None:
-        """Accept a call with its decoded body; a repeated request is the same call.
+    def submit(self, call: TrainingCall) -> None:
+        """Accept a call; a repeated request is the same call.
 
         Raises ConfigError, and HTTPException 429, after which clients repeat the request."""
         self.last_request = time.time()
@@ -233,8 +217,6 @@ class ServedModel:
             raise self.shares.refuse(self.record.session, "training calls")
         self.log.write(number, "call", call)
         self.digests[number] = xxhash.xxh3_128_digest(call.body)
-        if len(self.decoded) < DECODED and len(call.body) <= DECODED_BYTES:
-            self.decoded[number] = call, message
         self._open_promise(call)
         self.arrived.set()
 
@@ -255,31 +237,30 @@ class ServedModel:
         return promise
 
     @property
+    def is_idle(self) -> bool:
+        """Whether the model waits for a call from its client."""
+        return self.next not in self.promises
+
+    @property
     def awaited_call(self) -> int | None:
         """The number of a missing call that later calls wait for, or None."""
-        later = any(number > self.next for number, x in self.promises.items() if not x.done())
-        return self.next if later and self.next not in self.promises else None
+        is_early = any(number > self.next for number in self.promises)
+        return self.next if is_early and self.is_idle else None
 
     async def run(self) -> None:
         """Carry out the calls in the order of their numbers."""
         while True:
             self.arrived.clear()
-            while self.next in self.promises:
-                self.is_idle = False
+            while not self.is_idle:
                 await self._carry_out(self.next)
-                self.is_idle = self.next not in self.promises
                 self.on_change()
             await self.arrived.wait()
 
     async def _carry_out(self, number: int) -> None:
-        call, message = self.decoded.pop(number, (None, None))
-        call = call or self.log.read_call(number)
+        call = self.log.read_call(number)  # bodies that wait would fill the memory
         assert call is not None
         try:
-            if message is None:
-                is_loss = call.route.startswith("forward")
-                message = (wire.parse_loss_request if is_loss else wire.parse_object)(call.body)
-            outcome = await self._perform(call, message)
+            outcome = await self._perform(call)
         except (RequestRefused, ConfigError) as error:
             outcome = self._build_outcome(error=str(error))
             log(f"{self.record.model}, call {number}, {call.route}: {error}")
@@ -293,7 +274,7 @@ class ServedModel:
         self.digests.pop(number, None)
         self.shares.used -= Counter({self.record.session: self.sizes.pop(number)})
         self.promises[number].set_result(outcome)
-        for finished in [n for n, x in self.promises.items() if n < number - 16 and x.done()]:
+        for finished in [call for call in self.promises if call < number - 16]:
             del self.promises[finished]  # `find_promise` reads it from disk
         interval = self.config.training.checkpoint_every
         stepped = call.route == "optim_step" and self.version % interval == 0
@@ -308,17 +289,18 @@ class ServedModel:
         elif call.route == "load_weights":
             self.log.prune()
 
-    async def _perform(self, call: TrainingCall, message: Any) -> TrainingOutcome:
+    async def _perform(self, call: TrainingCall) -> TrainingOutcome:
         if self.unusable:
             raise RequestRefused(self.unusable)
+        if call.route.startswith("forward"):
+            return await self._compute_loss(wire.parse_loss_request(call.body))
+        message = wire.parse_object(call.body)
         match call.route:
             case "create_model":
                 await self._call_trainer(None)
                 return self._reply({"type": "create_model", "model_id": self.record.model})
             case "load_weights":
                 return await self._load(call.number, message)
-            case "forward_backward" | "forward":
-                return await self._compute_loss(message)
             case "optim_step":
                 return await self._make_step(call.number, message)
             case "save_weights":
@@ -384,10 +366,10 @@ class ServedModel:
             if call is None or outcome is None:
                 raise RequestRefused(gone)
             if call.route == "optim_step":
-                step = DropGradient(self.record.model)
-                await self._repeat(
-                    step if outcome.error else self._parse_step(wire.parse_object(call.body))
-                )
+                step: Request = DropGradient(self.record.model)
+                if not outcome.error:
+                    step = wire.parse_step(self.record.model, wire.parse_object(call.body))
+                await self._repeat(step)
             elif not outcome.error and call.route == "forward_backward":
                 message = wire.parse_loss_request(call.body)
                 decoded = wire.parse_loss_call(message, self.config.losses.stable_reinforce)
@@ -468,26 +450,10 @@ class ServedModel:
 
     # ---- optim_step ------------------------------------------------------------------------------
 
-    def _parse_step(self, message: JsonObject) -> OptimizerStep:
-        request = wire.validate(sdk.OptimStepRequest, message)
-        params = request.optim_params
-        if not isinstance(params, sdk.AdamParams):
-            raise ConfigError(f"optimizer_params.type = {params.type}: only AdamW is served")
-        for name, lowest, end in ADAM_RANGES:
-            if not lowest <= (value := getattr(params, name)) < end:
-                raise ConfigError(
-                    f"{name} = {value:g}: must be at least {lowest:g} and below {end:g}"
-                )
-        return OptimizerStep(
-            self.record.model,
-            **{name: getattr(params, name) for name, _, _ in ADAM_RANGES[:-1]},
-            clip_norm=max(0.0, params.grad_clip_norm),
-        )
-
     async def _make_step(self, number: int, message: JsonObject) -> TrainingOutcome:
         refused = self.refused and f"because a forward_backward call of it failed: {self.refused}"
         try:
-            request = self._parse_step(message)
+            request = wire.parse_step(self.record.model, message)
         except ConfigError as error:
             refused = str(error)
         if refused:

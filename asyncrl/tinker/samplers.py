@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -88,7 +88,7 @@ class SamplePromise:
     is_retrieved: bool = False
     is_started: bool = False  # sent to the sampling process
     paced: str = ""  # why it waits, or ""
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.future: asyncio.Future[SampleOutcome] = asyncio.get_running_loop().create_future()
@@ -104,8 +104,12 @@ class SamplerService:
         link: WorkerLink,
         ledger: SequenceLedger,
         stop_tokens: Sequence[int],
+        pace: Callable[[SamplerRecord, int], str],
     ) -> None:
-        """stop_tokens: the model's own stop tokens."""
+        """stop_tokens: the model's own stop tokens.
+
+        pace: called before sampling with the sampler and the number of sequences; returns the
+            reason why the request must wait, or ""."""
         self.config = config
         self.link = link
         self.ledger = ledger
@@ -126,9 +130,7 @@ class SamplerService:
         self.clones = Counter[str]()  # sampler -> further clients
         # a restarted server must not repeat random streams for new requests
         self.ticket = self.ledger.sampled_total
-        # called before sampling with the sampler and the number of sequences; returns the reason
-        # why the request must wait, or ""
-        self.pace: Callable[[SamplerRecord, int], str] = lambda sampler, count: ""
+        self.pace = pace
         self.released = asyncio.Event()
         self.paced_models: set[str] = set()  # models whose requests have waited for training
 
@@ -287,7 +289,7 @@ class SamplerService:
     def cancel(self, name: str) -> None:
         """Cancel a request that its client no longer waits for."""
         promise = self.promises.get(name)
-        if promise is not None and promise.task is not None and not promise.future.done():
+        if promise is not None and not promise.future.done():
             promise.is_retrieved = True
             self.link.cancel(promise.number)
             promise.task.cancel()

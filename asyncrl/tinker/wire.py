@@ -14,7 +14,14 @@ from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.tinker.messages import NOT_SAMPLED, Datum, SampleCall, SampleResult, ScoreResult
+from asyncrl.tinker.messages import (
+    NOT_SAMPLED,
+    Datum,
+    OptimizerStep,
+    SampleCall,
+    SampleResult,
+    ScoreResult,
+)
 from asyncrl.tinker.sequences import ProvenanceSpan
 from asyncrl.tinker.settings import REFUSAL, UNPUBLISHED
 
@@ -24,6 +31,16 @@ TYPES: dict[int, Any] = {
     pb.DTYPE_INT64: np.dtype("<i8"),
     pb.DTYPE_INT32: np.dtype("<i4"),
 }
+LARGEST = float(np.finfo(np.float32).max)
+# parameters of AdamW with their ranges [lowest, end), in which float32 can represent them
+ADAM_RANGES = (
+    ("learning_rate", 0.0, LARGEST),
+    ("beta1", 0.0, 1.0),
+    ("beta2", 0.0, 1.0),
+    ("eps", 1e-30, LARGEST),
+    ("weight_decay", 0.0, LARGEST),
+    ("grad_clip_norm", -LARGEST, LARGEST),
+)
 MOST_LIKELY = 32  # largest topk_prompt_logprobs
 COLDEST, HOTTEST = 1e-6, 1e6  # temperatures at which logits stay finite numbers of float32
 MOST_SEQUENCES = 1024  # largest num_samples
@@ -148,7 +165,7 @@ def _parse_datum(index: int, message: pb.Datum) -> Datum:
                 f"{where}: model_input has {chunk_type or 'an empty chunk'}; only text is served"
             )
         tokens.append(_parse_array(chunk.encoded_text.tokens, "<i4", f"{where}: model_input"))
-    ids = np.concatenate(tokens) if tokens else np.zeros(0, "<i4")
+    ids = np.concatenate([np.zeros(0, "<i4"), *tokens])
     fields = {}
     for name, value in message.loss_fn_inputs.items():
         field = f"{where}: loss_fn_inputs.{name}"
@@ -187,6 +204,21 @@ def _parse_array(data: bytes, dtype: Any, where: str) -> np.ndarray:
     if len(data) % np.dtype(dtype).itemsize:
         raise ConfigError(f"{where}: {len(data)} bytes are not a whole number of values")
     return np.frombuffer(data, dtype)
+
+
+def parse_step(model: str, values: dict[str, Any]) -> OptimizerStep:
+    """Convert an optim_step call.  Raises ConfigError."""
+    params = validate(sdk.OptimStepRequest, values).optim_params
+    if not isinstance(params, sdk.AdamParams):
+        raise ConfigError(f"optimizer_params.type = {params.type}: only AdamW is served")
+    for name, lowest, end in ADAM_RANGES:
+        if not lowest <= (value := getattr(params, name)) < end:
+            raise ConfigError(f"{name} = {value:g}: must be at least {lowest:g} and below {end:g}")
+    return OptimizerStep(
+        model,
+        **{name: getattr(params, name) for name, _, _ in ADAM_RANGES[:-1]},
+        clip_norm=max(0.0, params.grad_clip_norm),
+    )
 
 
 def parse_sample_request(

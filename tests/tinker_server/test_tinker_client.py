@@ -106,20 +106,6 @@ def test_prompt_logprobs_equal_the_training_forward(trained: tinker.TrainingClie
     assert np.allclose(scored[1:], output_logprobs(forward), atol=1e-5)
 
 
-def test_sampling_follows_its_parameters(service: tinker.ServiceClient) -> None:
-    sampler = created(service.create_sampling_client(base_model="tiny"))
-    greedy = types.SamplingParams(max_tokens=6, temperature=0.0)
-    seeded = types.SamplingParams(max_tokens=6, seed=3)
-    for params in (greedy, seeded):
-        first, again = (sampler.sample(prompt(), 1, params).result().sequences for _ in range(2))
-        assert list(first[0].tokens) == list(again[0].tokens)
-    tokens = list(sampler.sample(prompt(), 1, seeded).result().sequences[0].tokens)
-    cut = types.SamplingParams(max_tokens=6, seed=3, stop=[tokens[2]])
-    [stopped] = sampler.sample(prompt(), 1, cut).result().sequences
-    assert list(stopped.tokens) == tokens[: tokens.index(tokens[2]) + 1]
-    assert stopped.stop_reason == "stop"
-
-
 def test_a_saved_state_continues_in_a_new_model(
     server: ServerProcess, service: tinker.ServiceClient, trained: tinker.TrainingClient
 ) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -91,35 +90,6 @@ def doctor(server: ServerProcess, client: tinker.TrainingClient) -> dict[str, An
     assert seen["running"]
     [model] = seen["models"]
     return model
-
-
-def test_a_limit_refuses_old_tokens_and_names_the_sequence(
-    server: ServerProcess, service: tinker.ServiceClient
-) -> None:
-    client = new_model(service)
-    sequences = sampled_sequences(client, 4)  # a client that runs ahead: all from version 0
-    for sequence in sequences[:2]:
-        client.forward_backward([policy_datum(sequence)], "ppo")
-        client.optim_step(ADAM).result()
-    late = client.forward_backward([policy_datum(sequences[2])], "ppo")
-    step = client.optim_step(ADAM)
-    with pytest.raises(tinker.RequestFailedError, match=sequences[2].sequence_id) as refused:
-        late.result()
-    assert "a lag of 2, and staleness.max_lag = 1" in str(refused.value)
-    with pytest.raises(tinker.RequestFailedError, match="the step was not made"):
-        step.result()
-    fresh = sampled_sequences(client, 1)[0]
-    client.forward_backward([policy_datum(fresh, spans=True)], "ppo")
-    assert client.optim_step(ADAM).result().metrics["lag_max"] == 0
-    foreign = policy_datum(fresh)
-    foreign.loss_fn_inputs["logprobs"]._numpy[-1] -= 0.5
-    with pytest.raises(tinker.RequestFailedError, match="their lag is unknown"):
-        client.forward_backward([foreign], "ppo").result()
-    seen = doctor(server, client)
-    assert (seen["version"], seen["lag_max"], seen["unknown_tokens"]) == (3, 1, 0)
-    assert seen["ledger"]["sampled"] == 5
-    assert seen["ledger"]["trained_once"] == 3
-    assert seen["ledger"]["never_trained"] == 2
 
 
 def test_spans_and_weights_do_not_hide_old_tokens(
@@ -278,33 +248,6 @@ def worker(server: ServerProcess, role: str) -> int:
         ):
             return int(path.name)
     raise AssertionError(f"no {role} process")
-
-
-def test_pace_holds_a_client_that_runs_ahead(
-    server: ServerProcess, service: tinker.ServiceClient
-) -> None:
-    client = new_model(service)
-    sampler = client.save_weights_and_get_sampling_client().result()
-    [first] = draw(sampler, 1)
-    client.forward_backward([policy_datum(first)], "ppo")
-    client.optim_step(ADAM).result()  # from now on: one sequence a step
-    sampler = client.save_weights_and_get_sampling_client().result()
-    ahead = draw(sampler, 2)  # what two steps train: as many as max_lag = 1 allows
-    # the training process stands still in a call of the model
-    pid = worker(server, "training")
-    os.kill(pid, signal.SIGSTOP)
-    known = len(list(server.folder.rglob("*.call")))
-    try:
-        step = client.forward_backward([policy_datum(ahead[0])], "ppo")
-        wait_until(lambda: len(list(server.folder.rglob("*.call"))) > known, server.process)
-        held = sampler.sample(prompt(), 1, types.SamplingParams(max_tokens=2)).future()
-        done = threading.Event()
-        held.add_done_callback(lambda _: done.set())
-        assert not done.wait(1.0)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    step.result()
-    assert done.wait(60)
 
 
 def train_curve(server: ServerProcess, service: tinker.ServiceClient) -> list[Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import tinker
@@ -22,9 +23,10 @@ from tinker_local_kit import KEY, LocalServer
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import jsonl, metrics
 from asyncrl.supervise import tinker_status as status
-from asyncrl.tinker import app, settings
+from asyncrl.tinker import app, settings, wire
 from asyncrl.tinker import server as tinker_server
-from asyncrl.tinker.model_records import find_saved
+from asyncrl.tinker.model_records import TrainingCall, find_saved
+from asyncrl.tinker.models import ServedModel
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 TUNED = [tuned_datum([5, 6, 7, 8, 1]), tuned_datum([9, 10, 1])]
@@ -104,6 +106,80 @@ def test_bounded_records_close_the_ledger_after_a_restart(start: Start) -> None:
         assert step(state, [last])["lag_unknown_share"] == 1.0  # another model's sequence
     totals = server.server.ledger.sum_totals(client.model_id)
     assert (totals["never_trained"], totals["trained_once"]) == (4, 7)
+
+
+def test_a_restarted_server_continues_between_a_loss_and_its_step(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the calls that its predecessor accepted, and the results of those before."""
+    monkeypatch.setattr(app, "POLL_S", 0.05)
+    server = start()
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        [sequence] = draw(sampler_of(client), 1)  # call 1 saves the sampler's weights
+        client.forward_backward([policy_datum(sequence)], "ppo").result()
+        client.forward_backward(TUNED, "cross_entropy").result()
+    server.stop()
+    name, log = client.model_id, server.server.models[client.model_id].log
+    body = json.dumps({"model_id": name, "adam_params": {}}).encode()
+    for number in (4, 6):
+        log.write(number, "call", TrainingCall(number, "optim_step", body))
+    server = start()
+    model = server.server.models[name]
+    assert model.last_request == model.record.time
+    http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY})
+
+    def result(number: int) -> httpx.Response:
+        return http.post("/retrieve_future", json={"request_id": f"{name}:call:{number}"})
+
+    while (stepped := result(4)).status_code == 408:
+        continue
+    length = len(sequence.tokens)
+    shown = stepped.json()["metrics"]
+    assert (shown["lag_max"], shown["lag_unknown_share"]) == (0, 0)
+    assert result(1).json()["sampling_session_id"] == f"{name}:v0:1"
+    assert (result(2).headers["content-type"], result(7).status_code) == (wire.PROTOBUF, 410)
+    assert result(6).json()["queue_state_reason"] == f"waits for seq_id 5 of {name}"
+    assert ledger_of(server) == {"never_trained": 0, "trained_once": 1, "trained_again": 0}
+    [row] = metrics.read(model.folder)
+    assert (row["step"], row["answer/length"]) == (0, length)
+    model = start().server.models[name]  # the rows of the step are read
+    assert (model.supervised, model.listed, model.recorded) == (6, 1, 4)
+    assert (model.version, model.awaited_call) == (1, 5)
+
+
+def test_pace_counts_sequences_within_the_limit(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as max_lag + 1 steps of the last step's size train."""
+    server = start("staleness.max_lag=1", "staleness.on_exceed=pace")
+    pace, samplers = server.server.pace, server.server.samplers
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        sampler = sampler_of(client)
+        record = samplers.find(sampler._sampling_session_id)
+        early = draw(sampler, 3)
+        idle = ServedModel.is_idle
+        monkeypatch.setattr(ServedModel, "is_idle", False)
+        assert pace(record, 99) == "", "no step has shown yet how many it trains"
+        monkeypatch.setattr(ServedModel, "is_idle", idle)
+        step(client, [policy_datum(sequence) for sequence in early[:2]])
+        draw(sampler_of(client), 2)
+    monkeypatch.setattr(ServedModel, "is_idle", False)
+    assert [pace(record, count) for count in (0, 1)] == ["", ""]
+    assert pace(record, 2) == (
+        f"3 sequences of {client.model_id} wait to be trained: with staleness.max_lag = 1 and 2 "
+        "sequences a step, more would be too old"
+    )
+    for other in ({"model": ""}, {"model": f"{client.model_id}@7"}):
+        assert pace(msgspec.structs.replace(record, **other), 99) == ""
+    model = server.server.models[client.model_id]
+    monkeypatch.setattr(samplers, "count_in_flight", lambda name: 7 * (name == client.model_id))
+    assert pace(record, 1).startswith("10 sequences of")
+    model.version = 2  # the early one is beyond the limit, and is not trained any more
+    assert pace(record, 1).startswith("9 sequences of")
+    monkeypatch.setattr(ServedModel, "is_idle", True)
+    assert pace(record, 99) == "", "its client trains once it has its samples"
 
 
 def test_a_state_loaded_into_its_model_begins_a_branch(start: Start) -> None:
@@ -276,29 +352,19 @@ def test_masked_lags_do_not_hide_tokens_of_unknown_lag(start: Start) -> None:
             client.forward_backward([both], "ppo").result()
 
 
-def test_samplers_are_forgotten_when_nobody_uses_them(start: Start) -> None:
-    server = start("weights.slots=2", remembered=3)
+def test_old_versions_of_weights_are_deleted(start: Start) -> None:
+    server = start("weights.slots=2")
     with server.client() as service:
         client = service.create_lora_training_client("tiny", rank=2).result()
-        base = service.create_sampling_client(base_model="tiny").result()
-        draw(base, 1)
         opened = []
-        for _ in range(5):
+        for _ in range(4):
             opened.append(sampler_of(client))
             step(client, TUNED, "cross_entropy")
-        draw(base, 1)
         with pytest.raises(tinker.RequestFailedError, match=r"keeps weights\.slots = 2 versions"):
-            draw(opened[0], 1)
-        opened.append(sampler_of(client))
-        for sampler in (base, opened[-1]):
-            assert draw(sampler, 1)
-        with pytest.raises(tinker.BadRequestError, match="no such sampler among the 3 used last"):
-            draw(opened[0], 1)
+            draw(opened[1], 1)
+        assert draw(opened[2], 1) and draw(opened[3], 1)
         [folder] = (path.parent for path in server.folder.glob("*/model.json"))
         assert len([*(folder / "versions").iterdir()]) == 4  # two versions and their notes
-    rows = [json.loads(x) for x in (server.folder / "samplers.jsonl").read_text().splitlines()]
-    assert len(rows) == 3 and "" in {row["model"] for row in rows}
-    assert len(start(remembered=3).server.samplers.samplers) == 3
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
@@ -398,25 +464,6 @@ def test_all_weights_train_and_samplers_follow_them(start: Start) -> None:
         assert sum(weight.numel() for weight in weights) == sum(
             weight.numel() for weight in server.trainer.base.hf.parameters()
         )
-
-
-def test_a_method_by_its_name(start: Start) -> None:
-    """The keys of loss_fn_config arrive as the client sends them."""
-    server = start()
-    results = []
-    with server.client() as service:
-        for config in ({"method": "ppo", "loss.eps_high": 0.01}, {"method": "ppo"}, None):
-            client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
-            params = types.SamplingParams(max_tokens=5, seed=7)
-            drawn = sampler_of(client).sample(prompt(), 2, params).result().sequences
-            data = [policy_datum(sequence) for sequence in drawn]
-            for _ in range(2):  # the ratios of the second step are clipped
-                client.forward_backward(data, "ppo", config)
-                client.optim_step(ADAM).result()
-            results.append(scored(client))
-        with pytest.raises(tinker.RequestFailedError, match="choose one of"):
-            client.forward_backward(data, "ppo", {"method": "nonsense"}).result()
-    assert not np.allclose(results[0], results[1])
 
 
 def test_calls_wait_for_earlier_ones_and_count_once(

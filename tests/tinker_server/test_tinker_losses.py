@@ -208,32 +208,6 @@ def test_cross_entropy_is_supervised_training(trainer: ServedModels) -> None:
     assert assert_equal(ours, theirs)
 
 
-def test_a_custom_loss_is_linear_in_the_clients_weights(trainer: ServedModels) -> None:
-    """forward_backward_custom: forward, then cross_entropy with minus the loss's derivative."""
-    options = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1}
-    rows = datums(trainer)
-    scored = trainer.handle(
-        ForwardBackward(
-            "m",
-            [replace_fields(row, weights=mask_of(row)) for row in rows],
-            "cross_entropy",
-            {},
-            forward_only=True,
-        )
-    )
-    assert isinstance(scored, ScoreResult)
-    weighted = []
-    for row, data in zip(rows, scored.logprobs, strict=True):
-        lp = torch.from_numpy(np.frombuffer(data, "<f4").copy()).requires_grad_()
-        mu, adv = (torch.from_numpy(row.get_field(n).copy()) for n in ("logprobs", "advantages"))
-        ratio = (lp - mu).exp()
-        loss = -torch.minimum(ratio * adv, ratio.clamp(0.7, 1.1) * adv).sum()
-        loss.backward()
-        weighted.append(replace_fields(row, weights=-lp.grad.numpy()))
-    ours = gradient(trainer, "cross_entropy", {}, weighted)
-    assert assert_equal(ours, gradient(trainer, "ppo", options))
-
-
 @pytest.mark.parametrize(
     ("loss", "config", "message"),
     [
@@ -392,6 +366,9 @@ def test_a_sequence_is_found_by_the_bits_of_its_logprobs(
     lags, refused = lags_of(ledger, second)
     assert lags == [-2, -2, -2, 3, 3]
     assert "a lag of 3, and staleness.max_lag = 2" in refused and "seq-" in refused
+    fields = {name: first.fields[name] + second.fields[name] for name in first.fields}
+    turns = Datum(first.tokens + second.tokens, first.targets + second.targets, fields, b"")
+    assert lags_of(ledger, turns)[0] == [-2, -2, -2, 1, 1, 1, 1, -2, -2, -2, 3, 3]
     assert "not a sequence of this server" in lags_of(ledger, third, unknown="refuse")[1]
     ledger.close()
     again = SequenceLedger(tmp_path / "sequences.jsonl")  # as after a restart

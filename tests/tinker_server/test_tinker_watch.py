@@ -172,36 +172,10 @@ def read_overview(model: TinkerModelView) -> tuple[list[str], dict[str, str]]:
 
 def test_a_model_without_a_step(served: Path) -> None:
     model = read_model(served)
-    state = {
-        "id": "one",
-        "path": str(served),
-        "state": "stopped",
-        "problem": "",
-        "step": 7,
-        "steps": 0,
-        "seconds": 0.0,
-        "accuracy": None,
-        "reward": None,
-        "lag": None,
-        "rows": 0,
-        "samples": 0,
-        "summed_up": False,
-        "damaged": 0,
-    }
-    assert model.describe_state() == state and model.read_summary() == {}
-    assert read_overview(model) == (
-        [],
-        {
-            "version": "7",
-            "server": "stopped",
-            "sequences sampled": "-",
-            "never trained": "-",
-            "mean lag of the newest step": "-",
-            "largest lag": "-",
-            "lag limit": "2",
-            "share of unknown lag in the newest step": "-",
-        },
-    )
+    state = model.describe_state()
+    assert (state["state"], state["step"], state["lag"], state["rows"]) == ("stopped", 7, None, 0)
+    ended, cards = read_overview(model)
+    assert (ended, cards["largest lag"], cards["sequences sampled"]) == ([], "-", "-")
     sequences, tokens = model.list_ledger({})
     assert sequences.heading == "0 sequences sampled, with 0 tokens"
     assert [row[1:] for row in sequences.rows] == [("0", "0.0%")] * 3
@@ -256,19 +230,8 @@ def test_a_model_in_training(served: Path) -> None:
     ]
     sequences, tokens = model.list_ledger({})
     assert sequences.heading == "1,200 sequences sampled, with 5,000 tokens"
-    assert (*sequences.head, *sequences.rows) == (
-        *("use", "sequences", "share"),
-        ("never trained", "300", "25.0%"),
-        ("trained once", "600", "50.0%"),
-        ("trained more often", "300", "25.0%"),
-    )
     assert tokens.heading == "10 tokens trained"
-    assert (*tokens.head, *tokens.rows) == (
-        *("lag", "tokens", "share"),
-        ("lag 0", "6", "60.0%"),
-        ("lag 1", "3", "30.0%"),
-        ("unknown lag", "1", "10.0%"),
-    )
+    assert tokens.rows[-1] == ("unknown lag", "1", "10.0%")
     process.end(0)
     process.release()
     assert model.describe_state()["state"] == "stopped" and read_overview(model)[0] == []
@@ -291,21 +254,6 @@ def test_the_settings_and_logs_of_a_model_are_its_server_s(served: Path) -> None
     assert answer["none"] == (
         "No samples yet: the server logs some of every tenth optimizer step on sampled tokens."
     )
-
-
-def test_the_health_checks_of_a_model_follow_its_metrics(served: Path) -> None:
-    rows = [{"step": n, "t": float(n), "split/mismatch_k3": 0.5} for n in range(40)]
-    model = read_model(served)
-    assert model.list_health_checks() == []
-    write_lines(served / "metrics.jsonl", rows)
-    assert model.list_health_checks() == [], "no new row was read"
-    model.refresh()
-    (finding,) = model.list_health_checks()
-    assert finding.name == "engine_mismatch" and finding.try_this == tinker_status.ADVICE
-    assert finding.said.startswith("engine and learner differ at equal weights by k3 = 5.0e-01")
-    assert model.list_health_checks() is model.list_health_checks(), "computed once"
-    (item,) = model.list_overview({})[1].items
-    assert item.bold == finding.said
 
 
 def test_an_interrupted_step_and_a_full_file_log_nothing(

@@ -16,7 +16,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.tinker import wire
-from asyncrl.tinker.messages import ScoreResult
+from asyncrl.tinker.messages import OptimizerStep, ScoreResult
 from asyncrl.tinker.model_records import (
     CallLog,
     SavedWeights,
@@ -125,6 +125,43 @@ def test_bodies_of_the_largest_numbers_are_read() -> None:
     assert wire.parse_object(b"") == {}
 
 
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"eps": 0.0}, "eps = 0: must be at least 1e-30"),
+        ({"eps": 1e-300}, "eps = 1e-300: must be at least 1e-30"),
+        ({"beta1": 1.0}, "beta1 = 1: must be at least 0 and below 1"),
+        ({"beta2": 1.0}, "beta2 = 1: must be at least 0 and below 1"),
+        ({"beta2": -0.5}, "beta2 = -0.5: must be at least 0 and below 1"),
+        ({"learning_rate": -0.5}, "learning_rate = -0.5: must be at least 0"),
+        ({"learning_rate": LARGEST}, "learning_rate = 3.40282e+38: must be at least 0"),
+        ({"weight_decay": 1e300}, "weight_decay = 1e+300: must be at least 0"),
+        ({"weight_decay": -0.5}, "weight_decay = -0.5: must be at least 0"),
+        ({"grad_clip_norm": 1e300}, "grad_clip_norm = 1e+300: must be at least -3.40282e+38"),
+        ({"type": "muon"}, "optimizer_params.type = muon: only AdamW is served"),
+    ],
+)
+def test_numbers_of_adamw_that_ruin_weights_are_refused(
+    numbers: dict[str, Any], message: str
+) -> None:
+    values = {"model_id": "m", "seq_id": 1, "adam_params": numbers}
+    assert message in refusal(wire.parse_step, "m", values)
+
+
+def test_a_step_takes_the_numbers_of_its_call() -> None:
+    names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay")
+    for numbers, norm, clipped in (
+        ((0.0, 0.0, 0.0, 1e-30, 0.0), -LARGEST, 0.0),
+        ((3e38, 0.5, 0.75, 0.125, 3e38), 0.5, 0.5),
+    ):
+        adam = dict(zip(names, numbers, strict=True)) | {"grad_clip_norm": norm}
+        step = wire.parse_step("m", {"model_id": "x", "seq_id": 1, "adam_params": adam})
+        assert step == OptimizerStep("m", *numbers, clip_norm=clipped)
+
+
 def sample_call(prompt: list[int], **more: Any) -> Any:
     """The call of a request for samples, to a model of 50 tokens that reads 16."""
     params = {name: more.pop(name) for name in set(more) & set(sdk.SamplingParams.model_fields)}
@@ -211,6 +248,15 @@ def test_a_target_that_is_no_token_id_is_refused_before_it_is_cast(
     refused = refusal(wire.parse_loss_call, message)
     assert refused.startswith("datum 0: loss_fn_inputs.target_tokens has ")
     assert refused.endswith(" at position 1, which is no token id")
+
+
+def test_options_of_a_loss_are_numbers_and_texts() -> None:
+    message = pb.ForwardBackwardRequest(loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.5})
+    message.loss_fn_config_v2["method"].text = "dapo"
+    message.loss_fn_config_v2["loss.eps_high"].number = 0.25
+    call = wire.parse_loss_call(message)
+    assert call.config == {"clip_low_threshold": 0.5, "method": "dapo", "loss.eps_high": 0.25}
+    assert (call.loss, call.requested, call.forward_only) == ("ppo", "ppo", False)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ of a sequence comes from the version that its sampler names.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -225,16 +226,15 @@ class Sampler:
         """Cut a completion after the token that completes one of the request's stop texts.
 
         The tokens before the cut have the same distribution as if sampling had ended there."""
-        length = len(completion.tokens)
-        is_complete = completion.finish == "stop"
-        if request.texts:
-            ids = completion.tokens.tolist()
-            if any(text in self.tokenizer.decode(ids) for text in request.texts):
-                for cut in range(1, length + 1):
-                    text_so_far = self.tokenizer.decode(ids[:cut])
-                    if any(text in text_so_far for text in request.texts):
-                        length, is_complete = cut, True
-                        break
+        length, is_complete = len(completion.tokens), completion.finish == "stop"
+        ids = completion.tokens.tolist()
+
+        def has_stop_text(count: int) -> bool:
+            decoded = self.tokenizer.decode(ids[:count])
+            return any(text in decoded for text in request.texts)
+
+        if request.texts and has_stop_text(length):
+            length, is_complete = next(filter(has_stop_text, itertools.count(1))), True
         return SequenceResult(
             completion.tokens[:length].astype("<i4").tobytes(),
             completion.logprobs[:length].astype("<f4").tobytes(),

@@ -419,9 +419,9 @@ def compute_policy_loss(
     """Return the loss of `data` and the sums for its metrics; lp: [N] with gradient."""
     packed = PackedDatums(data, lp.device)
     current = lp.detach().float()
+    scale = packed.mask * packed.read_field("weights", 1.0)
     if request.loss == CROSS_ENTROPY:
-        weights = packed.read_field("weights", 0.0) * packed.mask
-        loss = -(weights * lp).sum()
+        loss = -(scale * lp).sum()
         return loss, {"loss/policy": loss.detach().double()}
     inside = packed.inside
     in_ratio = inside & (packed.read_field(RATIO_MASK, 1.0) != 0)
@@ -435,7 +435,6 @@ def compute_policy_loss(
         n=len(data),
     )
     term = compute_term(request.loss, tokens, request.config)
-    scale = packed.mask * packed.read_field("weights", 1.0)
     coefficient = torch.where(inside, term.coefficient * scale, 0.0)
     loss = -(coefficient * torch.where(inside, lp, 0.0)).sum()
     known_lag = inside & (packed.lag >= 0)
