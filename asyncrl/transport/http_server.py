@@ -79,7 +79,9 @@ class ListenAddress:
             except OSError as error:
                 listener.close()
                 problem = error
-        raise ConfigError(f"{self.port_name}: {self.host}:{port}: {problem.strerror}") from problem
+        raise ConfigError(
+            f"{self.port_name}: {self.host}:{port}: {problem.strerror}; choose another host or port"
+        ) from problem
 
 
 class CoalescingTransport:

@@ -292,7 +292,8 @@ def test_an_open_address_needs_tls_or_a_proxy(tmp_path: Any) -> None:
     for name in ("agent.port", "--port"):
         with pytest.raises(ConfigError) as error:
             http_server.HttpServer(None, ListenAddress(port=port, port_name=name))
-        assert str(error.value) == f"{name}: 127.0.0.1:{port}: Address already in use"
+        problem = f"{name}: 127.0.0.1:{port}: Address already in use"
+        assert str(error.value) == f"{problem}; choose another host or port"
     with pytest.raises(ConfigError, match=r"^agent\.port: "):
         Served(bind=ListenAddress(port=port))
     taken.close()
