@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 import xxhash
 
 from asyncrl.records import jsonl
-from asyncrl.supervise.report.token_samples import SampleFilter, SampleStore, format_terminal
 from asyncrl.tinker import sample_log
 from asyncrl.tinker.messages import Datum
 from asyncrl.tinker.sample_log import ScoredDatum, TrainedSampleLog
@@ -151,26 +149,3 @@ def test_every_tenth_version_until_the_file_is_full(
     path.write_text("x" * 100)
     assert not log.is_due(10)
     log.close()
-
-
-def test_rows_without_rewards_are_read_filtered_and_printed(tmp_path: Path) -> None:
-    log = log_of(tmp_path)
-    log.collect([TURNS], [RUNS[:1]], [SCORES])
-    for version in (0, 10):
-        log.write(version)
-    log.close()
-    store = SampleStore(tmp_path / "token_samples.jsonl")
-    store.refresh()
-    assert (len(store.heads), store.damaged) == (2, 0)
-    assert store.find(SampleFilter(sort="reward")) == [0, 1]
-    assert store.find(SampleFilter(sort="weight")) == [0, 1]
-    for bounds in ("0..", "..0"):
-        assert store.find(SampleFilter(reward=bounds)) == [], "no reward is known"
-    row = store.read_row(1)
-    shades = row["sequences"][0]["shades"]
-    assert shades["log_ratio"] == [0.25, -0.5] and "update" not in shades and "weight" not in shades
-    shown = format_terminal(row, "lag", color=False).splitlines()
-    assert shown[0].startswith("batch 10  datum 0  seq-0  lag 1.00 (max 1)  2 tokens  kl ")
-    assert shown[0].endswith("[off_policy, longest, random]")
-    assert shown[1:] == ["  prompt    ab", "  response  cd"]
-    assert json.loads((tmp_path / "token_samples.jsonl").read_text().splitlines()[0])["batch"] == 0

@@ -112,6 +112,7 @@ def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.Mo
         assert supervised[3:] == [("supervised", "3", "100.0%")]
         rows = ask(watch, "samples", run=name)["rows"]
         assert {row["batch"] for row in rows} == {0, 2}
+        assert ask(watch, "samples", run=name, reward="0..")["rows"] == [], "none is known"
         row = ask(watch, "sample", run=name, number=rows[-1]["number"])
         [one] = [x for x in first if x.sequence_id in row["sequence_ids"]]
         [sequence] = row["sequences"]
