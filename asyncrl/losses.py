@@ -221,7 +221,7 @@ def resolve(
             raise ConfigError(
                 f"{source}.{key}: has no effect here; keys of {', '.join(sections)} are read"
             )
-        layers.put(raw, name, value)
+        raw[name] = value
     config = convert(raw | {"method": method}, source)
     for key in beyond:
         if attrgetter(key)(config) != attrgetter(key)(defaults):

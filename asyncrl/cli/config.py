@@ -24,7 +24,7 @@ def show(source: str, sets: tuple[str, ...], as_json: bool) -> None:
     origins: dict[str, str] = {}
     loaded = load.load(source, sets, lambda note: print(note, file=sys.stderr), origins)
     if as_json:
-        print(json.dumps(layers.read_keys(loaded)))
+        print(json.dumps(layers.nest(layers.read_keys(loaded))))
     else:
         print(explaining.annotate(load.dump(loaded), origins))
 

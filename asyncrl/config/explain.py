@@ -166,7 +166,7 @@ def _describe_conditions(key: str, places: list[layers.KeyPlace]) -> list[str]:
         return []
     section = key.rpartition(".")[0]
     conditions = []
-    siblings = layers.list_section_structs(Config, section)
+    siblings = layers.map_sections(Config).get(section, ())
     if len(siblings) > len(places):
         owners = " or ".join(layers.get_tag(place.struct)[1] for place in places)
         conditions.append(f"{section}.{layers.get_tag(siblings[0])[0]} = {owners}")

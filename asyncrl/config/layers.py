@@ -22,8 +22,10 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import FieldInfo
 
+from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import RawTable
 
+FlatTable = dict[str, Any]  # dotted key -> value
 Conditions = tuple[tuple[str, Any], ...]  # (key, values) of every `read_with`
 OFF = (None, False, 0, "", "none", "off")
 
@@ -131,18 +133,26 @@ def get_default(field: FieldInfo) -> Any:
     return None if field.default is msgspec.NODEFAULT else field.default
 
 
-def choose_struct(field: FieldInfo, table: Any) -> Any:
-    """Return the struct that `table` chooses for a section, by its tag or by default.
+@functools.cache
+def map_sections(root: Any) -> dict[str, tuple[Any, ...]]:
+    """Return the structs of every section, by its dotted key; "" is the root's."""
+    sections: dict[str, tuple[Any, ...]] = {"": (root,)}
+    for key, places in map_places(root).items():
+        for place in places:
+            if structs := list_structs(place.field.type):
+                sections[key] = sections.get(key, ()) + structs
+    return sections
 
-    The result is None if the field is not a section or the tag is unknown."""
-    options = list_structs(field.type)
-    if len(options) <= 1:
-        return options[0] if options else None
-    key, _ = get_tag(options[0])
-    tag = table.get(key) if isinstance(table, dict) else None
-    if tag is None:
-        return type(get_default(field))
-    return next((option for option in options if get_tag(option)[1] == tag), None)
+
+def choose_struct(flat: FlatTable, root: Any, section: str) -> Any:
+    """Return the struct of a section, by its tag or by default; None for an unknown tag."""
+    structs = map_sections(root).get(section, ())
+    if len(structs) <= 1:
+        return structs[0] if structs else None
+    chosen = flat.get(f"{section}.{get_tag(structs[0])[0]}")
+    if chosen is None:
+        return type(get_default(map_places(root)[section][0].field))
+    return next((struct for struct in structs if get_tag(struct)[1] == chosen), None)
 
 
 def describe_values(kind: Any) -> str:
@@ -211,64 +221,46 @@ def list_keys(root: Any) -> tuple[str, ...]:
     )
 
 
-def list_section_structs(root: Any, section: str) -> list[Any]:
-    """Return the structs of a section, by its dotted key."""
-    places = map_places(root).get(section, [])
-    return [struct for place in places for struct in list_structs(place.field.type)]
+def flatten(raw: RawTable, root: Any, prefix: str = "") -> FlatTable:
+    """Return {dotted key: value} of a table, down to the keys of values.
 
-
-class GivenKey(NamedTuple):
-    """A leaf of a table.
-
-    field: None if the struct of its section has no such field.
-    conditions: the (key, values) of every `read_with` of the leaf and of the sections around it."""
-
-    key: str
-    value: Any
-    field: FieldInfo | None
-    struct: Any
-    conditions: Conditions
-
-
-def walk(raw: RawTable, root: Any, prefix: str = "", outer: Conditions = ()) -> Iterator[GivenKey]:
-    """Yield every leaf of a table except the tags."""
-    fields = map_fields(root)
+    An empty section stays as an empty table."""
+    flat: FlatTable = {}
     for name, value in raw.items():
-        if name == get_tag(root)[0]:
-            continue
-        field = fields.get(name)
-        conditions = outer
-        struct = None
-        if field is not None:
-            struct = choose_struct(field, value)
-            conditions += tuple(list_conditions(field, prefix))
-            # a key that only this variant of its section has
-            base = next((kind for kind in root.__mro__ if "OWN_KEYS_READ_WITH" in vars(kind)), None)
-            if base is not None and name not in map_fields(base):
-                conditions += ((base.OWN_KEYS_READ_WITH, ()),)
-        if struct is not None and isinstance(value, dict):
-            yield from walk(value, struct, f"{prefix}{name}.", conditions)
+        if isinstance(value, dict) and value and prefix + name in map_sections(root):
+            flat |= flatten(value, root, f"{prefix}{name}.")
         else:
-            yield GivenKey(prefix + name, value, field, root, conditions)
+            flat[prefix + name] = value
+    return flat
 
 
-def get_value(raw: RawTable, root: Any, key: str) -> Any:
-    """Return the value at `key` in the table, or its default."""
-    table: Any = raw
-    struct = root
-    *sections, name = key.split(".")
-    for section in sections:
-        field = map_fields(struct)[section]
-        table = table.get(section, {}) if isinstance(table, dict) else {}
-        struct = choose_struct(field, table)
-        if struct is None:  # an unknown tag, for which the conversion reports the choices
-            return None
-    if name == get_tag(struct)[0]:
-        return get_tag(struct)[1]
-    if isinstance(table, dict) and name in table:
-        return table[name]
-    field_info = map_fields(struct).get(name)
-    return None if field_info is None else get_default(field_info)
+def nest(flat: FlatTable, earlier: RawTable | None = None) -> RawTable:
+    """Return the table whose keys `flatten` made dotted, on top of an earlier one.
+
+    Raises ConfigError for a key of a value."""
+    raw = earlier or {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        table = raw
+        for section in sections:
+            table = table.setdefault(section, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{key}: {section} is not a section")
+        table[name] = value
+    return raw
+
+
+def get_value(flat: FlatTable, root: Any, key: str) -> Any:
+    """Return the value of a key, or its default; None for a key that its section lacks."""
+    if key in flat:
+        return flat[key]
+    section, _, name = key.rpartition(".")
+    struct = choose_struct(flat, root, section)
+    if struct is None:  # an unknown tag, for which the conversion reports the choices
+        return None
+    tag, chosen = get_tag(struct)
+    field = map_fields(struct).get(name)
+    return chosen if name == tag else None if field is None else get_default(field)
 
 
 def list_conditions(field: FieldInfo, section: str) -> Iterator[tuple[str, Any]]:
@@ -279,15 +271,23 @@ def list_conditions(field: FieldInfo, section: str) -> Iterator[tuple[str, Any]]
             yield (key if "." in key else section + key), values
 
 
-def find_unread(raw: RawTable, root: Any) -> list[UnreadKey]:
-    """Return the keys of a table that nothing reads, except keys that no method has."""
+def find_unread(flat: FlatTable, root: Any) -> list[UnreadKey]:
+    """Return the keys that nothing reads, except keys that no method has."""
     unread_keys = []
-    for leaf in walk(raw, root):
-        if leaf.field is None:
-            unread_keys += _report_other_method(root, leaf.key, leaf.struct)
+    for key in flat:
+        struct = choose_struct(flat, root, key.rpartition(".")[0])
+        places = map_places(root).get(key, ())
+        place = next((place for place in places if place.struct is struct), None)
+        if place is None:
+            unread_keys += _report_other_method(root, key, struct) if places else []
             continue
-        for chooser, values in leaf.conditions:
-            value = get_value(raw, root, chooser)
+        conditions = place.conditions
+        # a key that only this variant of its section has
+        base = next((kind for kind in struct.__mro__ if "OWN_KEYS_READ_WITH" in vars(kind)), None)
+        if base is not None and place.field.name not in map_fields(base):
+            conditions += ((base.OWN_KEYS_READ_WITH, ()),)
+        for chooser, values in conditions:
+            value = get_value(flat, root, chooser)
             if value in values or (not values and value not in OFF):
                 continue
             if values:
@@ -295,22 +295,19 @@ def find_unread(raw: RawTable, root: Any) -> list[UnreadKey]:
             else:
                 formatted = f'"{value}"' if isinstance(value, str) else f"{value}"
                 reason = f"acts only where {chooser} is set, and it is {formatted}"
-            unread_keys.append(UnreadKey(leaf.key, chooser, f"{leaf.key}: {reason}"))
+            unread_keys.append(UnreadKey(key, chooser, f"{key}: {reason}"))
             break
     return unread_keys
 
 
 def _report_other_method(root: Any, key: str, struct: Any) -> list[UnreadKey]:
-    """Report `key` if it belongs to another method of its section."""
+    """Report a key of another method of its section; `struct` is the chosen one, if any."""
+    if struct is None:
+        return []
     section, _, name = key.rpartition(".")
     tag, method = get_tag(struct)
-    if not tag:
-        return []
-    options = list_section_structs(root, section)
-    owners = [get_tag(option)[1] for option in options if name in map_fields(option)]
-    if not owners:
-        return []
-    readable = [other for other in map_fields(struct) if other != name]
+    owners = [get_tag(place.struct)[1] for place in map_places(root)[key]]
+    readable = list(map_fields(struct))
     similar = difflib.get_close_matches(name, readable, 1, 0.6)
     hint = f"; did you mean {section}.{similar[0]}?" if similar else ""
     problem = (
@@ -320,57 +317,12 @@ def _report_other_method(root: Any, key: str, struct: Any) -> list[UnreadKey]:
     return [UnreadKey(key, f"{section}.{tag}", problem)]
 
 
-def remove(raw: RawTable, key: str) -> None:
-    """Remove a dotted key from a table if it exists."""
-    *sections, name = key.split(".")
-    table: Any = raw
-    for section in sections:
-        table = table.get(section) if isinstance(table, dict) else None
-    if isinstance(table, dict):
-        table.pop(name, None)
-
-
-def put(raw: RawTable, key: str, value: Any) -> bool:
-    """Set a dotted key unless the table has it; return whether it was set."""
-    *sections, name = key.split(".")
-    table: Any = raw
-    for section in sections:
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
-            return False
-    if name in table:
-        return False
-    table[name] = value
-    return True
-
-
-def add_tags(raw: RawTable, root: Any) -> RawTable:
-    """Return a copy of the table with the tags of default methods, which msgspec requires."""
-    tagged = dict(raw)
-    for name, field in map_fields(root).items():
-        value = tagged.get(name)
-        struct = choose_struct(field, value)
-        if struct is None or not isinstance(value, dict):
-            continue
-        tag, tag_value = get_tag(struct)
-        tagged[name] = ({tag: tag_value} if tag else {}) | add_tags(value, struct)
-    return tagged
-
-
-def read_keys(config: msgspec.Struct) -> RawTable:
-    """Return the config as a table of its keys that are read and not None."""
-    raw = _drop_nones(msgspec.to_builtins(config))
-    while unread_keys := find_unread(raw, type(config)):
+def read_keys(config: msgspec.Struct) -> FlatTable:
+    """Return the keys of a config that are read and not None."""
+    root = type(config)
+    keys = flatten(msgspec.to_builtins(config), root)
+    flat = {key: value for key, value in keys.items() if value is not None}
+    while unread_keys := find_unread(flat, root):
         for unread in unread_keys:
-            remove(raw, unread.key)
-    return {
-        name: value
-        for name, value in raw.items()
-        if value != {} or not list_structs(map_fields(type(config))[name].type)
-    }
-
-
-def _drop_nones(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {key: _drop_nones(inner) for key, inner in value.items() if inner is not None}
+            del flat[unread.key]
+    return flat

@@ -15,6 +15,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_ori
 import msgspec
 
 from asyncrl.config import bundled_configs, layers, methods, presets, rules
+from asyncrl.config.layers import FlatTable
 from asyncrl.config.tree import Config
 from asyncrl.contract import toml_writer
 from asyncrl.contract.errors import ConfigError
@@ -142,50 +143,50 @@ def _apply_layers(
     origins: dict[str, str] | None = None,
 ) -> Struct:
     """Apply the layers in order: the table, the items of `sets`, then method and presets."""
-    raw = copy.deepcopy(raw)
+    flat = layers.flatten(raw, tree.root)
     is_complete = raw.keys() >= _WHOLE
     item_numbers: dict[str, int] = {}  # key -> the last item of `sets` that gave it
     for number, item in enumerate(source.sets):
-        key = apply(raw, item, tree.root)
+        key = apply(flat, item, tree.root)
         item_numbers[key] = number
         if tree.root is Config and key == "method":
-            methods.replace(raw)
+            methods.replace(flat)
         if chooser := methods.FUNCTIONS.get(key):
-            layers.remove(raw, chooser)
+            flat.pop(chooser, None)
             item_numbers[chooser] = number
     if tree.root is not Config:
-        return _convert(tree, raw, source)
+        return _convert(tree, flat, source)
     for key, chooser in methods.FUNCTIONS.items():
-        if key in flatten(raw):
-            layers.put(raw, chooser, "function")
-    presets.forget(raw, source.sets)
+        if key in flat:
+            flat.setdefault(chooser, "function")
+    presets.forget(flat, source.sets)
     if (
         "correction.proximal" in item_numbers
         and "correction.preset" not in item_numbers
-        and layers.get_value(raw, Config, "correction.proximal") == "behavior"
+        and flat.get("correction.proximal") == "behavior"
     ):
-        layers.remove(raw, "correction.preset")  # with the behavior policy there are no weights
-    if "method" in raw and (name := str(raw["method"])) not in methods.METHODS:
+        flat.pop("correction.preset", None)  # with the behavior policy there are no weights
+    if "method" in flat and (name := str(flat["method"])) not in methods.METHODS:
         problem = (
-            f"{raw['method']!r} is unknown{methods.suggest_method(name)}; choose one of "
+            f"{flat['method']!r} is unknown{methods.suggest_method(name)}; choose one of "
             f"{', '.join(methods.METHODS)}, or build it of advantage, loss, correction and kl: "
             "docs/methods.md"
         )
         if instead := methods.REMOVED.get(name):
             problem = f"{name} was removed; write {instead}"
         raise ConfigError(f"{source.locate('method')}: method: {problem}")
-    _drop_removed(raw, source)
+    _drop_removed(flat, source)
     origin_of: dict[str, str] = {}  # filled key -> the preset or method that filled it
-    for fill, origin in (
-        (presets.fill, _format_preset),
-        (methods.fill, lambda raw, _key: f'method = "{raw["method"]}"'),
-        (presets.fill_learning_rate, lambda raw, _key: presets.choose_rate(raw)[1]),
-    ):
-        keys_before = flatten(raw).keys()
-        fill(raw)
-        origin_of |= {key: origin(raw, key) for key in flatten(raw).keys() - keys_before}
-    _check_known(raw, tree.root, source)
-    while unread_keys := layers.find_unread(raw, tree.root):
+    bundles = presets.BUNDLES | {"method": {name: x.keys for name, x in methods.METHODS.items()}}
+    for chooser, keys_by_name in bundles.items():
+        name = str(flat.get(chooser))
+        _fill(flat, keys_by_name.get(name, {}), f'{chooser} = "{name}"', origin_of)
+    path = flat.get("model.path")
+    if isinstance(path, str) and flat.get("learner.optimizer") != "sgd":
+        rate, reason = presets.choose_learning_rate(path, lora=bool(flat.get("lora.rank")))
+        _fill(flat, {} if rate is None else {"learner.lr": rate}, reason, origin_of)
+    _check_known(flat, tree.root, source)
+    while unread_keys := layers.find_unread(flat, tree.root):
         for unread_key in unread_keys:
             item_number = item_numbers.get(unread_key.key, -1)
             is_overridden = any(
@@ -201,36 +202,31 @@ def _apply_layers(
                     raise ConfigError(f"{source.locate(unread_key.key)}: {unread_key.problem}")
                 if is_overridden and note is not None:
                     note(f"dropped {unread_key.problem}")
-            layers.remove(raw, unread_key.key)
+            del flat[unread_key.key]
             item_numbers[unread_key.key] = len(source.sets)  # also drop the keys that depend on it
     if origins is not None:
         short_source = source._replace(path=Path(source.path).name)
         origins.update(
-            {key: origin_of.get(key) or short_source.locate(key) for key in flatten(raw)}
+            {key: origin_of.get(key) or short_source.locate(key) for key in flatten(flat)}
         )
-    return _convert(tree, raw, source)
+    return _convert(tree, flat, source)
 
 
-def _format_preset(raw: RawTable, key: str) -> str:
-    section = key.partition(".")[0]
-    return f'{section}.preset = "{raw[section]["preset"]}"'
+def _fill(flat: FlatTable, keys: FlatTable, origin: str, origin_of: dict[str, str]) -> None:
+    """Set the missing ones of `keys`, and record their origin."""
+    for key in [key for key in keys if key not in flat]:
+        flat[key], origin_of[key] = keys[key], origin
 
 
-def _drop_removed(raw: RawTable, source: _ConfigSource) -> None:
+def _drop_removed(flat: FlatTable, source: _ConfigSource) -> None:
     """Drop removed keys with their only value; raise ConfigError for other values."""
     for key, (only_value, replacement) in REMOVED.items():
-        section, name = key.split(".")
-        table = raw.get(section)
-        if isinstance(table, dict) and name in table:
-            value = table.pop(name)
-            matters = key != "correction.m2_over" or table.get("m2")
-            if value != only_value and matters:
-                raise ConfigError(
-                    f"{source.locate(key)}: {key} = {value} was removed; {replacement}"
-                )
-    table = raw.get("correction")
-    preset = table.get("preset") if isinstance(table, dict) else None
-    if isinstance(preset, str) and preset in REMOVED_PRESETS:
+        value = flat.pop(key, only_value)
+        matters = key != "correction.m2_over" or flat.get("correction.m2")
+        if value != only_value and matters:
+            raise ConfigError(f"{source.locate(key)}: {key} = {value} was removed; {replacement}")
+    preset = str(flat.get("correction.preset"))
+    if preset in REMOVED_PRESETS:
         raise ConfigError(
             f"{source.locate('correction.preset')}: correction.preset = {preset} was removed; "
             f"write {REMOVED_PRESETS[preset]}"
@@ -242,13 +238,16 @@ def _drop_removed(raw: RawTable, source: _ConfigSource) -> None:
 _WHOLE = {"runs", "wires", "watchdog", "record", "durability", "weights", "evaluation"}
 
 
-def _convert(tree: ConfigSchema[Struct], raw: RawTable, source: _ConfigSource) -> Struct:
-    raw = {
-        name: value for name, value in raw.items() if tree.root is not Config or name != "method"
-    }
-    _check_known(raw, tree.root, source)
+def _convert(tree: ConfigSchema[Struct], flat: FlatTable, source: _ConfigSource) -> Struct:
+    _check_known(flat, tree.root, source)
+    if tree.root is Config:
+        flat.pop("method", None)
+    for section, structs in layers.map_sections(tree.root).items():  # msgspec requires the tags
+        tag = f"{section}.{layers.get_tag(structs[0])[0]}"
+        if len(structs) > 1 and any(key.startswith(f"{section}.") for key in flat):
+            flat[tag] = layers.get_value(flat, tree.root, tag)
     try:
-        config = msgspec.convert(layers.add_tags(raw, tree.root), tree.root)
+        config = msgspec.convert(layers.nest(flat), tree.root)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         key = re.sub(r"\[\.\.\.\]|\[\d+\]", "", path.strip("`").lstrip("."))
@@ -262,8 +261,8 @@ def _convert(tree: ConfigSchema[Struct], raw: RawTable, source: _ConfigSource) -
     return config
 
 
-def apply(raw: RawTable, item: str, root: Any = Config) -> str:
-    """Set one `key.path=value` in a raw table and return the key.
+def apply(flat: FlatTable, item: str, root: Any = Config) -> str:
+    """Set one `key.path=value` and return the key.
 
     A text key of the tree `root` accepts a value without quotes.  Raises ConfigError for other
     forms."""
@@ -284,48 +283,39 @@ def apply(raw: RawTable, item: str, root: Any = Config) -> str:
                 f'--set {item}: `{value}` is not a TOML value; quote text as "..."'
             ) from None
         parsed = value
-    *path, name = key.strip().split(".")
-    table = raw
-    for section in path:
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"--set {item}: {section} is not a section")
-    table[name] = parsed
-    return key.strip()
+    key = key.strip()
+    for inner in [inner for inner in flat if inner.startswith(f"{key}.")]:
+        del flat[inner]  # the section is given as a whole
+    given = layers.flatten(layers.nest({key: parsed}), root)
+    earlier = layers.nest({name: copy.deepcopy(flat[name]) for name in given if name in flat})
+    flat |= layers.flatten(layers.nest({key: parsed}, earlier), root)
+    return key
 
 
-def _check_known(raw: RawTable, root: Any, source: _ConfigSource) -> None:
+def _check_known(flat: FlatTable, root: Any, source: _ConfigSource) -> None:
     """Raise ConfigError for an unknown key, a section given as a value or an unknown method."""
-    for leaf in layers.walk(raw, root):
-        key = leaf.key
-        tag = layers.get_tag(leaf.struct)[0]
-        if leaf.field is None:
-            if root is Config and (
-                key == "method" or (key.count(".") == 1 and key in layers.list_keys(root))
-            ):
-                continue
-            key = _find_renamed_leaf(key, leaf.value)
-            names = [*filter(None, [tag]), *layers.map_fields(leaf.struct)]
+    for key, value in flat.items():
+        section, _, name = key.rpartition(".")
+        structs = layers.map_sections(root).get(section, ())
+        tag = layers.get_tag(structs[0])[0] if structs else ""
+        if key in layers.map_sections(root):
+            if value != {}:
+                raise ConfigError(f"{source.locate(key)}: {key}: is a section, not a value")
+        elif name == tag:
+            if layers.choose_struct(flat, root, section) is None:
+                raise ConfigError(
+                    f"{source.locate(key)}: {key}: Invalid value {value!r}"
+                    f"{_list_allowed_values(key, root)}"
+                )
+        elif key not in layers.map_places(root) and not (root is Config and key == "method"):
+            known = RENAMED.keys() | SPLIT.keys()
+            leaves = (leaf for leaf in flatten({key: value}) if leaf.rpartition(".")[2] in known)
+            key = next(leaves, key)
+            struct = layers.choose_struct(flat, root, section)
+            names = [*filter(None, [tag]), *(layers.map_fields(struct) if struct else ())]
             raise ConfigError(
                 f"{source.locate(key)}: {key}: {explain_unknown_key(key, root, names)}"
             )
-        if not (options := layers.list_structs(leaf.field.type)):
-            continue
-        if not isinstance(leaf.value, dict):
-            raise ConfigError(f"{source.locate(key)}: {key}: is a section, not a value")
-        tag = layers.get_tag(options[0])[0]
-        raise ConfigError(
-            f"{source.locate(f'{key}.{tag}')}: {key}.{tag}: Invalid value {leaf.value[tag]!r}"
-            f"{_list_allowed_values(f'{key}.{tag}', root)}"
-        )
-
-
-def _find_renamed_leaf(key: str, value: Any) -> str:
-    """Return the first key in an unknown section that is known under another name, or `key`."""
-    if not isinstance(value, dict):
-        return key
-    leaves = (_find_renamed_leaf(f"{key}.{name}", inner) for name, inner in value.items())
-    return next((x for x in leaves if x.rpartition(".")[2] in RENAMED.keys() | SPLIT.keys()), key)
 
 
 def explain_unknown_key(key: str, root: Any, fields: Collection[str]) -> str:
@@ -363,7 +353,7 @@ def _find_type(key: str, root: Any = Config) -> Any:
     places = layers.map_places(root).get(key)
     if places:
         return places[0].field.type
-    options = layers.list_section_structs(root, key.rpartition(".")[0])
+    options = layers.map_sections(root).get(key.rpartition(".")[0], ())
     return None if places is None else tuple(layers.get_tag(option)[1] for option in options)
 
 
@@ -423,7 +413,7 @@ def dump(config: msgspec.Struct) -> str:
     """Format the config as TOML that loads back equal.
 
     Keys that are None or that its methods do not read are left out."""
-    return toml_writer.dumps(layers.read_keys(config))
+    return toml_writer.dumps(layers.nest(layers.read_keys(config)))
 
 
 def build_schema() -> RawTable:
@@ -432,11 +422,10 @@ def build_schema() -> RawTable:
     It accepts a section without a tag, whose method is the default, and the key `method`, which
     fills keys of several sections."""
     schema = layers.build_schema(Config)
-    for field in layers.map_fields(Config).values():
-        if layers.list_structs(field.type):
-            default = layers.choose_struct(field, {})
-            if tag := layers.get_tag(default)[0]:
-                schema["$defs"][default.__name__]["required"].remove(tag)
+    for section, structs in layers.map_sections(Config).items():
+        if tag := layers.get_tag(structs[0])[0]:
+            default = layers.choose_struct({}, Config, section)
+            schema["$defs"][default.__name__]["required"].remove(tag)
     schema["$defs"]["Config"]["properties"] = {
         "method": {"enum": list(methods.METHODS), "description": methods.DESCRIPTION}
     } | schema["$defs"]["Config"]["properties"]

@@ -13,7 +13,8 @@ import msgspec
 
 from asyncrl.algorithms import settings
 from asyncrl.config import layers
-from asyncrl.contract.toml_writer import RawTable, read_table
+from asyncrl.config.layers import FlatTable
+from asyncrl.contract.toml_writer import read_table
 
 DESCRIPTION = (
     "A published method: it sets all its keys that you do not give. `asyncrl methods` lists them."
@@ -27,7 +28,7 @@ class Method(msgspec.Struct, frozen=True):
 
     summary: str
     source: str
-    keys: RawTable
+    keys: FlatTable
     evidence: str = ""
     stale: bool = False
 
@@ -66,30 +67,25 @@ def suggest_method(name: str) -> str:
     return f" (did you mean {methods[close[0]]}?)" if close else ""
 
 
-def replace(raw: RawTable) -> None:
-    """Remove from `raw` the keys that a method of a later layer replaces.
+def replace(flat: FlatTable) -> None:
+    """Remove the keys that a method of a later layer replaces.
 
     These are its own keys, the correction, and the keys that only the earlier surrogate and
     advantage read."""
-    method = METHODS.get(str(raw.get("method")))
+    method = METHODS.get(str(flat.get("method")))
     if method is None:
         return
-    raw.pop("correction", None)
-    for section, common in (("loss", settings.Loss), ("advantage", settings.Advantage)):
-        table = raw.get(section)
-        if isinstance(table, dict) and any(key.startswith(f"{section}.") for key in method.keys):
-            for key in set(table) - set(layers.map_fields(common)):
-                table.pop(key)
-    for key in method.keys:
-        layers.remove(raw, key)
+    chosen = {key.partition(".")[0] for key in method.keys}
+    for key in list(flat):
+        section, _, name = key.partition(".")
+        common = {"loss": settings.Loss, "advantage": settings.Advantage}.get(section)
+        if (
+            key in method.keys
+            or section == "correction"
+            or (section in chosen and common and name not in layers.map_fields(common))
+        ):
+            del flat[key]
 
 
 # key of a function of the user -> key of what it replaces
 FUNCTIONS = {"loss.function": "loss.surrogate", "advantage.function": "advantage.name"}
-
-
-def fill(raw: RawTable) -> None:
-    """Set the keys of `raw`'s method, if it names one, that `raw` does not have."""
-    if "method" in raw:
-        for key, value in METHODS[raw["method"]].keys.items():
-            layers.put(raw, key, value)

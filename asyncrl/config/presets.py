@@ -7,38 +7,33 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from asyncrl.config import layers
+from asyncrl.config.layers import FlatTable
 from asyncrl.contract.toml_writer import RawTable, read_table
 
 PRESET_TABLES: dict[str, dict[str, RawTable]] = read_table(__file__)
 PRESETS = PRESET_TABLES["correction"]
+# key of a preset -> the keys that each of its values sets
+BUNDLES: dict[str, dict[str, FlatTable]] = {
+    f"{section}.preset": {
+        name: {f"{section}.{key}": value for key, value in keys.items()}
+        for name, keys in table.items()
+    }
+    for section, table in PRESET_TABLES.items()
+}
 
 # most parameters of a model -> its learning rate with AdamW; smaller ones have the default
 RATES = ((10_000_000, None), (1_000_000_000, 1e-5), (math.inf, 1e-6))
 LORA_FACTOR = 10  # of the learning rate of adapters to that of all weights
 
 
-def fill(raw: RawTable) -> None:
-    """Fill the missing keys of every section with a preset."""
-    for section, values_by_preset in PRESET_TABLES.items():
-        table = raw.get(section)
-        if not isinstance(table, dict):
-            continue
-        preset = table.get("preset")
-        if isinstance(preset, str):
-            for key, value in values_by_preset.get(preset, {}).items():
-                layers.put(raw, f"{section}.{key}", value)
-
-
-def forget(raw: RawTable, sets: Sequence[str]) -> None:
+def forget(flat: FlatTable, sets: Sequence[str]) -> None:
     """Remove the file's keys that a preset on the command line replaces.
 
     A resolved file has all of them, so that the preset would otherwise change nothing."""
     set_keys = {item.partition("=")[0].strip() for item in sets}
-    for section, table in PRESET_TABLES.items():
-        if f"{section}.preset" in set_keys:
-            for key in {f"{section}.{key}" for keys in table.values() for key in keys} - set_keys:
-                layers.remove(raw, key)
+    for chooser in BUNDLES.keys() & set_keys:
+        for key in {key for keys in BUNDLES[chooser].values() for key in keys} - set_keys:
+            flat.pop(key, None)
 
 
 def read_headers(path: Path) -> Iterator[tuple[Path, int, RawTable]]:
@@ -73,20 +68,3 @@ def choose_learning_rate(path: str, *, lora: bool) -> tuple[float | None, str]:
     if rate is not None and lora:
         return LORA_FACTOR * rate, f"default for adapters on {size}"
     return rate, f"default for {size}"
-
-
-def fill_learning_rate(raw: RawTable) -> None:
-    """Set `learner.lr` by the model's size if it is absent."""
-    rate, _ = choose_rate(raw)
-    if rate is not None and isinstance(raw.get("learner", {}), dict):
-        layers.put(raw, "learner.lr", rate)
-
-
-def choose_rate(raw: RawTable) -> tuple[float | None, str]:
-    """Return the learning rate for the model of `raw`, or None, and the reason."""
-    tables = {name: raw.get(name) for name in ("model", "learner", "lora")}
-    model, learner, lora = (x if isinstance(x, dict) else {} for x in tables.values())
-    path = model.get("path")
-    if not isinstance(path, str) or learner.get("optimizer") == "sgd":
-        return None, ""
-    return choose_learning_rate(path, lora=bool(lora.get("rank")))

@@ -36,8 +36,6 @@ Points = Sequence[tuple[float, float]]  # (mean reward, prompts) of evaluations
 LEAST = 5
 WINDOW = 20
 NEARLY_ALL = 0.95
-# share of the generators' time from which waiting for rewards is reported
-HELD_UP = 0.1
 EXPLAINED = 0.2  # share of the wait for a reward that its calls must account for
 Z_95 = 1.96  # of a 95 % interval
 Z_EACH = 3.0  # of an interval that is tested after every evaluation: 1 in 700 on one side
@@ -68,6 +66,12 @@ JUMP = 2.0  # factor of the completions' length
 RUNAWAY = 0.05  # nats a token in one batch: healthy runs move 1e-4 to 0.02 (docs/log)
 MANY_UPDATES = 4
 SWINGS = 3  # turns of the held-out reward, each larger than chance
+# metrics whose means over the last batches a rule judges
+RECENT = (
+    "answer/truncated_share",
+    "time/reward_wait_share",
+    *("reward/queue", "reward/wait_s", "reward/call_s", "reward/workers"),
+)
 REWARDS = ("reward/min", "reward/max", "eval/heldout", "eval/ood")
 SOLVED = 0.0005  # share of the range of rewards: closer to its ends, none or all are solved
 SILENT = 0.01  # share of the gradient below which a KL penalty has no effect
@@ -219,19 +223,6 @@ def check_constant_rewards(rows: Rows, least: int = LEAST) -> Finding | None:
     return make_finding("constant_rewards", observation)
 
 
-def check_truncation(rows: Rows) -> Finding | None:
-    """Find batches in which almost every completion is cut."""
-    batches = select_recent_rows(rows)
-    share = average(batches, "answer/truncated_share")
-    if share is None or share < NEARLY_ALL:
-        return None
-    return make_finding(
-        "all_truncated",
-        f"{share:.0%} of the completions of the last {len(batches)} batches were cut at "
-        "generator.max_new_tokens",
-    )
-
-
 def compute_half_interval(mean_value: float, count: float, lo: float, hi: float) -> float:
     """Return half the width of the 95 % interval of a mean of `count` values in [lo, hi].
 
@@ -360,37 +351,22 @@ def check_growing_mismatch(rows: Rows, facts: RunFacts | None = None) -> Finding
 # ---- with the run's settings ---------------------------------------------------------------------
 
 
-def is_explained_by_calls(queue: float, wait: float, call: float, workers: float) -> bool:
-    """Decide whether the reward calls explain how long completions wait for their rewards.
+def add_reward_wait(values: dict[str, Any]) -> dict[str, Any]:
+    """Add the part of the wait for rewards that the reward calls explain, above EXPLAINED.
 
-    Otherwise the completions wait for a core, and a change of the function would not help.
+    Below it, completions wait for a core, and a change of the function would not help.
 
-    >>> is_explained_by_calls(120, 20.0, 0.2, 1)
-    True
-    >>> is_explained_by_calls(21, 0.3, 2e-5, 1)
-    False
+    >>> times = {"reward/queue": 120, "reward/wait_s": 20.0, "reward/call_s": 0.2}
+    >>> round(add_reward_wait(times | {"reward/workers": 1})["reward/explained"])
+    20
     """
-    return max(queue / max(workers, 1.0), 1.0) * call >= EXPLAINED * wait
-
-
-def check_waits_for_rewards(rows: Rows) -> Finding | None:
-    """Find generators that are idle while their completions wait for rewards."""
-    batches = select_recent_rows(rows)
-    share = average(batches, "time/reward_wait_share")
-    if share is None or share < HELD_UP:
-        return None
-    queue, wait, workers = (
-        average(batches, f"reward/{x}") or 0.0 for x in ("queue", "wait_s", "workers")
+    queue, call, workers = (
+        values.get(f"reward/{x}", math.nan) for x in ("queue", "call_s", "workers")
     )
-    call = average(batches, "reward/call_s")  # None: no call has ended yet
-    if call is None or not is_explained_by_calls(queue, wait, call, workers):
-        return None
-    return make_finding(
-        "rewards_hold_up",
-        f"in the last {len(batches)} batches the generators were idle {share:.0%} of their time "
-        f"because of rewards: {queue:.0f} completions waited, {wait:.2g} s each, and calls took "
-        f"{call:.2g} s in {workers:.0f} process{'es' * (workers > 1)}",
-    )
+    explained = max(queue / max(workers, 1.0), 1.0) * call
+    values["reward/explained"] = explained - EXPLAINED * values.setdefault("reward/wait_s", 0.0)
+    values["processes"] = f"{workers:.0f} process{'es' * (workers > 1)}"
+    return values
 
 
 def count_refusals(latest: Mapping[str, Any]) -> dict[str, int]:
@@ -726,8 +702,6 @@ def check_kl_effect(rows: Rows, facts: RunFacts) -> Finding | None:
 
 RULES: tuple[Callable[[Rows], Finding | None], ...] = (
     check_constant_rewards,
-    check_truncation,
-    check_waits_for_rewards,
     check_generalization,
     check_kl_runaway,
     check_rejected_share,
@@ -753,7 +727,14 @@ def apply_rules(rows: Rows, facts: RunFacts | None = None, *, ended: bool = Fals
 
     about: the run's settings.  ended: also apply the rules for finished runs."""
     newest = {name: value for row in rows for name, value in row.items()}
+    batches = select_recent_rows(rows)
+    averages = {name: average(batches, name) for name in RECENT}
+    recent: dict[str, Any] = {name: x for name, x in averages.items() if x is not None}
     findings = [rule(rows) for rule in (*RULES, *(END_RULES if ended else ()))]
     findings.append(check_growing_mismatch(rows, facts))
     findings += [rule(rows, facts) for rule in KNOWN_RULES] if facts is not None else []
-    return [*match_rules("latest", newest), *(s for s in findings if s is not None)]
+    return [
+        *match_rules("latest", newest),
+        *match_rules("recent", add_reward_wait(recent) | {"batches": len(batches)}),
+        *(s for s in findings if s is not None),
+    ]

@@ -63,9 +63,9 @@ class GrowingFile:
     A file that was replaced, removed or has shrunk begins anew; `begins` says so once.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
-        self.offset = 0  # of the bytes that were read
+        self.offset = offset  # of the bytes that were read
         self.inode = 0
         self.begins = True
 
@@ -78,31 +78,18 @@ class GrowingFile:
             return b""
         with file:
             status = os.fstat(file.fileno())
-            self.begins = status.st_ino != self.inode or status.st_size < self.offset
-            if self.begins:
-                self.offset, self.inode = 0, status.st_ino
+            self.begins = self.inode not in (0, status.st_ino) or status.st_size < self.offset
+            self.inode = status.st_ino
+            self.offset = 0 if self.begins else self.offset
             file.seek(self.offset)
             data = file.read(status.st_size - self.offset)
         data = data[: data.rfind(b"\n") + 1]
         self.offset += len(data)
         return data
 
-
-def read_new_rows(path: Path, offset: int) -> Iterator[tuple[JsonObject, int]]:
-    """Yield each whole row from `offset` on, with the offset behind it."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            offset += len(line)
-            try:
-                row = json.loads(line)
-                yield {"step": int(row["step"]), **row}, offset
-            except (ValueError, KeyError, TypeError):
-                continue  # a damaged row
+    def read_rows(self) -> list[JsonObject]:
+        """Return the rows of steps since the last call, without damaged ones."""
+        return [row for row in decode_lines(self.read_new().split(b"\n"), []) if "step" in row]
 
 
 def encode(rows: Iterable[JsonObject]) -> bytes:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.printable import escape_line
+from asyncrl.contract.printable import describe_exit, escape_line
 from asyncrl.records import jsonl, machine_memory, rundir
 from asyncrl.records.jsonl import JsonObject
 
@@ -168,9 +168,7 @@ def describe_end(row: JsonObject) -> str:
         )
     if code == INTERRUPTED:
         return f"{process} was asked to end, and ended at {when}"
-    ending = (
-        signal.Signals(-code).name if isinstance(code, int) and code < 0 else f"exit code {code}"
-    )
+    ending = describe_exit(int(row["code"]))
     return f"{process} ended with {ending}{': ' + reason if reason else ''} at {when}"
 
 

@@ -117,7 +117,7 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> Json
         "processes": process_states,
         "waits": [wait._asdict() for wait in status.waits] if status is not None else [],
         "held_up": msgspec.to_builtins(status.held_up) if status is not None else None,
-        "rewards": live.describe_reward_wait(status.metrics) if status is not None else "",
+        "rewards": live.describe("rewards", status.metrics) if status is not None else "",
         "link": live.describe(
             "link",
             status.metrics

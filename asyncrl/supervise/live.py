@@ -13,7 +13,7 @@ from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import RunStatus, StatusRequest
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.contract.toml_writer import read_table
-from asyncrl.records.health_checks import HELD_UP, is_explained_by_calls, match_rules
+from asyncrl.records.health_checks import add_reward_wait, match_rules
 from asyncrl.records.page_kit import TableBlock
 from asyncrl.transport.sockets import PeerSocket
 
@@ -199,35 +199,18 @@ def label_set(metric: str) -> tuple[str, str]:
     return name, f"{name} {suffix}".strip() if suffix in ("", "greedy") else ""
 
 
-def describe_reward_wait(metrics: Metrics) -> str:
-    """Describe how rewards hold up the run at its last step; "" if they do not.
-
-    >>> last = {"time/reward_wait_share": 0.42, "reward/queue": 120.0, "reward/call_s": 0.2}
-    >>> print(describe_reward_wait(last | {"reward/workers": 1.0}).replace(", ", ",\\n  "))
-    rewards hold the generators up: idle 42% of the time for them,
-      120 answers wait,
-      0.2 s a call (processes: 1)
-    """
-    share = metrics.get("time/reward_wait_share", 0.0)
-    queue, call, workers = (
-        metrics.get(f"reward/{x}", math.nan) for x in ("queue", "call_s", "workers")
-    )
-    wait = metrics.get("reward/wait_s", 0.0)
-    if share < HELD_UP or not is_explained_by_calls(queue, wait, call, workers):
-        return ""
-    return (
-        f"rewards hold the generators up: idle {share:.0%} of the time "
-        f"for them, {queue:.0f} answers wait, "
-        f"{call:.2g} s a call (processes: {workers:.0f})"
-    )
-
-
 def describe(table: str, metrics: Metrics) -> str:
     """Describe what a table of health_checks.toml finds in the last step; "" for nothing.
 
-    `link`: links that hold the run up.  `limit`: the adaptive lag limit.  `window`: the admission
-    window, its waiting and its price in lag.
+    `rewards`, `link`: rewards or links that hold the run up.  `limit`: the adaptive lag limit.
+    `window`: the admission window, its waiting and its price in lag.
 
+    >>> last = {"time/reward_wait_share": 0.42, "reward/queue": 120.0, "reward/call_s": 0.2}
+    >>> times = {"reward/workers": 1.0, "reward/wait_s": 20.0}
+    >>> print(describe("rewards", last | times).replace(", ", ",\\n  "))
+    rewards hold the generators up: idle 42% of the time for them,
+      120 answers wait,
+      0.2 s a call (processes: 1)
     >>> describe("link", {"link/fetch_share": 0.42, "link/fetch_mb_per_s": 11.9}).split(": ")
     ['the link holds generators up', 'fetching weights takes 42% of their time, 11.9 MB/s each']
     >>> change = {"limit/before": 2.0, "limit/ess": 0.91, "limit/idle": 0.2}
@@ -236,7 +219,7 @@ def describe(table: str, metrics: Metrics) -> str:
     >>> describe("window", {"window/now": 2.0, "window/wait": 0.24, "window/lower": 0.0})
     'window 2.0 batches (learner waits 24.0%)'
     """
-    values = {"link/fetch_mb_per_s": math.nan, **metrics}
+    values = add_reward_wait({"link/fetch_mb_per_s": math.nan, **metrics})
     return ("; " if table == "link" else "").join(x.said for x in match_rules(table, values))
 
 
@@ -277,7 +260,7 @@ def format_status(status: RunStatus, seconds_left: float | None = None) -> str:
     if status.held_up is not None and waits:
         blocking = [escape_line(status.held_up.describe(), LONGEST_LINE)]
     slow = (
-        describe_reward_wait(metrics),
+        describe("rewards", metrics),
         describe("link", metrics),
         describe_unused_tokens(status.ledger),
     )
@@ -351,7 +334,7 @@ def build_table(status: RunStatus, seconds_left: float | None = None) -> Any:
     for title, entries in ROWS.items():
         if title != "rewards" or "reward/queue" in metrics:
             cells = (
-                f"{label} {format(metrics[name], form) if name in metrics else '-'}"
+                f"{label} {format_metric(metrics, name, form)}"
                 for name, (label, form) in entries.items()
             )
             grid.add_row(title, "   ".join(cells))

@@ -177,15 +177,15 @@ class RunFollower:
     on_checkpoint: Callback | None
     run_dir: Path | None = None
     stopped: bool = False
-    _offset: int = 0
+    _file: jsonl.GrowingFile | None = None
     _version: int = 0
 
     def read_new(self) -> None:
         """Call the callbacks for every new row of metrics.jsonl and for a new checkpoint."""
         if self.run_dir is None or self.stopped:
             return
-        for row, offset in jsonl.read_new_rows(self.run_dir / "metrics.jsonl", self._offset):
-            self._offset = offset
+        self._file = self._file or jsonl.GrowingFile(self.run_dir / "metrics.jsonl")
+        for row in self._file.read_rows():
             callback = self.on_evaluation if metrics.name_evaluation(row) else self.on_step
             self._pass_on(callback, row)
         checkpoint = doctor.find_checkpoint(self.run_dir)
@@ -285,16 +285,21 @@ def train(
     paths = [one if isinstance(one, str) else _export_function(one, folder) for one in rewards]
     table = {
         "method": method,
-        "model": {"path": str(model)},
-        "task": {"name": "file", "prompts": dataset},
-        "reward": {"functions": paths} if rewards is reward else {"function": paths[0]},
-        "staleness": {"max_lag": max_lag},
-    }
+        "model.path": str(model),
+        "task.name": "file",
+        "task.prompts": dataset,
+        "staleness.max_lag": max_lag,
+    } | ({"reward.functions": paths} if rewards is reward else {"reward.function": paths[0]})
     for key, value in keys.items():
-        if not layers.put(table, load.RENAMED.get(key, key), value):
+        if (name := load.RENAMED.get(key, key)) in table:
             raise ConfigError(f"{key}: is also given by another argument; remove one of them")
+        table[name] = value
     return run(
-        table, show=show, on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint
+        layers.nest(table),
+        show=show,
+        on_step=on_step,
+        on_evaluation=on_evaluation,
+        on_checkpoint=on_checkpoint,
     )
 
 

@@ -14,6 +14,7 @@ from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import Block, CardBlock, ListBlock, TableBlock, format_number
 from asyncrl.supervise.doctor import describe_process
 from asyncrl.supervise.report.run_view import RunView, format_item, read_settings
+from buffer import training_log
 
 RULES = (
     health_checks.check_growing_mismatch,
@@ -53,10 +54,6 @@ class LagTotals(NamedTuple):
     @property
     def known_tokens(self) -> int:
         return sum(self.lags.values())
-
-    @property
-    def mean(self) -> float:
-        return sum(lag * tokens for lag, tokens in self.lags.items()) / max(self.known_tokens, 1)
 
 
 def sum_lags(model: Path) -> LagTotals:
@@ -120,7 +117,7 @@ def _describe_model(folder: Path) -> JsonObject:
     return {
         "model": record["model"],
         "version": totals.steps or record.get("version", 0),
-        "lag_mean": totals.mean,
+        "lag_mean": training_log.mean(totals.lags),
         "lag_max": max(totals.lags, default=0),
         "trained_tokens": totals.known_tokens + totals.unknown,
         "unknown_tokens": totals.unknown,

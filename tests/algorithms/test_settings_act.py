@@ -148,14 +148,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def nested(keys: dict[str, Any]) -> dict[str, Any]:
-    raw: dict[str, Any] = {}
-    for key, value in keys.items():
-        layers.remove(raw, key)
-        layers.put(raw, key, value)
-    return raw
-
-
 RUNS: dict[str, Any] = {}  # by what it ran with: keys share most of what is around them
 
 
@@ -168,25 +160,23 @@ def found(models: dict[str, Path], keys: dict[str, Any], batches: int = 2) -> An
 
 
 def run(models: dict[str, Path], keys: dict[str, Any], batches: int) -> Any:
-    raw = nested(
-        {
-            "model.path": str(models["policy"]),
-            "model.device": "cpu",
-            "task.name": "sort",
-            "generator.max_new_tokens": 12,
-            "learner.optimizer": "sgd",
-            "learner.lr": 0.5,
-            "learner.groups": GROUPS,
-            "learner.group_size": SIZE,
-            "learner.minibatches": 2,
-            "record.split_every": 0,
-            "record.reference_kl_every": 0,
-            **{
-                key: str(models[value]) if value == "reference" else value
-                for key, value in keys.items()
-            },
-        }
-    )
+    raw = {
+        "model.path": str(models["policy"]),
+        "model.device": "cpu",
+        "task.name": "sort",
+        "generator.max_new_tokens": 12,
+        "learner.optimizer": "sgd",
+        "learner.lr": 0.5,
+        "learner.groups": GROUPS,
+        "learner.group_size": SIZE,
+        "learner.minibatches": 2,
+        "record.split_every": 0,
+        "record.reference_kl_every": 0,
+        **{
+            key: str(models[value]) if value == "reference" else value
+            for key, value in keys.items()
+        },
+    }
     try:
         learner = LearnerCore(load.convert(raw, "c.toml"), models["policy"])
         rows = [learner.train(batch_with_parts(number)) for number in range(batches)]
@@ -272,7 +262,7 @@ def test_a_key_that_is_accepted_acts(
         around |= {"loss.surrogate": "reshape", "correction.proximal": "behavior"}
     if section == "value":
         around |= {"advantage.name": "gae"}
-    raw = nested(around)
+    raw = dict(around)
     now = layers.get_value(raw, Config, key)
     changed = around | {key: other(field, key, now)}
     for batches in (1, BATCHES.get(key, 2)):  # most act in the first one

@@ -123,7 +123,8 @@ def test_show_says_where_each_value_came_from(
     ):
         assert line in lines, out
     shown = tomllib.loads(out)
-    assert shown == layers.read_keys(load.load(path, [words[1], words[3], "task.name=file"]))
+    keys = layers.read_keys(load.load(path, [words[1], words[3], "task.name=file"]))
+    assert shown == layers.nest(keys)
 
 
 def test_show_tells_a_method_from_the_file_and_from_set(

@@ -73,13 +73,6 @@ def test_work_of_its_own_children_is_no_other_work(rounds: Any) -> None:
     assert others >= 0.0 and wall > 0.0
 
 
-def test_work_of_others_is_seen(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "own_seconds", lambda: 0.0)  # as if the child were another's
-    watch = rounds.Watch()
-    subprocess.run([sys.executable, "-c", BUSY], check=True)
-    assert watch.foreign()[0] >= 0.4
-
-
 def test_times_are_those_of_the_rounds_that_count(
     rounds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

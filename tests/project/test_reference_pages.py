@@ -176,9 +176,12 @@ def test_every_sign_is_named_with_what_it_is() -> None:
         name
         for named_here in re.findall(r'inding\(\s*("\w+"(?: if \w+ else "\w+")?),', code)
         for name in re.findall(r'"(\w+)"', named_here)
-    } | {"answers_missing", *(rule.name for rule in health_checks.BOUND_RULES["latest"])}
+    } | {
+        "answers_missing",
+        *(rule.name for table in ("latest", "recent") for rule in health_checks.BOUND_RULES[table]),
+    }
     # growing_mismatch, answers_missing and the rules of the newest values are in none of the lists
-    assert len(said) == len(RULES) + 4 and said <= named, said - named
+    assert len(said) == len(RULES) + 6 and said <= named, said - named
     read = set(re.findall(r'"((?:kl|split|mismatch|reward|answer|eval)/\w+)"', code))
     assert len(read) > 8 and all(metrics.is_known_metric(x) for x in read), (
         "a rule reads what no run writes"

@@ -40,15 +40,14 @@ from asyncrl.records import jsonl, process_log, rundir
 from asyncrl.records.health_checks import BOUND_RULES, Finding
 from asyncrl.records.process_log import ProcessIncarnation
 from asyncrl.supervise import doctor
+from asyncrl.supervise.hosts import TAIL_BYTES
 from asyncrl.supervise.report import advice, plots, run_page, run_view
 from asyncrl.supervise.report.run_view import RunView
-from asyncrl.supervise.report.series import Series, downsample, smooth_values
+from asyncrl.supervise.report.series import Series, downsample
 from asyncrl.supervise.report.token_samples import (
     SHADES,
-    SampleFilter,
     SampleStore,
     format_terminal,
-    parse_range,
 )
 from asyncrl.transport import http_server, sockets
 from asyncrl.transport.http_server import HttpServer, ListenAddress
@@ -115,6 +114,9 @@ def test_metrics_are_read_as_they_grow(tmp_path: Path) -> None:
     assert series.sample_line("reward/mean") == ([0.0, 1.0, 2.0], [0.5, 0.501, 0.75])
     assert series.sample_line("reward/mean", "time")[0] == [0.0, 0.5, 1.0]
     assert series.get_latest("reward/mean") == 0.75 and series.get_latest("no/such") is None
+    more = {"throughput/learner_tokens_per_s": 100.0, "time/step": 2.0}
+    series = read_series(tmp_path / "m", [metric_row(step, **more) for step in range(3)])
+    assert series.sample_line("reward/mean", "tokens")[0] == [200.0, 400.0, 600.0]
 
 
 def test_a_replaced_or_shortened_file_is_read_anew(tmp_path: Path) -> None:
@@ -144,12 +146,6 @@ def test_a_resumed_run_shows_the_later_row_of_a_step(tmp_path: Path) -> None:
     assert series.get_values("advantage/mean").tolist() == [9.0] * 3, "by its name now"
 
 
-def test_the_token_axis_adds_up_what_was_trained(tmp_path: Path) -> None:
-    more = {"throughput/learner_tokens_per_s": 100.0, "time/step": 2.0}
-    series = read_series(tmp_path / "m", [metric_row(step, **more) for step in range(3)])
-    assert series.sample_line("reward/mean", "tokens")[0] == [200.0, 400.0, 600.0]
-
-
 def test_downsampling_keeps_extremes_and_order() -> None:
     x = np.arange(100_000.0)
     y = np.sin(x / 500)
@@ -157,12 +153,6 @@ def test_downsampling_keeps_extremes_and_order() -> None:
     few_x, few_y = downsample(x, y, 1000)
     assert len(few_x) <= 1000 and few_y.max() == 50.0 and (np.diff(few_x) > 0).all()
     assert np.array_equal(y[few_x.astype(int)], few_y)
-
-
-def test_smoothing_keeps_a_constant_and_calms_the_rest() -> None:
-    noise = np.tile([0.0, 1.0], 100)
-    assert smooth_values(noise, 0.9)[-50:].std() < 0.1 < noise.std()
-    assert np.allclose(smooth_values(np.full(9, 3.0), 0.9), 3.0)
 
 
 def test_the_lag_histogram_over_time_is_of_shares() -> None:
@@ -180,23 +170,6 @@ def read_samples(run_dir: Path) -> SampleStore:
     return store
 
 
-def test_samples_cannot_be_chosen_by_what_is_no_pattern_or_order(run_dir: Path) -> None:
-    store = read_samples(run_dir)
-    for wrong in ({"text": "("}, {"sort": "color"}):
-        with pytest.raises(ConfigError, match="--"):
-            store.find(SampleFilter(**wrong))
-
-
-@pytest.mark.parametrize(
-    ("words", "bounds"),
-    [("3", (3, 3)), ("3..", (3, None)), ("..3", (None, 3)), ("..", (None, None))],
-)
-def test_ranges(words: str, bounds: tuple[float | None, float | None]) -> None:
-    assert parse_range(words, "lag") == bounds
-    with pytest.raises(ConfigError, match="--lag x"):
-        parse_range("x", "lag")
-
-
 def test_every_shade_of_a_token(run_dir: Path) -> None:
     store = read_samples(run_dir)
     shades = store.read_row(1)["sequences"][0]["shades"]
@@ -209,16 +182,13 @@ def test_every_shade_of_a_token(run_dir: Path) -> None:
     store.refresh()
     shades = store.read_row(0)["sequences"][0]["shades"]
     assert shades["mismatch"] == [0.0, -0.25, None] and shades["staleness"] == [0.25, 0.25, None]
-
-
-def test_tokens_of_an_environment_have_no_part_in_the_kl(run_dir: Path) -> None:
-    """They have no behavior policy: its log-probability is written as 0."""
+    # tokens of an environment have no behavior policy, and no part in the KL
     session = sample_row(9)
     sequence = session["sequences"][0]
     sequence["versions"] = [["1.0", 0, 1], ["1.1", 2, 3]]
     sequence["start"][1:], sequence["behavior"][1:] = [-9.0, -0.5], [0.0, -0.5]
     write_lines(run_dir / "token_samples.jsonl", [session])
-    store = read_samples(run_dir)
+    store.refresh()
     assert store.heads[0]["kl"] == pytest.approx((np.exp(0.25) - 1.25) / 2)
     assert store.read_row(0)["sequences"][0]["shades"]["version"] == ["1.0", None, "1.1"]
 
@@ -261,6 +231,7 @@ def test_the_command_prints_samples_or_json(run_dir: Path) -> None:
         (["--color", "red"], "choose one of version"),
         (["--step", "few"], "give a number or a range"),
         (["--text", "["], "not a regular expression"),
+        (["--sort", "color"], "--sort color: choose one of batch, reward"),
         (["--rule", "nosuch"], "--rule nosuch: choose one of group, best, worst"),
     ],
 )
@@ -280,7 +251,8 @@ def test_a_run_without_samples_says_how_they_come(run_dir: Path, tmp_path: Path)
 ANSWERS = ("overview", "plots?page=staleness", "processes", "ledger", "config", "logs")
 
 
-def test_every_answer_is_json(client: TestClient) -> None:
+def test_every_answer_is_json_and_nothing_is_written(client: TestClient, run_dir: Path) -> None:
+    before = {p: p.stat().st_mtime_ns for p in run_dir.rglob("*")}
     for name in (*ANSWERS, "samples", "sample?number=0", "plots?page=learner&axis=time"):
         reply = client.get(f"/api/{name}")
         assert reply.status_code == 200, (name, reply.text)
@@ -288,6 +260,8 @@ def test_every_answer_is_json(client: TestClient) -> None:
     assert client.get("/").status_code == 200
     for name in ("watch.js", "plot.js", "page.css"):
         assert client.get(f"/static/{name}").status_code == 200
+    client.get("/api/runs")
+    assert {p: p.stat().st_mtime_ns for p in run_dir.rglob("*")} == before
 
 
 def test_the_learner_s_page_shows_each_optimizer_step(client: TestClient, run_dir: Path) -> None:
@@ -300,12 +274,6 @@ def test_the_learner_s_page_shows_each_optimizer_step(client: TestClient, run_di
         (norm,) = [p for p in drawn if p["title"] == "Each optimizer step: gradient norm"]
         assert norm["lines"][0]["x"] == [n / 2 for n in range(2 * batch + 2)]
         assert norm["lines"][0]["run"] == "first"
-
-
-def test_a_run_that_begins_later_appears(client: TestClient, run_dir: Path) -> None:
-    client.get("/api/runs")
-    shutil.copytree(run_dir, run_dir.parent / "second")
-    assert [run["id"] for run in client.get("/api/runs").json()] == ["first", "second"]
 
 
 @pytest.mark.parametrize(
@@ -332,12 +300,15 @@ def test_a_wrong_question_gets_one_line(client: TestClient, query: str, message:
     assert reply.status_code == 400 and message in reply.json()["error"]
 
 
-def test_a_run_being_deleted_is_said_and_the_server_goes_on(
+def test_a_run_that_begins_appears_and_one_being_deleted_is_said(
     client: TestClient, run_dir: Path
 ) -> None:
     client.get("/api/runs")
+    second = shutil.copytree(run_dir, run_dir.parent / "second")
+    assert [run["id"] for run in client.get("/api/runs").json()] == ["first", "second"]
+    shutil.rmtree(second)
     shutil.rmtree(run_dir)
-    (run,) = client.get("/api/runs").json()
+    run, _ = client.get("/api/runs").json()
     assert run["state"] == "unreadable" and "removed" in run["problem"]
     for name in ANSWERS:
         assert client.get(f"/api/{name}").status_code in (200, 400)
@@ -360,13 +331,6 @@ def test_only_this_machine_without_a_token(run_dir: Path) -> None:
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"--port: 127.0.0.1:{port}: Address already in use"):
             server.serve([run_dir], "127.0.0.1", port, lambda *_: None, token=True)
-
-
-def test_the_page_reads_and_never_writes(client: TestClient, run_dir: Path) -> None:
-    before = {p: p.stat().st_mtime_ns for p in run_dir.rglob("*")}
-    for name in (*ANSWERS, "samples", "runs"):
-        client.get(f"/api/{name}")
-    assert {p: p.stat().st_mtime_ns for p in run_dir.rglob("*")} == before
 
 
 WAITS = "time/learner_idle_share", "time/generator_idle_share", "time/reward_wait_share"
@@ -569,17 +533,18 @@ def test_the_row_of_a_run_has_its_newest_numbers(client: TestClient, run_dir: Pa
 
 
 def test_an_evaluation_at_the_end_is_not_a_step(client: TestClient, run_dir: Path) -> None:
-    """Its row has the version, which is the number of batches before it."""
+    """Its row has the version, which is the number of batches before it; a run may have none."""
     append(run_dir / "metrics.jsonl", {"step": 30, "t": 15.5, "eval/heldout": 0.75})
     (row,) = answer(client, "runs")
     assert row["step"] == 30 and row["accuracy"] == 0.75
 
-
-def test_a_run_without_a_step_has_none(client: TestClient, run_dir: Path) -> None:
     (run_dir / "metrics.jsonl").unlink()
     (row,) = answer(client, "runs")
     assert (row["step"], row["seconds"], row["rows"]) == (0, 0.0, 0)
     assert row["accuracy"] is None and row["reward"] is None and row["lag"] is None
+    (run_dir / "config.toml").write_text("[learner]\nsteps = 'many'\n")
+    (row,) = answer(client, "runs")
+    assert (row["state"], row["steps"]) == ("unreadable", 0) and "learner.steps" in row["problem"]
 
 
 @pytest.mark.parametrize("name", ["supervisor", "buffer"])
@@ -598,12 +563,6 @@ def test_a_run_runs_while_its_supervisor_or_its_buffer_does(
     assert states() == ["stopped"], "it has not written its model"
     (run_dir / "weights_digest").write_text("abc")
     assert states() == ["finished"]
-
-
-def test_an_unreadable_run_says_why_and_has_no_steps(client: TestClient, run_dir: Path) -> None:
-    (run_dir / "config.toml").write_text("[learner]\nsteps = 'many'\n")
-    (row,) = answer(client, "runs")
-    assert (row["state"], row["steps"]) == ("unreadable", 0) and "learner.steps" in row["problem"]
 
 
 def test_settings_are_read_again_when_their_file_changes(run_dir: Path) -> None:
@@ -640,12 +599,10 @@ def test_a_run_in_progress_is_summed_up_beside_the_answers(
         time.sleep(0.01)
 
 
-def test_what_a_run_wrote_at_its_end_is_its_summary(run_dir: Path) -> None:
+def test_what_a_run_wrote_at_its_end_is_its_summary_unless_it_lacks_keys(run_dir: Path) -> None:
     written = write_summary(run_dir, heldout_end=0.5)
     assert RunView("first", run_dir).read_summary() == written
 
-
-def test_a_summary_that_lacks_keys_is_composed_anew(run_dir: Path) -> None:
     (run_dir / "summary.json").write_text('{"heldout_end": 0.5}')
     found = wait_for_summary(RunView("first", run_dir))
     assert found["wall_s"] == 14.5 and found["heldout_end"] is None
@@ -906,7 +863,7 @@ def test_logs_the_newest_attempt_first_and_their_end_alone(
     assert text.endswith("\nend") and "begin" not in text and len(text) < 2100
     first = answer(client, "logs?file=logs/attempt_1/learner.log")["text"]
     assert first.startswith("starting\n") and "\x1b" not in first and "<script>" in first
-    long.write_bytes(b"a" * (run_view.LOG_BYTES - 5) + b"\nlast")
+    long.write_bytes(b"a" * (TAIL_BYTES - 5) + b"\nlast")
     assert RunView("", run_dir).read_log_tail("logs/attempt_2/learner.log").startswith("aaa")
     shutil.rmtree(run_dir / "logs")
     (run_dir / "supervisor.log").unlink()

@@ -106,15 +106,6 @@ POLL_S = 1.0
 END_S = 60  # for the remaining rows and the end of the tracker
 
 
-def send(tracker: Tracker, path: Path, offset: int) -> int:
-    """Send the rows from `offset` on; returns the offset behind them."""
-    for row, behind in jsonl.read_new_rows(path, offset):
-        numbers = {name: float(value) for name, value in metrics.select_numbers(row).items()}
-        tracker.log(row["step"], numbers | {"time/run": float(row.get("t", 0.0))})
-        offset = behind
-    return offset
-
-
 def main(run_dir: Path, name: str) -> None:
     """Feed one tracker, and record a failure in RUN/trackers/NAME.json."""
     state_file = run_dir / "trackers" / f"{name}.json"
@@ -153,14 +144,16 @@ def feed(run_dir: Path, name: str, state: dict[str, Any], note: Callable[..., No
     tracker = TRACKERS[name](run_dir, settings, run_id, state.get("id", ""))
     note(id=tracker.id, failed="")
     ended = False
+    growing = jsonl.GrowingFile(run_dir / "metrics.jsonl", state.get("offset", 0))
     while not ended:
         ended = bool(select.select([sys.stdin], [], [], POLL_S)[0])
         if ended:
             signal.alarm(END_S)
-        offset = state.get("offset", 0)
-        behind = send(tracker, run_dir / "metrics.jsonl", offset)
-        if behind != offset:
-            note(offset=behind)
+        for row in (rows := growing.read_rows()):
+            numbers = {name: float(value) for name, value in metrics.select_numbers(row).items()}
+            tracker.log(row["step"], numbers | {"time/run": float(row.get("t", 0.0))})
+        if rows:
+            note(offset=growing.offset)
     tracker.finish()
 
 

@@ -29,13 +29,13 @@ class ProcessSpec(NamedTuple):
     log: Path  # stdout and stderr are appended to this file, on whichever host the process runs
 
 
-def read_last_lines(log: Path, count: int) -> list[str]:
+def read_last_lines(log: Path, count: int, longest: int = LONGEST_LINE) -> list[str]:
     """Read the last lines of a log, [] if it is missing.  The first line may be incomplete."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
             last = file.read().decode(errors="replace").splitlines()[-count:]
-            return [escape_line(line, LONGEST_LINE) for line in last]
+            return [escape_line(line, longest) for line in last]
     except OSError:
         return []
 

@@ -1,6 +1,7 @@
 """The metrics on each page, and the plots of one or several runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -10,9 +11,14 @@ from asyncrl.contract.toml_writer import read_table
 from asyncrl.records.metrics import METRICS
 from asyncrl.records.page_kit import PagePlot, PlotLine
 from asyncrl.supervise.live import label_set
-from asyncrl.supervise.report.series import POINTS, Axis, Series, downsample
+from asyncrl.supervise.report.series import POINTS, Axis, Column, Series
 
-AXIS_NAMES = {"step": "step", "time": "seconds of RL", "tokens": "trained tokens"}
+AXIS_NAMES = {
+    "step": "step",
+    "time": "seconds of RL",
+    "tokens": "trained tokens",
+    "batch": "batch",
+}
 
 
 class MetricPlot(msgspec.Struct, frozen=True, eq=False):
@@ -30,12 +36,6 @@ class MetricPlot(msgspec.Struct, frozen=True, eq=False):
 PAGES: dict[str, list[MetricPlot]] = read_table(__file__, dict[str, list[MetricPlot]])
 STEP_PLOTS = PAGES.pop("optimizer_steps")
 TASK_PLOTS = PAGES.pop("tasks")
-
-
-def build_set_plot(names: Iterable[str]) -> MetricPlot:
-    """Build the plot of evaluation sets: mean reward, greedy reward and pass@k of each."""
-    labels = {name: label for name in sorted(set(names)) if (label := label_set(name)[1])}
-    return MetricPlot("Evaluation sets", labels, "reward, share")
 
 
 def build_task_plots(names: Iterable[str]) -> list[MetricPlot]:
@@ -60,15 +60,27 @@ def build_plots(
     smooth: float = 0.0,
     points: int = POINTS,
 ) -> list[PagePlot]:
-    """Build the plots of a page, without empty ones.
-
-    The band of an evaluation is its 95 % interval over prompts."""
-    figures = []
+    """Build the plots of a page, without empty ones."""
     shown_plots = PAGES[page]
     if page == "overview":
         names = [name for series in runs.values() for name in series.columns]
-        added_plots = build_set_plot(names), *build_task_plots(names)
+        # mean reward, greedy reward and pass@k of each
+        sets = {name: label for name in sorted(set(names)) if (label := label_set(name)[1])}
+        added_plots = [MetricPlot("Evaluation sets", sets, "reward, share")]
+        added_plots += build_task_plots(names)
         shown_plots = [*shown_plots[:1], *added_plots, *shown_plots[1:]]
+    return draw(shown_plots, runs, axis, smooth, points)
+
+
+def draw(
+    shown_plots: Sequence[MetricPlot],
+    runs: Mapping[str, Series],
+    axis: Axis,
+    smooth: float,
+    points: int,
+) -> list[PagePlot]:
+    """Draw plots, without empty ones; the band of an evaluation is its 95 % interval."""
+    figures = []
     for plot in shown_plots:
         lines = []
         for run, series in runs.items():
@@ -172,22 +184,12 @@ def build_step_plots(runs: Mapping[str, Series], points: int = POINTS) -> list[P
     Args:
         runs: name -> the run's optimizer_steps.jsonl.
     """
-    several = {run: series for run, series in runs.items() if series.get_values("update").any()}
-    times: dict[str, np.ndarray] = {}
-    for run, series in several.items():
-        batch = series.axes["step"].values
-        _, batch_index, counts = np.unique(batch, return_inverse=True, return_counts=True)
-        times[run] = batch + series.align("update", 0.0) / counts[batch_index]
-    figures = []
-    for plot in STEP_PLOTS:
-        lines = []
-        for run, series in several.items():
-            for name, label in plot.series.items():
-                if column := series.columns.get(name):
-                    points_kept = downsample(times[run][column.rows], column.values, points)
-                    across, values = (kept.tolist() for kept in points_kept)
-                    lines.append(PlotLine(label, across, values, run=run, metric=name))
-        if lines:
-            meanings = {name: METRICS[name].meaning for name in plot.series}
-            figures.append(PagePlot(plot.title, plot.unit, lines, "batch", metrics=meanings))
-    return figures
+    several: dict[str, Series] = {}
+    for run, series in runs.items():
+        updates = series.align("update", 0.0)
+        if updates.any():
+            batch, places = series.axes["step"].values, Column()
+            _, batch_index, counts = np.unique(batch, return_inverse=True, return_counts=True)
+            places.extend(np.arange(len(batch)), batch + updates / counts[batch_index])
+            several[run] = replace(series, axes=series.axes | {"batch": places})
+    return draw(STEP_PLOTS, several, "batch", 0.0, points)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import statistics
 import threading
 import time
@@ -31,6 +30,7 @@ from asyncrl.records.page_kit import (
 )
 from asyncrl.supervise import doctor, live
 from asyncrl.supervise import summary as summaries
+from asyncrl.supervise.hosts import TAIL_BYTES, read_last_lines
 from asyncrl.supervise.report import advice
 from asyncrl.supervise.report.series import Series
 from asyncrl.supervise.report.token_samples import FILE, SampleStore
@@ -41,7 +41,6 @@ ENDS = ("start", "end")
 LEDGER = ("line", "tokens", "share", "samples", "mean length", "mean reward")
 TASKS = ("task", "share", "reward", "lag", "ESS", "removed groups", "held-out")
 MOVES = 8  # number of newest changes of the limit that are described; the plot has all
-LOG_BYTES = 64 * 1024
 COMPOSE_S = 5.0  # a summary of a run in progress is composed at most this often
 # keys that the blocks read
 SUMMARY_KEYS = {"heldout_start", "heldout_end", "ood_end", "wall_s", "steps", "lag", "speed"}
@@ -179,7 +178,7 @@ class RunView:
         """Return advice, waits, the health checks that fired, and the main figures."""
         advice, fired = self.list_advice(summary.get("signs", []))
         latest = self.series.read_latest()
-        waits = (live.describe_reward_wait(latest), live.describe("link", latest))
+        waits = (live.describe("rewards", latest), live.describe("link", latest))
         return [
             ListBlock([*map(format_item, advice), *filter(None, waits)], id="advice"),
             ListBlock(map(format_item, fired), id="signs", style="warn"),
@@ -272,10 +271,7 @@ class RunView:
         """
         if name not in self.list_logs():
             raise ConfigError(f"{name}: no log file of {self.home}")
-        with (self.home / name).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
-            text = file.read().decode("utf-8", "replace")
-        return "\n".join(escape_line(line, 2000) for line in text.splitlines())
+        return "\n".join(read_last_lines(self.home / name, TAIL_BYTES, 2000))
 
 
 def read_settings(path: Path) -> JsonObject:

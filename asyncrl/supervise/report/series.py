@@ -15,7 +15,7 @@ from numpy import ndarray
 from asyncrl.records import health_checks, jsonl, metrics
 from asyncrl.records.jsonl import JsonObject
 
-Axis = Literal["step", "time", "tokens"]
+Axis = Literal["step", "time", "tokens", "batch"]  # batch: with the place of a step in it
 AXES: tuple[Axis, ...] = ("step", "time", "tokens")
 TRAINED = "reward/mean"  # in every row of a batch, in no row of an evaluation
 POINTS = 1200  # most points of a line that is sent to a page

@@ -48,8 +48,8 @@ class SampleFilter:
 def parse_range(text: str, key: str) -> tuple[float | None, float | None]:
     """Parse `3`, `3..`, `..3` or `1..3`. Raises ConfigError for other texts.
 
-    >>> parse_range("3..", "lag"), parse_range("0", "reward")
-    ((3.0, None), (0.0, 0.0))
+    >>> parse_range("3..", "lag"), parse_range("..3", "lag"), parse_range("0", "reward")
+    ((3.0, None), (None, 3.0), (0.0, 0.0))
     """
     lowest, dots, highest = text.partition("..")
     try:
