@@ -28,6 +28,7 @@ NonNegative = Annotated[float, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 PositiveShare = Annotated[float, Meta(gt=0, le=1)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 

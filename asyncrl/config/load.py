@@ -253,7 +253,7 @@ def _convert(tree: ConfigSchema[Struct], flat: FlatTable, source: _ConfigSource)
         key = re.sub(r"\[\.\.\.\]|\[\d+\]", "", path.strip("`").lstrip("."))
         key = key or (match.group(1) if (match := re.search(r"field `(\w+)`", message)) else "")
         raise ConfigError(
-            f"{source.locate(key)}: {key}: {message}{_list_allowed_values(key, tree.root)}"
+            f"{source.locate(key)}: {key}: {message}{list_allowed_values(key, tree.root)}"
         ) from error
     if problems := tree.check(config):
         key = problems[0].split(":")[0].split(" ")[0]
@@ -305,7 +305,7 @@ def _check_known(flat: FlatTable, root: Any, source: _ConfigSource) -> None:
             if layers.choose_struct(flat, root, section) is None:
                 raise ConfigError(
                     f"{source.locate(key)}: {key}: Invalid value {value!r}"
-                    f"{_list_allowed_values(key, root)}"
+                    f"{list_allowed_values(key, root)}"
                 )
         elif key not in layers.map_places(root) and not (root is Config and key == "method"):
             known = RENAMED.keys() | SPLIT.keys()
@@ -364,11 +364,11 @@ def list_choices(key: str) -> list[str]:
         return list(kind)
     kind = layers.split_annotations(kind)[0]
     members = get_args(kind) if layers.is_union(kind) else [kind]
-    literals = [member for member in members if get_origin(member) is Literal]
-    return [str(value) for literal in literals for value in get_args(literal)]
+    literals = (get_args(member) for member in members if get_origin(member) is Literal)
+    return [str(value) for literal in literals for value in literal]
 
 
-def _list_allowed_values(key: str, root: Any) -> str:
+def list_allowed_values(key: str, root: Any) -> str:
     """Return the end of a message with the values that a key allows, or ""."""
     kind = _find_type(key, root)
     if kind is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from asyncrl.algorithms.settings import Count, NonNegative, Positive, Section, Seed, Share
+from asyncrl.algorithms.settings import Count, Decay, NonNegative, Positive, Section, Seed, Share
 from asyncrl.config import layers, load, rules
 
 
@@ -46,9 +46,9 @@ class SftTraining(Section):
     0: none."""
     lr_end: Share = 0.05
     """Share of lr at which linear and cosine end."""
-    beta1: Share = 0.9
+    beta1: Decay = 0.9
     """AdamW: decay of the running mean of the gradient."""
-    beta2: Share = 0.99
+    beta2: Decay = 0.99
     """AdamW: decay of the running mean of the squared gradient."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay. 0: none."""

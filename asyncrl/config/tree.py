@@ -21,6 +21,7 @@ from asyncrl.algorithms.settings import (
     AnyLoss,
     BehaviorCorrection,
     Count,
+    Decay,
     NonNegative,
     Positive,
     PositiveFloat,
@@ -380,9 +381,9 @@ class LearnerConfig(Section):
     warmup_steps: Count = 0
     """Batches over which the learning rate rises linearly from 0 to learner.lr; batch 0 is trained
     at 0. 0: none."""
-    beta1: Share = 0.9
+    beta1: Decay = 0.9
     """AdamW: decay of the running mean of the gradient."""
-    beta2: Share = 0.99
+    beta2: Decay = 0.99
     """AdamW: decay of the running mean of the squared gradient."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay of the optimizer. 0: none."""

@@ -545,6 +545,8 @@ def test_evaluations_out_and_queued_survive(tmp_path: Path) -> None:
     again = recorded(tmp_path)
     assert state(again) == state(store)
     assert again.evaluations.list_labels() == [(1, 0), (1, 0)]
+    again.renew_all_leases(500.0)
+    assert {job.expires for job in again.evaluations.leased_jobs.values()} == {520.0}
     assert again.evaluations.plan.ood_every == 5
     judged(again, b, 1.0)
     (c, *_) = again.grant("g", 1, 1, 0.0)

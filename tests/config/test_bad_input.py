@@ -299,7 +299,6 @@ def test_an_export_of_an_untrained_model_is_noted(
         (["runn"], 2, "No such command 'runn'. Did you mean run? --help lists"),
         (["config", "shw"], 2, "Did you mean show?"),
         (["config", "explain", "foo.bar"], 2, "there is no section foo; sections: advantage, "),
-        (["report", "nowhere"], 2, "no run directory"),
     ],
 )
 def test_commands_typed_wrong(argv: list[str], code: int, said: str) -> None:

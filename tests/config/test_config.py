@@ -88,6 +88,7 @@ def test_mistakes_in_a_file(more: str, said: str, tmp_path: Path) -> None:
         ("learner.lr", "write key.path=value"),
         ("learner.steps=-1", "--set learner.steps=-1: learner.steps"),
         ("seed.x=1", "seed: Expected `int`"),
+        ("learner.beta2=1", "choose a number of at least 0 and below 1"),
         (f"seed={2**63}", "seed: Expected `int` <= 9223372036854775807"),
         (
             "model.device=tpu",
@@ -439,6 +440,7 @@ def test_text_needs_no_quotes_on_the_command_line(item: str, value: str) -> None
         ("learner.lr=1 2", "is not a TOML value"),
         ("generator.engine=v llm", "is not a TOML value"),
         ("name=['R']", "name: Expected `str`, got `array`"),
+        ("lerner.lr=1", "--set lerner.lr=1: lerner: unknown key; did you mean learner?"),
     ],
 )
 def test_what_is_neither_text_nor_toml_is_refused(item: str, said: str) -> None:
@@ -453,10 +455,3 @@ def test_text_that_only_some_methods_take_is_found() -> None:
     for key in ("learner.lr", "generator.engine", "kl", "no.such.key", "staleness.max_lag"):
         with pytest.raises(ConfigError):
             load.apply({}, f"{key}=a b")
-
-
-def test_a_misspelled_section_on_the_command_line_is_not_the_files() -> None:
-    with pytest.raises(ConfigError) as error:
-        load.load("demo", ["lerner.lr=1"])
-    assert str(error.value).startswith("--set lerner.lr=1: lerner: unknown key")
-    assert "did you mean learner?" in str(error.value)

@@ -116,30 +116,18 @@ def test_a_group_without_a_command_prints_its_help(
 
 @pytest.mark.cold
 @pytest.mark.parametrize(
-    "argv",
-    [
-        ("report", "nowhere"),
-        ("export", "nowhere", "x"),
-        ("eval", "nowhere", "demo"),
-        ("eval", "MODEL", "nowhere"),
-        ("serve", "nowhere"),
-        ("replay", "nowhere"),
-        ("diff", "nowhere", "x"),
-        ("sft", "nowhere"),
-        ("tinker", "nowhere"),
-        ("simulate", "demo", "--from", "nowhere"),
-        ("simulate", "nowhere"),
-        ("doctor", "--exact", "nowhere"),
-        ("run", "nowhere"),
-        ("figure", "nowhere", "-o", "x.svg"),
-        ("samples", "nowhere"),
-    ],
-    ids=" ".join,
+    "command",
+    """report nowhere; export nowhere x; eval nowhere demo; eval MODEL nowhere; serve nowhere
+    replay nowhere; diff nowhere x; sft nowhere; tinker nowhere; simulate demo --from nowhere
+    simulate nowhere; doctor --exact nowhere; run nowhere; figure nowhere -o x.svg; samples nowhere
+    """.strip()
+    .replace("\n", ";")
+    .split(";"),
 )
 def test_a_wrong_path_is_told_before_torch_is_imported(
-    argv: tuple[str, ...], small_model: Path, tmp_path: Path
+    command: str, small_model: Path, tmp_path: Path
 ) -> None:
-    words = [str(small_model) if word == "MODEL" else word for word in argv]
+    words = command.replace("MODEL", str(small_model)).split()
     done = run_command([sys.executable, "-c", SHOW_ALL, *words], cwd=tmp_path)
     assert "error: " in done.err and "nowhere" in done.err, done.err
     assert "torch" not in done.out.splitlines()[-1].split()

@@ -265,14 +265,19 @@ def test_what_a_tiny_model_cannot_be_built_for(
     assert "set model.path to your own model" in str(error.value)
 
 
-def test_the_model_knows_every_character_and_has_room(tmp_path: Path) -> None:
+def test_the_model_knows_every_character_and_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts(tmp_path / "p.jsonl", *({"prompt": f"{x}?", "answer": x} for x in "abcdef"))
     config = load.load(
         new.TEMPLATE / "config.toml",
         [f"task.prompts='{tmp_path / 'p.jsonl'}'", "task.heldout=''", "generator.context=400"],
     )
     assert config.task == TaskConfig(name="file", prompts=str(tmp_path / "p.jsonl"))
-    said = warm_start(config, tmp_path / "model", steps=3, threads=1)
+    monkeypatch.setattr("asyncrl.tasks.warm_start.PROGRESS_S", -1.0)
+    told: list[str] = []
+    said = warm_start(config, tmp_path / "model", steps=3, threads=1, say=told.append)
+    assert sum(line.startswith("warm start: step ") for line in told) == 3
     assert said["steps"] == 3 and said["task"] == "file" and 0 <= said["accuracy"] <= 1
     made = json.loads((tmp_path / "model" / "config.json").read_text())
     assert made["max_position_embeddings"] == 400

@@ -322,7 +322,7 @@ def test_a_sequence_is_drawn_along_the_run() -> None:
         (["swap={ order = [1] }"], "one key `sequence`"),
         (["step='fast'"], "step"),
         (["swap=true"], "swap"),
-        (["group_lengths=[[]]"], "needs a length"),
+        (["group_lengths=[[]]"], "Expected `array` of length >= 1"),
     ],
 )
 def test_times_that_cannot_be_are_one_clear_error(words: list[str], message: str) -> None:
@@ -632,6 +632,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--from", "/nowhere"], "does not exist"),
         (["--times", "/nowhere.toml"], "/nowhere.toml"),
         (["--time", "swap=fast"], "not a distribution"),
+        (["--time", "cores=0"], "--time: cores: Expected `float` > 0.0; choose a number above 0"),
         (["--plot", "/nowhere/p.html"], "the directory /nowhere does not exist"),
         (["--set", "staleness.delay=1"], "staleness.delay: is not simulated"),
         (["--limit", "1", "--set", "staleness.inject=2"], "below staleness.inject"),

@@ -265,6 +265,7 @@ def test_a_page_is_short_and_its_numbers_earn_their_place() -> None:
             continue
         for page in pages:
             words, numbers = density(page)
+            assert not re.search(r"(?m)^ {1,3}[-*+] ", prose(page)), "the site nests by 4 spaces"
             assert words <= 1200, f"{name(page)}: {words} words; split it by topic"
             assert numbers <= 6, f"{name(page)}: {numbers:.1f} numbers a hundred words"
 

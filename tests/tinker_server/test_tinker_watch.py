@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import tinker
@@ -27,7 +29,7 @@ from asyncrl.supervise.report.plots import PAGES
 from asyncrl.supervise.report.token_samples import SHADES
 from asyncrl.supervise.tinker_status import TinkerModelView
 from asyncrl.tinker import app, sample_log
-from asyncrl.tinker.server import record_process
+from asyncrl.tinker import server as module
 from asyncrl.viewer.app import WatchApp
 
 ADAM = types.AdamParams(learning_rate=1e-2)
@@ -65,7 +67,7 @@ def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.Mo
     monkeypatch.setattr(sample_log, "EVERY", 2)
     watch = TestClient(WatchApp([server.folder]).build_application())
     assert ask(watch, "runs") == [], "no client has come yet"
-    with record_process(server.folder), server.client() as service:
+    with module.record_process(server.folder), server.client() as service:
         process_log.append_event(server.folder, "training", os.getpid(), "began")
         process_log.append_event(server.folder, "sampling", 1, "began")
         process_log.append_event(server.folder, "sampling", 1, "ended", code=-9)
@@ -292,6 +294,22 @@ def test_the_ledger_is_current_while_a_client_only_samples(
         assert (seen["sampled"], seen["never_trained"]) == (3, 3)
 
 
+def test_a_server_tells_that_it_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "PROGRESS_S", 0.0)
+
+    async def pause() -> None:
+        for _ in range(9):
+            await asyncio.sleep(0)
+
+    asyncio.run(
+        module.run_workers(cast(Any, SimpleNamespace(start=pause, stop=pause))).__aenter__()
+    )
+    first, *later = capsys.readouterr().err.splitlines()
+    assert set(later) == {f"{first} (0 s)"} and len(later) < 9, "none once it has started"
+
+
 def test_doctor_names_the_processes_and_how_they_ended(tmp_path: Path) -> None:
     (tmp_path / "tinker.toml").write_text("")
     (tmp_path / "url").write_text("http://127.0.0.1:8931\n")
@@ -320,9 +338,9 @@ def test_doctor_names_the_processes_and_how_they_ended(tmp_path: Path) -> None:
     assert shown[0] == "the server is not running"
     assert f"server (process {os.getpid()}) was asked to end" in shown[1]
     assert "training (process 17) ended without a report" in shown[2]  # with the server
-    with pytest.raises(ZeroDivisionError), record_process(tmp_path):
+    with pytest.raises(ZeroDivisionError), module.record_process(tmp_path):
         1 / 0  # noqa: B018
     assert "ended with exit code 1: division by zero" in lines()[1]
-    with pytest.raises(KeyboardInterrupt), record_process(tmp_path):
+    with pytest.raises(KeyboardInterrupt), module.record_process(tmp_path):
         raise KeyboardInterrupt
     assert "was asked to end" in lines()[1]

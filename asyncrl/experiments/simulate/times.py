@@ -27,7 +27,14 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from actors.turn import DECODE_STEPS
-from asyncrl.algorithms.settings import NonNegative, PositiveFloat, PositiveShare, Section, Share
+from asyncrl.algorithms.settings import (
+    Decay,
+    NonNegative,
+    PositiveFloat,
+    PositiveShare,
+    Section,
+    Share,
+)
 from asyncrl.config import load as configs
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
@@ -144,7 +151,8 @@ class TimeModel(Section):
     cores: PositiveFloat | None = None
     noise: Spec = 1.0  # factor of each decode call
     lengths: Spec | None = None  # tokens of a call, by default half to all of max_new_tokens
-    group_lengths: list[list[int]] | None = None  # of whole groups, overrides lengths
+    # of whole groups, overrides lengths
+    group_lengths: list[Annotated[list[int], Meta(min_length=1)]] | None = None
     calls: Spec = 1  # calls of a session, each with its own length
     tool: Spec = 0.0  # between two calls of a session: a tool, an environment's step
     reward: Spec = 0.0  # a call in a reward process
@@ -159,7 +167,7 @@ class TimeModel(Section):
     wire: NonNegative = 0.0005  # a message, one way
     buffer: NonNegative = 1e-4  # the buffer's work for each sample
     no_spread: Share = 0.0  # share of zero-variance groups
-    failed: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share of samples whose reward fails
+    failed: Decay = 0.0  # share of samples whose reward fails
 
 
 # fields that may be distributions, except `lengths`, which depends on the config if it is absent
@@ -202,12 +210,12 @@ def merge_times(base: TimeModel, table: dict[str, Any], source: str) -> TimeMode
     try:
         times: TimeModel = msgspec.convert(msgspec.to_builtins(base) | table, TimeModel)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}") from error
+        message, _, key = str(error).strip("`").partition(" - at `$.")
+        allowed = configs.list_allowed_values(key, TimeModel)
+        raise ConfigError(f"{source}: {key}: {message}{allowed}") from error
     for name in (*DISTRIBUTIONS, "lengths"):
         if (spec := getattr(times, name)) is not None:
             make_sampler(spec, random.Random(0), f"{source}: {name}")
-    if times.group_lengths is not None and not all(times.group_lengths):
-        raise ConfigError(f"{source}: group_lengths: every group needs a length")
     return times
 
 
