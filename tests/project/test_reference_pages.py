@@ -10,9 +10,6 @@ from pathlib import Path
 import click
 import pytest
 
-from asyncrl.config import load
-from asyncrl.records import health_checks, metrics
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import reference_pages  # noqa: E402

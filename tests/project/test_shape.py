@@ -23,7 +23,7 @@ def test_the_product_is_within_every_limit() -> None:
         gc.enable()
     found = {figure.name: (figure.value, figure.limit, figure.places) for figure in figures}
     assert {name: each for name, each in found.items() if each[0] > each[1]} == {}
-    assert len(found) == 18
+    assert len(found) == 19
 
 
 LONG = "\n".join(["def long():", *["    pass"] * 121])
@@ -35,6 +35,7 @@ BEYOND = {
     "modules with one importer": "import part.two",
     "one-call helpers": "def read():\n    '''Text.'''\n    pass\n\n\nread()",
     "lines of tests, % of the product": "value = 1\n",
+    "words of pages outside the log": "",
     "lines of a function, most": LONG,
     "calls with over 6 arguments by position": "print(\n" + "1,\n" * 7 + ")",
     "one-letter names": "def f(x):\n    pass",
@@ -47,6 +48,7 @@ LIMITS = {
     "modules with one importer": 0,
     "one-call helpers": 0,
     "lines of tests, % of the product": 199,
+    "words of pages outside the log": 2,
 }
 
 
@@ -67,6 +69,10 @@ def test_what_is_beyond_a_limit_is_found_with_its_place(
     if name == "lines of tests, % of the product":
         (tmp_path / "tests").mkdir()
         (tmp_path / "tests" / "test_one.py").write_text("value = 1\n" * 2)
+    if name == "words of pages outside the log":
+        (tmp_path / "docs" / "log").mkdir(parents=True)
+        for page in ("page", "metrics", "log/lag"):  # the second is generated
+            (tmp_path / "docs" / f"{page}.md").write_text("# Two words\n")
     monkeypatch.setattr(shape, "ROOT", tmp_path)
     monkeypatch.setattr(shape, "PRODUCT", ("part",))
     if name == "one-letter names":
@@ -74,7 +80,9 @@ def test_what_is_beyond_a_limit_is_found_with_its_place(
     monkeypatch.setattr(shape, "MATHEMATICS", ())
     beyond = [figure for figure in shape.figures() if figure.value > figure.limit]
     assert [figure.name for figure in beyond] == [name]
-    if name not in ("lines", "lines of tests, % of the product"):
+    if name == "words of pages outside the log":
+        assert beyond[0].places == ["docs/page.md: 3"]
+    elif name not in ("lines", "lines of tests, % of the product"):
         assert beyond[0].places[0].startswith("part")
 
 
