@@ -392,9 +392,8 @@ def try_anew(trial: Trial, directory: Path) -> dict[str, Any]:
     return {"status": SURVIVED if seen else UNTESTED, "by": ""}
 
 
-def write_table(paths: Sequence[str], work: Path, workers: int) -> None:
-    """Measure every fast test file, and note which source files it runs."""
-    files = fast_files()
+def write_table(paths: Sequence[str], work: Path, workers: int, files: Sequence[str]) -> None:
+    """Measure these fast test files, and note which source files each runs."""
 
     def act(session: CollectedSession) -> dict[str, Any]:
         baseline(session, files, paths, work, workers, exact=True)
@@ -405,9 +404,10 @@ def write_table(paths: Sequence[str], work: Path, workers: int) -> None:
     table = {
         # of a file with a failing test nothing was measured
         t: sorted(set(found["lines"]) & set(paths))
-        if (found := kept(t, paths, exact=True))
+        if t in files and (found := kept(t, paths, exact=True))
         else old.get(t, [])
-        for t in files
+        for t in fast_files()
+        if t in files or t in old
     }
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
     print(f"{TABLE}: {len(table)} test files")
@@ -581,7 +581,9 @@ def main() -> None:
         help="files of tests instead of those of the table, with commas between them",
     )
     p.add_argument("--minutes", type=float, default=0.0, help="end after so many; 0: never")
-    p.add_argument("--table", action="store_true", help="write mutants_tests.json anew")
+    p.add_argument(
+        "--table", action="store_true", help="write mutants_tests.json anew, or of --tests alone"
+    )
     p.add_argument("--planted", action="store_true")
     p.add_argument("--quick", action="store_true", help="a sample of 20; writes no result")
     p.add_argument("--workers", type=int, default=2)
@@ -789,7 +791,9 @@ def _main(args: argparse.Namespace, work: Path) -> None:
         sys.exit(1 if alive else 0)
     paths = sources()
     if args.table:
-        write_table(paths, work, args.workers)
+        write_table(
+            paths, work, args.workers, args.tests.split(",") if args.tests else fast_files()
+        )
         return
     paths = [p for p in paths if args.module in p]
     every = catalogue(paths)

@@ -21,6 +21,7 @@ from generator_kit import (
     tickets,
 )
 
+from actors import generator
 from actors.engine import Completion
 from actors.generator import Generator
 from actors.turn import PromptTooLong, build_failed_trajectory
@@ -296,6 +297,23 @@ def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(make: Mak
     assert isinstance(renew, m.LeaseRenewal) and renew.progress == [(0, 1, 6)]
     assert renew.stats["prefix/hits"] == 4.0 and "generator/tokens" in renew.stats
     assert leaving == m.GeneratorGoodbye(g.producer, g.session) and g.socket.closed
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_process_builds_its_engine_on_its_gpu_and_says_what_it_made(
+    is_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    config: Any = SimpleNamespace(generator=SimpleNamespace(gpus=[4, 5]))
+    made = Mock(usage=SimpleNamespace(tokens=12.4))
+    made.run_until_signal.return_value = is_over
+    monkeypatch.setattr(generator, "bind", lambda *given: seen.append(given))
+    monkeypatch.setattr(generator, "build_engine", lambda given: [given])
+    monkeypatch.setattr(generator, "Generator", lambda *given: seen.append(given) or made)
+    assert generator.main(config, Path("run"), 1) is is_over
+    assert seen == [([4, 5], 1, "generator.gpus"), (config, Path("run"), 1, [config])]
+    made.run_until_signal.assert_called_once_with(made.loop)
+    made.log_change.assert_called_once_with("ended after 12 tokens")
 
 
 def test_told_that_the_run_is_over_it_ends_without_a_word(make: MakeGenerator) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -492,6 +493,16 @@ def test_when_a_pool_measures_whether_it_should_grow(monkeypatch: pytest.MonkeyP
     pool.suspects.clear()
     begun.units = [1, 2, 3]
     assert pool.count_waiting() == 4
+    sent: list[Any] = []
+    monkeypatch.setattr(rewards, "_estimate_bytes", len)
+    pool._send = lambda *given: sent.append(given)
+    full, free = (Mock(**vars(begun), is_reserved=False, bytes=0) for _ in range(2))
+    full.ready = free.ready = True
+    pool.workers, pool.unit_s, free.units = [full, free], 0.0, []
+    pool.suspects.extend("ab")
+    pool._feed()
+    assert sent == [(free, [["a"]])] and free.is_reserved and not full.is_reserved
+    assert pool.suspects == deque("b") and (full.bytes, free.bytes) == (0, 1)
 
 
 def test_a_pool_grows_as_long_as_that_pays() -> None:

@@ -105,6 +105,10 @@ def test_requests_of_a_broken_server_go_to_another_until_it_is_back(
             while "is back" not in capfd.readouterr().err:
                 time.sleep(0.01)
             assert one.version == "1.0.d0"
+        one.status = {"/update_weights": 500}
+        give(e, policy_model, 1)
+        one.status = {}
+        assert "return: ServerLost: /update_weights answered 500" in capfd.readouterr().err
     finally:
         e.close()
 

@@ -510,6 +510,7 @@ def test_who_shares_no_directory_asks_the_learner_where_the_buffer_is(
     (tmp_path / "run_id").write_text("run")
     publisher = Publisher(config, tmp_path, 1, core)
     try:
+        assert publisher.server is not None and publisher.server.files.config is config  # type: ignore[attr-defined]
         assert chunks.find_buffer(config, publisher.source, "generator-0") == ""
         buffer_leadership.take_leadership(tmp_path, THERE, moved=True)
         assert chunks.find_buffer(config, publisher.source, "generator-0") == THERE

@@ -151,6 +151,12 @@ def test_the_plain_form_reads_back_equal(table: dict[str, Any]) -> None:
         text = toml_writer.dumps(table)
     assert tomllib.loads(text) == table
     assert tomllib.loads(toml_writer.dumps(table)) == table
+    nested = {"a": table, "b": {"c": {}}}
+    assert toml_writer.find_differences({"a": 1}, nested) == {
+        "a": (1, table),
+        "b": (None, nested["b"]),
+    }
+    assert toml_writer.find_differences({"a": 1, "b": {"c": {}}}, nested) == {"a": (1, table)}
 
 
 def test_a_config_without_tomli_w_loads_back_equal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ from asyncrl.supervise.report.token_samples import (
 from asyncrl.transport import http_server, sockets
 from asyncrl.transport.http_server import HttpServer, ListenAddress
 from asyncrl.viewer import run_search, server
-from asyncrl.viewer.app import POLICY, WatchApp
+from asyncrl.viewer.app import POLICY, WatchApp, _parse_number
 
 
 def steps(series: Series) -> list[int]:
@@ -1224,3 +1224,11 @@ def test_a_run_goes_on_where_its_page_cannot_start(
     page = server.PageProcess([run_dir])
     assert repr(page) == "page at no address: it could not start"
     page.close()
+
+
+def test_a_number_of_a_page_is_one_that_a_float_holds() -> None:
+    assert _parse_number({"at": f"-{2**53 - 1}"}, "at", 0.0) == 1 - 2**53
+    assert _parse_number({}, "at", 4.0) == 4.0
+    for text in (f"{2**53}", f"-{2**53}", "inf", "nan", "x"):
+        with pytest.raises(ConfigError, match=f"at={text}: give a number"):
+            _parse_number({"at": text}, "at", 0.0)

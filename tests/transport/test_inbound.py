@@ -18,7 +18,7 @@ from hostile_messages_kit import GOOD
 
 from asyncrl.contract import messages as m
 from asyncrl.contract.blobs.images import ImageShape
-from asyncrl.contract.errors import BadMessage, PeerUnreachable
+from asyncrl.contract.errors import REFUSALS, BadMessage, PeerUnreachable
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BlockingSession, OpenSession, ProcessWait
@@ -312,6 +312,7 @@ def test_a_call_has_the_images_of_its_image_tokens() -> None:
 def test_a_generators_word_of_itself() -> None:
     good = m.ServingReport(m.PROTOCOL, "run", "generator-0", 1, 8, [1], 3)
     message_checks.check_producer(good.producer)
+    message_checks.check_producer("x" * 200)
     most = 1 << 20
 
     def over_a_wire(**more: Any) -> m.ServingReport:
@@ -327,8 +328,15 @@ def test_a_generators_word_of_itself() -> None:
         with pytest.raises(msgspec.ValidationError, match=rf"at `\$\.{next(iter(more))}`"):
             over_a_wire(**more)
     for producer in ("", "\x1b[2J", "x" * 201):
-        with pytest.raises(BadMessage, match="a generator's name is printable"):
+        with pytest.raises(BadMessage, match="a generator's name is printable and has 1 to 200 ch"):
             message_checks.check_producer(over_a_wire(producer=producer).producer)
+    assert " ".join(REFUSALS) == (
+        "frame stranger role message ticket version limit shape length number token text image"
+    )
+    assert msgspec.convert((0, (1 << 60) - 1), Label) == (0, (1 << 60) - 1)
+    for label in ((0, 1 << 60), (1 << 60, 0), (-1, 0), (0, -1)):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(label, Label)
 
 
 @pytest.mark.parametrize("field", ["name", "task", "what", "limit", "producer"])

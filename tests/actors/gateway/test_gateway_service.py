@@ -457,6 +457,32 @@ def test_an_environment_that_answers_as_its_time_runs_out_ends_no_gateway(world:
     assert episode.session.outcome is not None and episode.session.outcome.failed
 
 
+def test_an_impossible_message_of_a_generator_is_refused_and_logged_twenty_times(
+    world: MakeWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway = world().gateway
+    received: list[Any] = [(b"g", m.ServingReport(m.PROTOCOL, "run", "\x1b", 1, 1, [], 0))] * 21
+    sent: list[Any] = []
+    played = {"send": lambda *given: sent.append(given), "close": gateway.calls_socket.close}
+    gateway.calls_socket = SimpleNamespace(recv=lambda _: received and received.pop(), **played)
+    capsys.readouterr()
+    received.insert(0, None)
+    gateway.read_calls()
+    why = "a generator's name is printable and has 1 to 200 characters, not '\\x1b'"
+    assert sent == [(b"g", m.Refusal(why, 4))] * 21 and gateway.refused == {"message": 21}
+    line = f"{gateway.name}: refused a ServingReport: {why}"
+    assert capsys.readouterr().err.splitlines() == [line] * 20
+
+
+def test_a_call_that_a_generator_cannot_sample_fails_its_session(world: MakeWorld) -> None:
+    w = world()
+    w.take(w.ticket())
+    (call,) = w.calls(1)
+    w.gateway.on_result(m.CallResult(call.id, b"", b"", [], "length", failed="it is too long"))
+    (ended,) = w.ended()
+    assert "a generator cannot sample its call: it is too long" in str(ended.failed)
+
+
 def test_it_vouches_for_open_sessions_and_asks_for_as_many_as_it_may_hold(world: MakeWorld) -> None:
     w = world(sessions=3)
     w.gateway.request_samples()

@@ -176,6 +176,7 @@ def test_a_call_that_was_open_does_not_count_in_a_restored_session(tmp_path: Pat
     after = recorded.new_session()
     restore(after, read_records(recorded.file.path), 8.0)
     assert (recorded.session.calls, after.calls) == (2, 1)
+    assert {request.connections for request in after.requests} == {0}
 
 
 def test_a_torn_tail_costs_the_record_it_is_of(tmp_path: Path) -> None:
