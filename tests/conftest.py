@@ -1,8 +1,6 @@
 """Fixtures that real-process tests share: a warm-started model, and `asyncrl` typed as a user
 would."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import hashlib

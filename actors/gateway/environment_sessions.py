@@ -99,7 +99,7 @@ class SingleCompletions(LocalSource):
 class EnvironmentSource(LocalSource):
     """A source that plays each session of a part in an environment, one side or both."""
 
-    def __init__(self, gateway: Gateway, part: str = "") -> None:
+    def __init__(self, gateway: Gateway, part: str) -> None:
         super().__init__(gateway, part)
         self.agent = gateway.agents[part]
         reward = resolve_reward_configs(gateway.config).get(part, gateway.config).reward

@@ -136,11 +136,11 @@ class PreparedBatch:
     staleness_weight: Tensor  # [N] (staleness.on_exceed = downweight)
     # None: computed from the forward of the only optimizer step
     corrected: correction.ImportanceWeights | None
-    returns: Tensor | None = None  # [N], with a value head
-    metrics: dict[str, float] = field(default_factory=dict)
-    budget: KLBudget | None = None  # over the steps of this batch
+    returns: Tensor | None  # [N], with a value head
+    metrics: dict[str, float]
+    budget: KLBudget | None  # over the steps of this batch
     steps: int = 0  # optimizer steps begun
-    number: int = 0  # of the batch; random choices are a function of (seed, number, step)
+    number: int  # of the batch; random choices are a function of (seed, number, step)
     # [N] the learner's policy at the start of the batch, valid where `known`: given with the batch,
     # or recorded by the forward of the first optimizer step
     start: Tensor

@@ -106,6 +106,7 @@ def test_every_option_that_is_followed() -> None:
 
 EMPTY = "prompt: is empty; give at least one token"
 SCORED = "max_tokens: 0 needs echo = true and logprobs, to score the prompt"
+UP_TO_20 = "give a whole number of at least 0 and at most 20"
 NO_TEXT = {"role": "user", "content": 3}
 NO_CALL = {"role": "assistant", "tool_calls": [1]}
 
@@ -126,6 +127,8 @@ NO_CALL = {"role": "assistant", "tool_calls": [1]}
             {"prompt": "a", "top_logprobs": 1},
             "top_logprobs: belongs to /v1/chat/completions; give logprobs a number",
         ),
+        ({"messages": GO, "top_logprobs": -1}, f"top_logprobs: -1: {UP_TO_20}"),
+        ({"messages": GO, "top_logprobs": 21}, f"top_logprobs: 21: {UP_TO_20}"),
         ({"prompt": "a", "stop": 3}, "stop: give a text, or a list of texts"),
         ({"prompt": ["a"] * 513, "n": 2}, "n: asks for more than 1024 completions in one request"),
         (

@@ -101,7 +101,7 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
         "ticket 1 has a row in the engine"
     )
     assert renew.stats["reward/queue"] == 3 and renew.stats["reward/workers"] == 1
-    assert not renew.waiting
+    assert not renew.waiting and g.rewards.pool.log == f"; reward.log: {g.run_dir / 'reward.log'}"
     end_answers(g, (1, 1, 2))
     renew = told(g)
     assert renew.judging == [(0, 1), (1, 2)] and renew.waiting.what == m.REWARDS_WAITED_FOR
@@ -218,6 +218,18 @@ def test_requests_renewals_and_greetings_go_by_the_clock(
         g.socket.inbox.append(reply)
         g.read_replies(0.0)
         assert g.schedule.announced == reply.announcement
+
+
+def test_it_waits_for_replies_only_while_no_row_is_live(make: MakeGenerator) -> None:
+    g = make("reward.function='of_nowhere:reward'", "reward.workers=0")
+    waited: list[float] = []
+    g.read_replies = waited.append
+    g.read()
+    g.unscored[1, 0, 1] = None
+    g.read()
+    g.engine.rows[1, 0, 1] = None
+    g.read()
+    assert waited == [0.02, 0.002, 0.0]
 
 
 def test_one_that_draws_calls_forgoes_none_and_says_nothing_of_tickets(

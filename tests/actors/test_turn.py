@@ -1,7 +1,5 @@
 """actors/turn.py: the records of a completion with its reward, and of a refused prompt."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ The keys come from the structs, so that one more is tried without a line here; w
 it comes from its `read_with`.  BESIDE has what a key needs more, EXCEPTIONS those that cannot act
 on two batches of one process, each with its reason."""
 
-from __future__ import annotations
-
 import math
 import typing
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Keys that a config's methods do not read: an error where their own layer gives them, dropped
 where a later layer chooses another method; and methods that are set whole by one key."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

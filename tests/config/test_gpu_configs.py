@@ -1,8 +1,6 @@
 """The GPU configs on a machine without one: what they would start, which GPU each process would
 see, and that nothing starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

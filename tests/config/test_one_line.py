@@ -1,8 +1,6 @@
 """What used to end in a traceback, or in no word at all: one line with the key and the remedy, with
 --json as JSON too."""
 
-from __future__ import annotations
-
 import codecs
 import errno
 import hashlib

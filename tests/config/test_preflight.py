@@ -1,7 +1,5 @@
 """What is known before a run starts: where a warm start may build a model."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

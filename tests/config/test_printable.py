@@ -1,7 +1,5 @@
 """Text from outside reaches terminals, logs and events on one line, with nothing that acts."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

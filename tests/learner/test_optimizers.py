@@ -1,6 +1,7 @@
 """Muon for the matrices, and the learning rate that falls with the lag."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from learner_step_kit import batch, core, model_dir, weights
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from learner import checkpoint
+from learner.step import make_backend
 
 __all__ = ["model_dir"]
 
@@ -107,6 +109,14 @@ def test_the_rate_falls_with_the_lag_of_the_batch(form: str, model_dir: Path) ->
     mean = sum(3 * (n - n // 2) for n in lengths) / sum(lengths)
     rate = 0.1 / (1 + mean) if form == "inverse" else 0.1
     assert metrics["optim/lr"] == pytest.approx(rate, rel=1e-12)
+
+
+def test_a_learner_of_several_processes_has_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    from learner.distributed import ranks
+
+    monkeypatch.setattr(ranks, "ReplicatedBackend", lambda *given: given)
+    config: Any = SimpleNamespace(learner=SimpleNamespace(backend="torch", process_count=2))
+    assert make_backend(config, "model") == (config, "model")  # type: ignore[arg-type, comparison-overlap]
 
 
 def test_muon_needs_whole_matrices() -> None:

@@ -1,8 +1,6 @@
 """Models and tokenizers read without transformers are what transformers reads, bit by bit; whatever
 is unusual is left to it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

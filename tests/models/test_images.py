@@ -1,7 +1,5 @@
 """Images: blobs and their checks, a LLaVA in engine, learner and transformers, and exact mode."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

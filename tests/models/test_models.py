@@ -1,8 +1,6 @@
 """The fast path is the plain path: value and gradient; flat weights come back; directories load
 with transformers."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

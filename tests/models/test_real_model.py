@@ -2,8 +2,6 @@
 user gets it: fetched, checked, its template and end token, and the same log-probabilities from
 transformers, the packed forward and the engine.  And what `asyncrl model get` refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

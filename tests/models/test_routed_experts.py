@@ -1,7 +1,5 @@
 """The experts of each token: recorded by the engines, checked, and used again by the learner."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

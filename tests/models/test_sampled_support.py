@@ -1,8 +1,6 @@
 """Log-probabilities over the tokens that top-p and top-k kept: their wire form, the ratio without
 bias, value and gradient in every forward, and what the engines record."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Every config that a program in benchmarks/ builds of its arms loads: none names a key that
 nothing reads."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -2,8 +2,6 @@
 
 They run for minutes to hours, so no test runs them all; the type checker reads every call."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """The Dockerfile, read: no container is built here, but what its steps name is there."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

@@ -7,8 +7,6 @@ source: `<!-- not run: why -->`.  Output that a page shows after `<!-- output --
 shape: words as they are, any number for a number, and ` ...` for the rest of a line or for lines
 that are left out."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

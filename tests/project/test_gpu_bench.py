@@ -1,7 +1,5 @@
 """benchmarks/gpu_bench.py on a CPU, where its figures say nothing."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`make gpu-check` on a CPU, with the few packages that a GPU machine may have."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

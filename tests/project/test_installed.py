@@ -1,8 +1,6 @@
 """The wheel in a clean environment and in another directory: nothing of the checkout is in reach,
 and configs, schema, page templates and types have come with it."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tomllib

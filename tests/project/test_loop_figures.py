@@ -1,7 +1,5 @@
 """What benchmarks/loop.py makes of its rounds, and of what its contenders say."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

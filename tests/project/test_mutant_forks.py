@@ -1,7 +1,5 @@
 """benchmarks/lib: forks of the mutation test end hanging tests."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

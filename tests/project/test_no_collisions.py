@@ -1,8 +1,6 @@
 """Names cannot collide: whatever files lie in a user's folder, ours and the standard library's are
 what is imported."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """docs/notebooks/staleness.py: every cell runs, and the numbers tell the story that it tells."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

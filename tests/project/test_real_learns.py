@@ -1,7 +1,5 @@
 """benchmarks/real_learns.py: a gain is what both intervals allow; the program runs the config."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """benchmarks/real_model.py on a tiny model, and benchmarks/lib/memory_arithmetic.py: programs for
 the numbers of a real one."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,8 +1,6 @@
 """benchmarks/lib/strong_loop.py trains by the mathematics of plain_loop.py, transformers' own: a
 rival that is fast because it leaves something out would prove nothing."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`make bench`: every figure on a page has a program that makes it, and the table hides nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

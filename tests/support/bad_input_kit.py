@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from process_kit import Ended
 
 

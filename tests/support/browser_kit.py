@@ -1,7 +1,5 @@
 """Open a page in the installed Chromium and return what its scripts made of it."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

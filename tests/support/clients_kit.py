@@ -1,8 +1,6 @@
 """Runs the agents of docs/clients with their real packages, started as a run starts agent.command,
 against the endpoint over an engine that answers what a test says."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ environment and runs this.
 Recipes that name a data set of the hub find a directory of that name in the directory they run in.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A correction function that ends its learner on one batch, for test_set_aside.py."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

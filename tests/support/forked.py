@@ -13,8 +13,6 @@ once, as the supervisor does.  `slow`: seconds that every engine step takes long
 everything, for good, once that many batches are in the recording; the learner begins no more than
 two beyond them.  A run directory that is there already is gone on with."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

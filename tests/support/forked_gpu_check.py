@@ -3,8 +3,6 @@ each still has its own process group, files and end, and saves the imports.
 
     python tests/support/forked_gpu_check.py [the words of gpu_check.py]"""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Agents that demand a form of their answers, for runs under agent.forced = "constrain"; imported
 by the clients' environment, which has no asyncrl."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from openai import OpenAI

@@ -1,8 +1,6 @@
 """What the gateway's tests share: a small tokenizer, and the endpoint over an engine that answers
 as it is told."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

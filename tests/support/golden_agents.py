@@ -1,8 +1,6 @@
 """One agent in several spellings, for the golden test: three turns, each answered by its length;
 the length of all is the reward."""
 
-from __future__ import annotations
-
 import functools
 import json
 import urllib.request

@@ -1,7 +1,5 @@
 """An environment of gymnasium whose actions and observations are text, and one of numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

@@ -1,8 +1,6 @@
 """The reward of shared_reward.py, with which a run does not get beyond a prompt until a file is
 there: a test that has something to do in mid-run comes in time, however slow it is."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

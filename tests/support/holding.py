@@ -1,7 +1,5 @@
 """Runs whose processes stand still where a test wants them to; how is in hold/sitecustomize.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from process_kit import ENV, ROOT

@@ -1,7 +1,5 @@
 """As much of the hub as its own client asks for: a repository's list of files, and the files."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

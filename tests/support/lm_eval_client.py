@@ -1,8 +1,6 @@
 """The real lm_eval scores a tiny model behind `asyncrl serve`: `make clients` builds its
 environment from nothing and runs this."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -2,8 +2,6 @@
 
 MIXED_GATE: a file, for which it waits from the fourth training prompt on."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

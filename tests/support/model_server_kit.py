@@ -1,7 +1,5 @@
 """The model server for the tests of its clients: as a user starts it, and in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """The agents of docs/clients that `make test` leaves out, each with its real package: `make
 clients` builds their environment from nothing, runs this, and shows what came of each."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """A server of OpenEnv on a free port, which it prints: `python openenv_server.py`."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 from uuid import uuid4

@@ -1,7 +1,5 @@
 """A user's functions for `loss.function` and `advantage.function`, right and wrong ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ runs: the model's operators in exact mode (`PolicyModel.logprobs`: a forward by 
 kernels rounds differently), the task's prompts, and the random numbers of (seed, ticket, sample,
 position)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

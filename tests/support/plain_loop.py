@@ -8,8 +8,6 @@ A batch is 32 prompts with 8 samples each, leave-one-out advantages, one clipped
 1: the samples are fresh). Nothing here knows of asyncrl's engine, buffer or losses; only the task's
 prompts and rewards are shared."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

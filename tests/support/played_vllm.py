@@ -4,8 +4,6 @@ As a program its weights are one number, the last four bytes of the file of an u
 log-probabilities are lower: a token that is given to another version shows.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import struct

@@ -4,8 +4,6 @@ A disk may keep more than that, never less: a file's bytes as they were at its l
 where there was none; the names in a directory as they were at that directory's last fsync, whatever
 was made, renamed or removed in it since."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable

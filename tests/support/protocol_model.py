@@ -26,8 +26,6 @@ checkpoint kept may need is not retired.  I8 batches are trained in order, none 
 label names one policy, and the buffer knows it.  I10 what a generator holds, or will take, is not
 given to another as long as its lease lasts."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time

@@ -1,7 +1,5 @@
 """Ranks of a learner for tests: as torchrun or rank 0 starts them, or side by side."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

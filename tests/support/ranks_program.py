@@ -10,8 +10,6 @@ FILE.there, waits for FILE, and has so many seconds of patience from then on), r
 Rank 0 prints one JSON object: losses, norms, weights' digest, what each rank holds of the
 optimizer's state."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

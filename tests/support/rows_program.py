@@ -3,8 +3,6 @@ split into rows, with FSDP2 and at every ZeRO stage, and the same sessions unspl
 prints how far the weights are apart and how far they moved, [[stage or fsdp2, variant, apart,
 moved]]."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 What is checked is reckoned here a second time, from the histories alone: lags from tuples of
 updates, tokens by counting."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

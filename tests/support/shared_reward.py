@@ -1,8 +1,6 @@
 """A reward that an untrained model earns some of: the share of distinct characters.  Used as
 reward.function by real runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from asyncrl.contract.messages import Prompt

@@ -1,7 +1,5 @@
 """A taskset of verifiers 0.4 with a task of each kind, for test_verifiers_tasksets.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 

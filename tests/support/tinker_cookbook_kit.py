@@ -1,7 +1,5 @@
 """Unmodified recipes of tinker-cookbook, from an environment of their own, against a server."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

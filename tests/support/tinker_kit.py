@@ -1,7 +1,5 @@
 """A real server of the Tinker API as a process, and the unmodified client."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 """A server of the Tinker API in this process: its routes on a socket, and both workers' own code
 behind them, without processes to start."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

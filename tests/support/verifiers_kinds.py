@@ -1,8 +1,6 @@
 """Environments of verifiers, one of each kind, for test_verifiers.py; `python` imports it in the
 environment of the clients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import verifiers as vf

@@ -1,7 +1,5 @@
 """Sessions of a verifiers environment, in a Python of its own, against the endpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -16,8 +16,6 @@ Each process gets a seed, a child from before its first line, that forks the pro
 fork of a process at work would inherit its threads' locks and its files. The kernel gives the fork
 to the process that asked, as the nearest subreaper."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

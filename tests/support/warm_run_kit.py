@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 # An untrained model is never right: the entropy term is what moves its weights.
 SMALL = (
     "learner.steps=4",

@@ -1,7 +1,5 @@
 """A run directory as `asyncrl watch` finds it, and the page's routes over it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

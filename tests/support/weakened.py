@@ -2,8 +2,6 @@
 
 A rule is a method of the store (`has_room`, ...), which a class here overrides."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

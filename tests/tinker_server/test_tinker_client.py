@@ -1,7 +1,5 @@
 """The unmodified client of the Tinker API against `asyncrl tinker`, a real server."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Iterator
 

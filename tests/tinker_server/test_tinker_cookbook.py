@@ -1,7 +1,5 @@
 """The environment of tinker-cookbook, which has an older client, against `asyncrl tinker`."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

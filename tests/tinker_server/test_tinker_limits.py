@@ -1,7 +1,5 @@
 """The lag limit, killed processes and bad requests, on real servers with the unmodified client."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

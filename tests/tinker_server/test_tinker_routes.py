@@ -1,7 +1,5 @@
 """Routes of the Tinker API on a server in this process, by plain HTTP and by the client."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

@@ -1,7 +1,5 @@
 """Every page of `asyncrl watch` in Chromium on a real Tinker server, while it serves and after."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

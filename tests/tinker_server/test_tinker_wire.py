@@ -1,8 +1,6 @@
 """Messages and files of the Tinker server, without a server: the calls on disk, saved weights, and
 what a request's body may hold."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

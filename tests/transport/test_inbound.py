@@ -333,6 +333,8 @@ def test_a_generators_word_of_itself() -> None:
     assert " ".join(REFUSALS) == (
         "frame stranger role message ticket version limit shape length number token text image"
     )
+    kinds = {text.partition(" ")[0] for text in REFUSALS.values()}
+    assert kinds == {"frames", "impossible", "messages", "samples"}
     assert msgspec.convert((0, (1 << 60) - 1), Label) == (0, (1 << 60) - 1)
     for label in ((0, 1 << 60), (1 << 60, 0), (-1, 0), (0, -1)):
         with pytest.raises(msgspec.ValidationError):

@@ -12,8 +12,6 @@ LATE_IMPORTS    a file that gets a line for each module of transformers that a p
                 it has begun to receive from the buffer.
 PRETEND_GPU     torch has a GPU (pretend_gpu.py)."""
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.util
 import os
