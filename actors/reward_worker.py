@@ -185,7 +185,7 @@ def load_judge(setup: RewardWorkerSetup) -> RewardFunction:
         function = adapt_function(found, settings.function, bound_names)
     if settings.functions:
         parts = {
-            name: adapt_function(import_function(path, "reward.function"), path, ())
+            name: adapt_function(import_function(path, "reward.functions"), path, ())
             for name, path in settings.function_names.items()
         }
         return combine_functions(parts, settings.weights or [1.0] * len(parts))

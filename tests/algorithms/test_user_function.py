@@ -250,6 +250,8 @@ def test_the_parts_of_several_functions_have_unique_names() -> None:
     config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}, "reward": reward})
     assert list(config.reward.function_names) == ["b.reward", "d.reward", "one", "two"]
     assert list(config.reward.function_names.values()) == paths
+    with pytest.raises(ConfigError, match=r"reward\.functions = a\.b:reward: "):
+        check_reward_process(config, [(SUM, "2", [5])])
 
 
 @pytest.fixture
