@@ -5,7 +5,6 @@ An engine in this process samples the completions that a run's evaluation would 
 
 import json
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -35,7 +34,7 @@ from buffer.evaluation import EvaluationSet
 from buffer.service import make_evaluations
 
 ASK_S = 1.0  # between two status requests to the buffer of an evaluation in sessions
-QUIET_S = 5.0  # without a terminal: seconds between two lines of progress
+REPORT_S = 5.0  # between two lines of progress
 Report = Callable[[str, int, int], None]  # name of a set, scored completions, all completions
 
 
@@ -71,9 +70,8 @@ class OfflineEvaluator:
         last: the final evaluation, which has more prompts.
         """
         due_sets = self.plan.list_due(number, number if last else -1)
-        if not due_sets:
-            return {}
-        self.load(model, number)
+        if due_sets:
+            self.load(model, number)
         values: dict[str, float] = {}
         for name, prompts in due_sets:
             values |= self.measure(self.plan.find_set(name), prompts)
@@ -84,7 +82,6 @@ class OfflineEvaluator:
 
         The tickets require the loaded version. A greedy completion has its own ticket.
         """
-        config = self.config
         sample_groups = [list(range(plan.samples)), *([[plan.samples]] if plan.greedy else [])]
         tickets = []
         for samples in sample_groups:
@@ -94,12 +91,12 @@ class OfflineEvaluator:
                     ticket=plan.compute_ticket(index),
                     attempt=self.attempt,
                     kind="eval",
-                    prompt=self.turn.task.prompt(plan.name, index, config.seed),
+                    prompt=self.turn.task.prompt(plan.name, index, self.config.seed),
                     samples=samples,
-                    sampling=plan.make_sampling(samples[0], config.generator.max_new_tokens),
+                    sampling=plan.make_sampling(samples[0], self.config.generator.max_new_tokens),
                     min_version=self.loaded,
                     exact_version=self.loaded,
-                    seed=config.seed,
+                    seed=self.config.seed,
                 )
                 for index in range(prompts)
             ]
@@ -114,7 +111,6 @@ class OfflineEvaluator:
         if not prompts:
             return {}
         self.turn.accept_tickets(self.make_tickets(plan, prompts))
-        total = prompts * len(plan.numbers)
         requests, refused = self.turn.build_requests(self.loaded, room=EVERYTHING)
         for too_long in refused:
             self.turn.schedule.finish_sample(too_long.key, 0)
@@ -140,7 +136,7 @@ class OfflineEvaluator:
                 lengths.append(len(response.completion.tokens))
             if results:
                 scored = len(lengths) + len(greedy) + len(self.failures)
-                self.report(plan.name, scored, total)
+                self.report(plan.name, scored, prompts * len(plan.numbers))
             elif not self.engine.active:
                 time.sleep(0.001)
         return compute_set_metrics(plan.name, rewards, greedy, lengths, plan.passing, plan.counts)
@@ -150,33 +146,23 @@ class OfflineEvaluator:
 
 
 class EvaluationProgress:
-    """Progress with the time left: one line that is redrawn, or a line every QUIET_S.
-
-    say: prints a line, for a stderr that is not a terminal.
-    """
+    """Progress with the time left, a line every REPORT_S. say: prints a line."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
         self.name = ""
-        self.began = self.reported_at = time.monotonic()
-        self.redraws = sys.stderr.isatty()
+        self.began = self.reported_at = 0.0
 
     def report(self, name: str, done: int, total: int) -> None:
-        """Show that `done` of `total` completions of a set are scored."""
+        """Note that `done` of `total` completions of a set are scored."""
         now = time.monotonic()
         if name != self.name:
             self.name, self.began, self.reported_at = name, now, now
-        seconds_left = (now - self.began) / max(done, 1) * (total - done)
-        line = f"{name}: {done} of {total} completions, {live.format_duration(seconds_left)} left"
-        if self.redraws:
-            sys.stderr.write(
-                f"\r\x1b[K{line[: max(20, shutil.get_terminal_size().columns - 1)]}"
-                + "\r\x1b[K" * (done == total)
-            )
-            sys.stderr.flush()
-        elif now - self.reported_at >= QUIET_S:
+        if now - self.reported_at >= REPORT_S:
             self.reported_at = now
-            self.say(line)
+            seconds_left = (now - self.began) / max(done, 1) * (total - done)
+            remaining = live.format_duration(seconds_left)
+            self.say(f"{name}: {done} of {total} completions, {remaining} left")
 
 
 def evaluate(
@@ -218,7 +204,7 @@ def evaluate(
                 continue
             if not values[f"eval/{name}_n"]:
                 raise ConfigError(f"{name}: no completion has a reward: {evaluator.failures[0]}")
-            results[name] = _strip_set(name, values) | {
+            results[name] = select_set(name, values) | {
                 "failed": len(evaluator.failures),
                 "seconds": time.monotonic() - start,
             }
@@ -229,10 +215,13 @@ def evaluate(
     return {"model": config.model.path, "sets": results}
 
 
-def _strip_set(name: str, values: dict[str, float]) -> dict[str, float]:
+def select_set(name: str, values: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of a set, without its name."""
+    prefix = f"eval/{name}"
     return {
-        metric.removeprefix(f"eval/{name}").removeprefix("_") or "reward": value
+        metric[len(prefix) + 1 :] or "reward": value
         for metric, value in values.items()
+        if f"{metric}_".startswith(f"{prefix}_")
     }
 
 
@@ -290,18 +279,11 @@ def _evaluate_sessions(
     finally:
         stop.set()
         follower.join()
-    rows = metrics.read(run_dir)
     results: JsonObject = {}
-    for name in evaluation.names:
-        values = [
-            (metric, value)
-            for row in rows
-            if f"eval/{name}" in row
-            for metric, value in row.items()
-            if metric == f"eval/{name}" or metric.startswith(f"eval/{name}_")
-        ]
-        if values:
-            results[name] = _strip_set(name, dict(values))
+    for row in metrics.read(run_dir):
+        for name in evaluation.names:
+            if f"eval/{name}" in row:
+                results[name] = results.get(name, {}) | select_set(name, row)
     if not results:
         raise ConfigError(f"no session of {', '.join(names) or 'the sets'} has a reward: see {log}")
     shutil.rmtree(directory)
@@ -319,10 +301,10 @@ def format_evaluation(evaluation: JsonObject) -> str:
         if "greedy" in values:
             parts.append(f"greedy {values['greedy']:.3f}")
         for metric, value in values.items():
-            if metric.startswith("pass_at_") and metric[-1].isdigit():
+            if f"{metric}_low" in values:
                 low, high = values[f"{metric}_low"], values[f"{metric}_high"]
-                count = metric.rpartition("_")[2]
-                parts.append(f"pass@{count} {value:.3f} [{low:.3f}, {high:.3f}]")
+                shown = metric.replace("pass_at_", "pass@")
+                parts.append(f"{shown} {value:.3f} [{low:.3f}, {high:.3f}]")
         parts.append(f"{values['length']:.1f} tokens")
         if values.get("failed"):
             parts.append(f"{values['failed']} without a reward")

@@ -211,6 +211,7 @@ def play(config: Config, ticket: Ticket, player: Player) -> Iterator[PlayEvent]:
         parts: dict[str, float] = {}
         last_answer: PlayerAnswer | None = None
         turn = 0
+        ending = ""
         yield from _list_opponent_moves(event, turn)
         while not event.ended:
             turn += 1
@@ -220,14 +221,8 @@ def play(config: Config, ticket: Ticket, player: Player) -> Iterator[PlayEvent]:
             except CallRefused as error:
                 if error.code not in ("session_limit", "context_length_exceeded"):
                     raise ConfigError(str(error)) from error
-                score_parts: dict[str, float] = {}
-                if pays:
-                    pool.step(EnvironmentOperation(1, "score"))
-                    total_reward = _wait(pool).reward
-                elif config.agent.tools:
-                    total_reward, score_parts = _score_answer(config, ticket, last_answer)
-                yield PlayEvent("ended", turn, f"cut: {error}", total_reward, parts | score_parts)
-                return
+                ending = f"cut: {error}"
+                break
             text = event.obs
             if not isinstance(text, str):
                 text = "\n".join(f"[{m['role']}] {m.get('content') or ''}" for m in text)
@@ -241,28 +236,28 @@ def play(config: Config, ticket: Ticket, player: Player) -> Iterator[PlayEvent]:
                 row=row,
                 other=other_side,
             )
-            last_answer = player.answer()
-            if last_answer is None:
+            answer = player.answer()
+            if answer is None:
                 yield PlayEvent("ended", turn, "the player stopped", total_reward, parts)
                 return
-            yield PlayEvent(
-                "answered", turn, last_answer.text, tokens=len(last_answer.ids), other=other_side
-            )
-            pool.step(
-                EnvironmentOperation(1, "step", text=last_answer.text, message=last_answer.message)
-            )
+            last_answer = answer
+            yield PlayEvent("answered", turn, answer.text, tokens=len(answer.ids), other=other_side)
+            pool.step(EnvironmentOperation(1, "step", text=answer.text, message=answer.message))
             event = _wait(pool)
             yield from _list_opponent_moves(event, turn)
             tools = event.tools or tools
             total_reward += event.reward
             for name, value in event.parts.items():
                 parts[name] = parts.get(name, 0.0) + value
-        ending = "cut by the environment" if event.truncated else "ended by the environment"
-        if event.judge:
+        if ending and pays:
+            pool.step(EnvironmentOperation(1, "score"))
+            total_reward = _wait(pool).reward
+        elif config.agent.tools if ending else event.judge:
             total_reward, score_parts = _score_answer(config, ticket, last_answer)
             parts |= score_parts
-            ending = "judged by the config's reward"
-        yield PlayEvent("ended", turn, ending, total_reward, parts)
+            ending = ending or "judged by the config's reward"
+        side = "cut" if event.truncated else "ended"
+        yield PlayEvent("ended", turn, ending or f"{side} by the environment", total_reward, parts)
     finally:
         pool.close()
 

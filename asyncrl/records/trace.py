@@ -14,14 +14,14 @@ class TraceSpan(NamedTuple):
     """A span of a process's timeline.
 
     start, end: CLOCK_MONOTONIC seconds.
-    size: amount of work (completions of a decode call, tokens of a batch).
+    size: amount of work (completions of a decode call, tokens of a batch); 0: none.
     steps: decode steps of a decode call."""
 
     name: str
     start: float
     end: float
-    size: int | None = None
-    steps: int | None = None
+    size: int = 0
+    steps: int = 0
 
 
 class Tracer:

@@ -17,23 +17,6 @@ from asyncrl.contract.versions import Label
 from asyncrl.experiments import serial
 
 
-@pytest.mark.parametrize(("order", "first"), [("completion", 1), ("auto", 1), ("freshest", 3)])
-def test_freshest_takes_the_newest_weights_completion_what_was_ready_first(
-    order: str, first: int
-) -> None:
-    store = make(2, on_exceed="mask", order=order)
-    a, b, _ = store.grant("g", 1, 9, 0.0)
-    train(store, 0, a)
-    (d,) = store.grant("g", 1, 9, 0.0)
-    write(store, b)  # of version 0, complete before d, which is of version 1
-    write(store, d)
-    assert [g.ticket for g in store.ask(1, 1)[0]] == [first]
-    assert store.commit(1, Label(1, 2), "d2")
-    assert [g.ticket for g in store.ask(1, 2)[0]] == [4 - first], (
-        "what was passed over is served when it is the freshest left"
-    )
-
-
 def test_freshest_with_drop_sends_again_what_it_passed_over_for_too_long() -> None:
     store = make(1, on_exceed="drop", order="freshest")
     a, b = store.grant("g", 1, 9, 0.0)

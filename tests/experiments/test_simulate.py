@@ -384,7 +384,7 @@ def write_run(path: Path, known: TimeModel, *, rewards: int = 0) -> None:
                 if now + seconds > end:
                     break
                 lane += [["prefill", now, now, admitted]] if admitted else []
-                lane += [["decode", now, now + seconds, rows]]
+                lane += [["decode", now, now + seconds, rows, 8]]
                 now += seconds + known.look + known.finish * finished
                 rows -= finished
     write_lines(path / "trace" / "learner.jsonl", learner)
@@ -507,45 +507,30 @@ def test_training_beside_a_pause_of_the_generator_is_beside_it() -> None:
     assert fitted["train"]["sequence"] == pytest.approx([0.1] * 9, abs=1e-4)
 
 
-def write_short_answers(path: Path, known: TimeModel, *, with_steps: bool) -> None:
+def test_answers_that_all_end_in_one_call_are_fitted_by_its_steps(tmp_path: Path) -> None:
     """The same run, but all answers of a call end in it, after 1 to 6 of its steps."""
-    write_run(path, known)
+    known = change(TimeModel(), step=0.004, row=2e-4, admit=3e-4)
+    write_run(tmp_path, known)
     rng = random.Random(6)
     lane: list[list[Any]] = []
     for i in range(100):
-        start = 100 + 0.3 * i
-        rows = rng.randint(10, 200)
-        steps = rng.randint(1, 6)
+        rows, steps, start = rng.randint(10, 200), rng.randint(1, 6), 100 + 0.3 * i
         seconds = steps * (known.step + known.row * rows) + known.admit * rows
-        call = ["decode", start, start + seconds, rows, *([steps] if with_steps else [])]
-        lane += [["prefill", start, start, rows], call]
-    write_lines(path / "trace" / "generator-0.jsonl", lane)
-
-
-def test_answers_that_all_end_in_one_call_are_fitted_by_the_steps_in_the_trace(
-    tmp_path: Path,
-) -> None:
-    known = change(TimeModel(), step=0.004, row=2e-4, admit=3e-4)
-    write_short_answers(tmp_path / "r", known, with_steps=True)
-    found, _ = times.fit(tmp_path / "r")
+        lane += [["prefill", start, start, rows], ["decode", start, start + seconds, rows, steps]]
+    write_lines(tmp_path / "trace" / "generator-0.jsonl", lane)
+    found, _ = times.fit(tmp_path)
     for name in ("step", "row", "admit"):
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=0.01), name
     assert (found.look, found.finish) == (TimeModel().look, TimeModel().finish), "no pauses"
-    write_short_answers(tmp_path / "old", known, with_steps=False)
-    with pytest.raises(ConfigError, match="lacks the number of steps; make a run with this"):
-        times.fit(tmp_path / "old")
 
 
 def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run directory"):
         times.fit(tmp_path)
-    write_run(tmp_path / "old", TimeModel())
-    lane = tmp_path / "old" / "trace" / "generator-0.jsonl"
-    # a trace without sizes
-    rows = [json.loads(line)[:3] for line in lane.read_text().splitlines()]
-    write_lines(lane, rows)
+    write_run(tmp_path / "short", TimeModel())
+    (tmp_path / "short" / "trace" / "generator-0.jsonl").write_text("")
     with pytest.raises(ConfigError, match="fit times to: 0 decode calls and 60 batches"):
-        times.fit(tmp_path / "old")
+        times.fit(tmp_path / "short")
 
 
 def test_questions_are_answered_with_the_same_seeds() -> None:
@@ -637,6 +622,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--set", "staleness.delay=1"], "staleness.delay: is not simulated"),
         (["--limit", "1", "--set", "staleness.inject=2"], "below staleness.inject"),
         (["--time", "failed=0.1", "--set", "reward.on_error='stop'"], "on_error"),
+        (["--deadline", "4"], "--deadline: belongs to --treatments"),
+        (["--treatments", "--deadline", "3"], "--deadline: belongs to sessions"),
+        (["--treatments", "--set", "staleness.max_lag=inf"], "needs a fixed limit"),
+        (["--treatments", "--set", "staleness.max_lag={auto='ess'}"], "needs a fixed limit"),
+        (["--treatments", "--set", "staleness.inject=1"], "injected lag never exceeds its limit"),
+        (["--treatments", "--set", "staleness.order='ticket'"], "each treatment sets its order"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -784,38 +775,12 @@ def test_answers_have_treatments_too_but_no_deadline() -> None:
     assert text[1].split()[1] == (f"{rows[0]['tokens_per_s']:,.0f}")
 
 
-@pytest.mark.parametrize(
-    ("sets", "deadline", "said"),
-    [
-        (["staleness.max_lag=inf"], None, "needs a fixed limit"),
-        (["staleness.max_lag={auto='ess'}"], None, "needs a fixed limit"),
-        (["staleness.inject=1"], None, "injected lag never exceeds its limit"),
-        (["staleness.order='ticket'"], None, "each treatment sets its order"),
-        ([], 3.0, "--deadline: belongs to sessions"),
-    ],
-)
-def test_what_has_no_treatments(sets: list[str], deadline: float | None, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        what_if.check_treatments(config("staleness.max_lag=2", *sets), deadline)
-
-
 def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["simulate", str(ROOT / "configs" / "demo.toml"), "--no-evaluation", "--seeds", "1"]
-    for item in (*SESSIONS, "learner.steps=4", "staleness.max_lag=1"):
-        words += ["--set", item]
-    words += ["--time", "calls=3", "--time", f"tool={TAIL}", "--treatments"]
-
-    def said(*more: str) -> tuple[int, Any]:
-        code = cli.main([*words, *more])
-        return code, capsys.readouterr()
-
-    code, out = said("--json", "--deadline", "4")
-    found = json.loads(out.out)["treatments"]
+    words = [word for item in (*SESSIONS, "staleness.max_lag=1") for word in ("--set", item)]
+    words += ["--no-evaluation", "--seeds", "1", "--time", "calls=3", "--time", f"tool={TAIL}"]
+    code, out, _ = command(capsys, *words, "--treatments", "--json", "--deadline", "4")
+    found = json.loads(out)["treatments"]
     assert not code and [row["name"] for row in found] == [*what_if.TREATMENTS]
-    assert found[-1]["deadline_s"] == 4 and json.loads(out.out)["answers"] == []
-    code, out = said()
-    assert not code and "downweighted" in out.out and "deadline" in out.out
-    words.remove("--treatments")
-    with pytest.raises(SystemExit):
-        said("--deadline", "4")
-    assert "--deadline: belongs to --treatments" in capsys.readouterr().err
+    assert found[-1]["deadline_s"] == 4 and json.loads(out)["answers"] == []
+    code, out, _ = command(capsys, *words, "--treatments")
+    assert not code and "downweighted" in out and "deadline" in out

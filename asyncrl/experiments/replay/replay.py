@@ -25,7 +25,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteError
 from asyncrl.contract.toml_writer import find_differences, read_table
 from asyncrl.experiments.compare.arms import format_changes
-from asyncrl.experiments.compare.verdict import list_instabilities
+from asyncrl.experiments.compare.verdict import average, list_instabilities
 from asyncrl.experiments.model_evaluation import OfflineEvaluator
 from asyncrl.experiments.replay import diff
 from asyncrl.experiments.replay.diff import MetricsByStep
@@ -130,7 +130,7 @@ class Replay:
                 f"--from {start}: no weights of version {start} were recorded; recorded versions: "
                 f"{', '.join(map(str, checkpoints))} (record.weights_every)"
             )
-        if not recording.start <= self.start < self.end:
+        if self.start >= self.end:
             raise ConfigError(
                 f"--from {self.start}, --until {self.end}: the range is empty; the "
                 f"recording has batches {recording.start} to {recording.end - 1}"
@@ -138,9 +138,7 @@ class Replay:
         if damage := checkpoint.verify(checkpoints[self.start]):
             raise DamagedDataError(f"{checkpoints[self.start]} is damaged: {damage}")
         self.weights = checkpoints[self.start]
-        self.initial = (
-            checkpoints[0] / "model" if 0 in checkpoints and not recording.start else None
-        )
+        self.initial = None if recording.start else checkpoints[0] / "model"
         self.recorded = resolve(recording.find_header(self.end - 1).config, (), str(run_dir))
         self.config = self.resolve_batch_config(self.start)
         self.flat: dict[str, bytearray] = {}  # digest -> weights of the newest versions
@@ -392,13 +390,9 @@ def summarize_ends(rows: MetricsByStep, evaluated: Sequence[int]) -> JsonObject:
     train = [rows[n] for n in sorted(rows) if "loss/policy" in rows[n]]
     tail = train[-max(1, len(train) // 10) :]
     rewards = [rows[n]["eval/heldout"] for n in evaluated]
-    means: JsonObject = {
-        k: sum(x[k] for x in tail if k in x) / max(1, sum(k in x for x in tail))
-        for k in WATCHED
-        if any(k in x for x in tail)
-    }
-    kls = [x["kl/behavior_target_k3"] for x in train if "kl/behavior_target_k3" in x]
-    return means | {
+    watched = {name: [row[name] for row in tail if name in row] for name in WATCHED}
+    kls = [row["kl/behavior_target_k3"] for row in train if "kl/behavior_target_k3" in row]
+    return {name: average(values) for name, values in watched.items() if values} | {
         "heldout_start": rewards[0] if rewards else None,
         "heldout_end": rewards[-1] if rewards else None,
         "kl_max": max(kls, default=None),
@@ -424,26 +418,18 @@ def state_verdict(comparison: JsonObject) -> str:
         )
     if comparison["equal"]:
         return "the change made no difference: every loss and weight is bitwise the recorded one"
-    recorded = comparison["recorded"]["trouble"]
-    replayed = [
-        *comparison["replayed"]["trouble"],
-        *([comparison["failed"]] if comparison["failed"] else []),
-    ]
-    if recorded and not replayed:
-        return (
-            f"the recorded run was unstable by rule ({'; '.join(recorded)}); on the same data "
-            "this change is not"
-        )
-    if replayed and not recorded:
-        return (
-            "unstable by rule on the same data, where the recorded run was not: "
-            f"{'; '.join(replayed)}"
-        )
-    if not replayed:
+    recorded = "; ".join(comparison["recorded"]["trouble"])
+    replayed = "; ".join(filter(None, (*comparison["replayed"]["trouble"], comparison["failed"])))
+    if not recorded and not replayed:
         return "both stable by rule"
-    return (
-        f"both unstable by rule: recorded: {'; '.join(recorded)}; replayed: {'; '.join(replayed)}"
-    )
+    if not replayed:
+        return (
+            f"the recorded run was unstable by rule ({recorded}); on the same data this change is "
+            "not"
+        )
+    if not recorded:
+        return f"unstable by rule on the same data, where the recorded run was not: {replayed}"
+    return f"both unstable by rule: recorded: {recorded}; replayed: {replayed}"
 
 
 def state_warning(comparison: JsonObject) -> str:
@@ -451,19 +437,16 @@ def state_warning(comparison: JsonObject) -> str:
     if comparison["equal"] or not comparison["changed"]:
         return ""
     distance = ""
-    recorded, replayed = (
-        comparison[k].get("kl/behavior_target_k3") for k in ("recorded", "replayed")
-    )
-    share = comparison["replayed"].get("is/target_ess")
-    if recorded is not None and replayed is not None:
+    recorded, replayed = comparison["recorded"], comparison["replayed"]
+    if (kl := "kl/behavior_target_k3") in recorded.keys() & replayed.keys():
         distance = (
-            f" At the end the replayed policy is {replayed:.2g} nats a token (k3) from the "
-            f"policies that sampled the completions; the recorded one was {recorded:.2g}."
+            f" At the end the replayed policy is {replayed[kl]:.2g} nats a token (k3) from the "
+            f"policies that sampled the completions; the recorded one was {recorded[kl]:.2g}."
         )
-    if share is not None:
+    if "is/target_ess" in replayed:
         distance += (
             " Effective sample size of the recorded completions under it: "
-            f"{share:.2g} of their number."
+            f"{replayed['is/target_ess']:.2g} of their number."
         )
     return (
         "The data would have changed too: in a run, this learner's weights would have "
@@ -482,25 +465,20 @@ def format_replay(comparison: JsonObject) -> str:
     lines += [f"  {x}" for x in comparison["changed"]] or ["  nothing changed"]
     if comparison["cut"]:
         lines.append(comparison["cut"])
-    difference = comparison["first_difference"]
-    if difference is not None:
-        lines += diff.format_first_difference(difference, "batch", 5)
-    recorded = comparison["recorded"]
-    replayed = comparison["replayed"]
-    names = [
-        k
-        for k in ("heldout_end", *WATCHED, "kl_max")
-        if recorded.get(k) is not None and replayed.get(k) is not None
-    ]
-    lines.append(f"{'at the end (mean of the last tenth)':36} {'recorded':>12} {'replayed':>12}")
+    if comparison["first_difference"] is not None:
+        lines += diff.format_first_difference(comparison["first_difference"], "batch", 5)
+    recorded, replayed = comparison["recorded"], comparison["replayed"]
     version = comparison["heldout_version"]
+    lines.append(f"{'at the end (mean of the last tenth)':36} {'recorded':>12} {'replayed':>12}")
     titles = {"heldout_end": f"heldout_end (version {version})"}
-    lines += [f"  {titles.get(k, k):34} {recorded[k]:12.5g} {replayed[k]:12.5g}" for k in names]
+    lines += [
+        f"  {titles.get(name, name):34} {recorded[name]:12.5g} {replayed[name]:12.5g}"
+        for name in ("heldout_end", *WATCHED, "kl_max")
+        if recorded.get(name) is not None and replayed.get(name) is not None
+    ]
     if version is not None and version < comparison["to"]:
         lines.append(
             f"the run evaluated no version from {version + 1} to {comparison['to']} "
             "(evaluation.every)"
         )
-    return "\n".join(
-        [*lines, comparison["verdict"], *([comparison["warning"]] if comparison["warning"] else [])]
-    )
+    return "\n".join([*lines, comparison["verdict"], comparison["warning"]]).rstrip()

@@ -26,7 +26,6 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from actors.turn import DECODE_STEPS
 from asyncrl.algorithms.settings import (
     Decay,
     NonNegative,
@@ -229,7 +228,7 @@ class EngineCall(NamedTuple):
     end: float
     rows: int
     admitted: int
-    steps: int | None  # None: not in the trace, and the engine ran empty before the usual number
+    steps: int
     finished: int  # rows
     pause: float | None  # to the next call, less swaps; None: the engine ran empty
 
@@ -243,10 +242,10 @@ def fit(run_dir: Path) -> tuple[TimeModel, Config]:
     config = configs.load(run_dir / "config.toml")
     lanes = trace.read_sized_spans(run_dir)
     learner = lanes.get("learner", [])
-    rewards = [span for name in lanes if name.endswith("-rewards") for span in lanes[name]]
+    rewards = [lane for name, lane in lanes.items() if name.endswith("-rewards")]
     generators = [
-        spans
-        for name, spans in lanes.items()
+        lane
+        for name, lane in lanes.items()
         if name.startswith("generator-") and not name.endswith("-rewards")
     ]
     calls = [call for spans in generators for call in list_engine_calls(spans)]
@@ -254,13 +253,7 @@ def fit(run_dir: Path) -> tuple[TimeModel, Config]:
     if len(calls) < FEWEST or len(trains) < 5:
         raise ConfigError(
             f"{run_dir}: too little to fit times to: {len(calls)} decode calls and {len(trains)} "
-            f"batches with their sizes in its trace (needed: {FEWEST} and 5); make a run of 20 "
-            "steps or more with this version"
-        )
-    if sum(call.steps is not None for call in calls) < FEWEST:
-        raise ConfigError(
-            f"{run_dir}: its completions are so short that nearly every decode call emptied the "
-            "engine, and its trace lacks the number of steps; make a run with this version"
+            f"batches in its trace (needed: {FEWEST} and 5); make a run of 20 steps or more"
         )
     times = change(TimeModel(), **_fit_decode(calls, trains))
     times = change(times, **_fit_train(times, trains, calls), **_fit_lengths(run_dir, config))
@@ -274,9 +267,9 @@ def fit(run_dir: Path) -> tuple[TimeModel, Config]:
         "swap": [seconds for seconds in swaps if seconds > typical_swap / 5],
         # each sample of a batched call gets its share
         "reward": [
-            (span.end - span.start) / (span.size or 1)
-            for span in rewards
-            for _ in range(span.size or 1)
+            (span.end - span.start) / max(span.size, 1)
+            for span in itertools.chain(*rewards)
+            for _ in range(max(span.size, 1))
         ],
     }
     times = change(times, **{name: values for name, values in measured.items() if values})
@@ -334,21 +327,18 @@ def list_engine_calls(spans: Sequence[TraceSpan]) -> list[EngineCall]:
     admitted, swap = 0, 0.0
     for span in spans:
         if span.name == "prefill":
-            admitted += span.size or 0
+            admitted += span.size
         elif span.name == "weights":
             swap += span.end - span.start
-        elif span.name == "decode" and span.size:
+        elif span.name == "decode" and span.steps:
             decodes.append((span, admitted, swap))
             admitted, swap = 0, 0.0
     calls = []
     for (call, new_rows, _), (next_call, next_new_rows, swapped) in itertools.pairwise(decodes):
-        rows = call.size or 0
-        remaining = max(0, (next_call.size or 0) - next_new_rows)
-        steps, pause = call.steps, None
-        if remaining:
-            steps = DECODE_STEPS if steps is None else steps
-            pause = next_call.start - call.end - swapped
-        calls.append(EngineCall(*call[1:3], rows, new_rows, steps, rows - remaining, pause))
+        remaining = max(0, next_call.size - next_new_rows)
+        pause = next_call.start - call.end - swapped if remaining else None
+        finished = call.size - remaining
+        calls.append(EngineCall(*call[1:4], new_rows, call.steps, finished, pause))
     return calls
 
 
@@ -385,12 +375,9 @@ def _fit_decode(calls: Sequence[EngineCall], trains: Sequence[TraceSpan]) -> Jso
     """Fit step, row, admit, look, finish, beside and noise."""
     from scipy.optimize import minimize_scalar
 
-    timed = [call for call in calls if call.steps is not None]
-    seconds = np.array([call.end - call.start for call in timed])
-    shares = compute_overlaps((call[:2] for call in timed), (train[1:3] for train in trains))
-    columns = np.array(
-        [[call.steps or 0, (call.steps or 0) * call.rows, call.admitted] for call in timed], float
-    )
+    seconds = np.array([call.end - call.start for call in calls])
+    shares = compute_overlaps((call[:2] for call in calls), (train[1:3] for train in trains))
+    columns = np.array([[x.steps, x.steps * x.rows, x.admitted] for x in calls], float)
 
     def solve_beside(factor: float) -> tuple[Numbers, float]:
         """Solve with the slowdown `factor` on each call's share beside training."""
@@ -432,7 +419,7 @@ def _fit_train(
     # a pause between two calls is work, as in the simulation
     busy = [(call.start, call.end + max(0.0, call.pause or 0.0)) for call in calls]
     slowdown = 1 + (times.beside - 1) * compute_overlaps(spans, busy)
-    sizes = np.array([train.size or 0 for train in trains])
+    sizes = np.array([train.size for train in trains])
     seconds = np.diff(spans)[:, 0] * sizes.mean() / sizes / slowdown
     return {
         "train": {"sequence": [round(float(s), 5) for s in seconds]},
