@@ -383,15 +383,12 @@ def require_same_config(started: Config, current: Config, sets: Sequence[str], p
 
     started: the config that the process was started with.  current: the run's config in `path`,
     which applies to all its processes, so that the --set would be ignored."""
-    started_values = msgspec.to_builtins(started)
-    current_values = msgspec.to_builtins(current)
     # the last item of a repeated key applies
     for key, item in {item.partition("=")[0].strip(): item for item in sets}.items():
-        started_value = started_values
-        current_value = current_values
+        values = [msgspec.to_builtins(config) for config in (started, current)]
         for name in key.split("."):
-            started_value = started_value.get(name) if isinstance(started_value, dict) else None
-            current_value = current_value.get(name) if isinstance(current_value, dict) else None
+            values = [value.get(name) if isinstance(value, dict) else None for value in values]
+        started_value, current_value = values
         if started_value != current_value:
             raise ConfigError(
                 f"--set {item}: the run has {key} = {format_value(current_value)}, not "

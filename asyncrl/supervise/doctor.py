@@ -102,6 +102,9 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> Json
     for count, row in enumerate(rows, 1):
         watchdog.observe(count, count, row["t"])
     path = run_dir / "metrics.jsonl"
+    last = rows[-1] if rows else {}
+    # not every step measures links
+    newest = next((row for row in reversed(rows) if any(n.startswith("link/") for n in row)), {})
     ended = status is None and rundir.is_finished(run_dir, config.learner.steps)
     return {
         "advice": [
@@ -118,20 +121,11 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> Json
         "waits": [wait._asdict() for wait in status.waits] if status is not None else [],
         "held_up": msgspec.to_builtins(status.held_up) if status is not None else None,
         "rewards": live.describe("rewards", status.metrics) if status is not None else "",
-        "link": live.describe(
-            "link",
-            status.metrics
-            if status is not None
-            else next(  # not every step measures links
-                (row for row in reversed(rows) if any(name.startswith("link/") for name in row)), {}
-            ),
-        ),
-        "refused": health_checks.count_refusals(
-            status.metrics if status is not None else rows[-1] if rows else {}
-        ),
+        "link": live.describe("link", newest if status is None else status.metrics),
+        "refused": health_checks.count_refusals(last if status is None else status.metrics),
         "set_aside": sorted(str(path) for path in (run_dir / "set_aside").glob("*.jsonl")),
         "checkpoint": find_checkpoint(run_dir),
-        "last_metrics": {n: rows[-1][n] for n in SHOWN if n in rows[-1]} if rows else {},
+        "last_metrics": {n: last[n] for n in SHOWN if n in last},
         "silent_s": time.time() - path.stat().st_mtime if rows else None,
     }
 

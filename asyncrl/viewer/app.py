@@ -142,15 +142,11 @@ class WatchApp:
     def find_samples(self, query: Query) -> Any:
         run = self.select_run(query)
         ticket, heads = query.get("ticket"), run.samples.heads
+        words = ("step", "reward", "lag", "rule", "text", "sort")
         selection = SampleFilter(
-            step=query.get("step", ".."),
-            reward=query.get("reward", ".."),
-            lag=query.get("lag", ".."),
+            **{word: query[word] for word in words if query.get(word)},
             ticket=int(ticket[:20]) if ticket and ticket.isdecimal() else None,
             group_key=query.get("group_key"),
-            rule=query.get("rule") or None,
-            text=query.get("text", ""),
-            sort=query.get("sort") or "batch",
             limit=int(_parse_number(query, "limit", 60)),
         )
         return {

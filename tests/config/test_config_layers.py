@@ -138,6 +138,11 @@ def test_a_later_method_drops_the_keys_of_the_one_before(tmp_path: Path) -> None
     assert load.convert(tomllib.loads(show.stdout), "shown") == load.load(
         path, ["loss.surrogate=ppo"]
     )
+    # a coefficient of zero drops the keys of the file that it stops
+    path = written(tmp_path, "[loss]\neps_high = 0.3\n[advantage]\nwhiten = true\n")
+    made = load.load(path, ["loss.coefficient=0", "kl.preset=distill"])
+    assert made.loss == settings.PpoLoss(coefficient=0.0)
+    assert made.advantage == settings.RlooAdvantage()
 
 
 @pytest.mark.parametrize("preset", ["tis", "mis_normalized", "none"])
@@ -223,13 +228,6 @@ def test_every_biased_estimator_in_the_reward_is_warned_of() -> None:
         sets = ["kl.reward.coefficient=0.1", f"kl.reward.estimator={estimator!r}"]
         lines = [x for x in rules.find_warnings(load.load("demo", sets)) if x.startswith("kl:")]
         assert len(lines) == bool(warned) and all(warned in line for line in lines), estimator
-
-
-def test_a_coefficient_of_zero_drops_the_keys_of_the_file_that_it_stops(tmp_path: Path) -> None:
-    path = written(tmp_path, "[loss]\neps_high = 0.3\n[advantage]\nwhiten = true\n")
-    made = load.load(path, ["loss.coefficient=0", "kl.preset=distill"])
-    assert made.loss == settings.PpoLoss(coefficient=0.0)
-    assert made.advantage == settings.RlooAdvantage()
 
 
 def test_a_method_sets_all_that_it_is_and_gives_way_to_what_is_given(tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ def test_a_section_lists_its_keys(capfd: pytest.CaptureFixture[str]) -> None:
     code, out, _ = typed(capfd, "config", "explain", "kl.reward", "--json")
     keys = {row["key"] for row in json.loads(out)["keys"]}
     assert keys == {key for key in KEYS if key.startswith("kl.reward.")}
+    (shown,) = explain.explain("agent.args")
+    assert "keyword arguments" in str(shown) and "[env] block" in str(shown)
 
 
 @pytest.mark.parametrize(
@@ -198,11 +200,6 @@ def test_completion_scripts_of_three_shells(shell: str) -> None:
         env=ENV | {"_ASYNCRL_COMPLETE": f"{shell}_source", "PATH": os.environ["PATH"]},
     )
     assert f"_ASYNCRL_COMPLETE={shell}_complete" in done.out, done.err
-
-
-def test_arguments_of_an_environment_name_the_block_of_verifiers() -> None:
-    (shown,) = explain.explain("agent.args")
-    assert "keyword arguments" in str(shown) and "[env] block" in str(shown)
 
 
 DEFAULTS = Path(__file__).parents[1] / "data" / "defaults.toml"

@@ -94,11 +94,7 @@ def test_every_command_is_found_under_its_name_and_no_other() -> None:
             command = main.get_command(context, name)
             assert command is not None and command.name == name
         assert main.get_command(context, "no-such-command") is None
-
-
-def test_the_help_has_every_command_in_one_group() -> None:
-    names = [name for commands in SECTIONS.values() for name in commands]
-    assert sorted(names) == sorted(name for commands in FAMILIES.values() for name in commands)
+    assert sorted(names) == sorted(name for commands in SECTIONS.values() for name in commands)
     text = click.testing.CliRunner().invoke(main, ["--help"]).output
     assert all(f"\n{heading}:\n" in text for heading in SECTIONS)
     assert all(f"\n  {name} " in text for name in names)

@@ -371,21 +371,3 @@ def test_signs_of_warm_runs(tmp_path: Path) -> None:
     ).read_text()
     listed = html[html.index('<ul id="signs">') :].split("</ul>")[0]
     assert listed.count("<li>") == 2 and "a: kl_drift in 1 of 1 runs: KL to the reference" in listed
-
-
-def test_what_is_beside_the_accuracy_has_a_table_of_its_own(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whole numbers on a terminal of 80 columns; columns that nobody has are left out, and so is a
-    table of none."""
-    monkeypatch.setenv("COLUMNS", "80")
-    rows = [
-        [{"arm": "sync", "OOD end": "0.213", "end": "0.9"}.get(h, "-") for h in page.HEAD],
-        ["-"] * len(page.HEAD),
-    ]
-    page.print_other_measures(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
-    said = capsys.readouterr().out
-    assert re.search(r"arm +OOD end", said) and re.search(r"sync +0\.213", said)
-    assert "OOD start" not in said and "0.9" not in said
-    page.print_other_measures(page.HEAD, rows[1:], ("arm",), ("OOD start", "OOD end", "KL to ref"))
-    assert capsys.readouterr().out == ""

@@ -306,12 +306,8 @@ def test_an_interval_that_reaches_below_the_margin_suggests_nothing() -> None:
     bad = [cell("ppo", "1", -0.3, -0.1), cell("ppo", "2", -0.214, 0.183)]
     found = analysis.suggest({"cells": bad, "seeds": [0, 1, 2]}, plan)
     assert found["limit"] is None and "ppo, at limit 2:" in found["reason"]
-
-
-def test_one_seed_suggests_nothing() -> None:
-    one_seed = {"cells": [cell("ppo", "1", -0.1, 0.1)], "seeds": [0]}
-    found = analysis.suggest(one_seed, plan_rle("ppo", 1.0))
-    assert found["limit"] is None and "one seed" in found["reason"] and found["set"] == ""
+    one_seed = analysis.suggest({"cells": [cell("ppo", "1", -0.1, 0.1)], "seeds": [0]}, plan)
+    assert one_seed["limit"] is None and "one seed" in one_seed["reason"] and not one_seed["set"]
 
 
 STEPS = 2
@@ -366,10 +362,3 @@ def test_a_run_that_fails_names_its_log(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "a.log"
     with pytest.raises(AsyncrlError, match=r"run a ended with exit code 2: .*no-config.* \(log: "):
         process_run.complete(tmp_path / "a", "no-config.toml", [], 1, log)
-
-
-def test_engines_and_backends_that_need_processes_are_taken() -> None:
-    sets = ("generator.engine=vllm", "learner.backend=deepspeed")
-    for items in (sets[:1], sets[1:]):
-        plan = grid.make_plan("demo", items, [("none", [])], [2.0], injected=True)
-        assert load.dump(plan.arms["none-limit2"])

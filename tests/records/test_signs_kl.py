@@ -62,16 +62,14 @@ def noise(seed: int, n: int, spread: float = 0.5, carry: float = 0.0) -> list[fl
     return out
 
 
-@pytest.mark.parametrize(("spread", "carry", "most"), [(0.5, 0.0, 3), (1.5, 0.0, 3), (0.3, 0.5, 3)])
-def test_noise_without_trend_is_seldom_called_growing(
-    spread: float, carry: float, most: int
-) -> None:
+@pytest.mark.parametrize(("spread", "carry"), [(0.5, 0.0), (1.5, 0.0), (0.3, 0.5)])
+def test_noise_without_trend_is_seldom_called_growing(spread: float, carry: float) -> None:
     """1,000 series of 15 to 200 values; a look may be wrong once in 1,000, so 3 or fewer with a
     chance of 98 %."""
     got = sum(
         find_growth(noise(i, 15 + 37 * i % 186, spread, carry)) is not None for i in range(1000)
     )
-    assert got <= most
+    assert got <= 3
 
 
 def test_growth_is_found() -> None:

@@ -65,7 +65,8 @@ def print_running(config: Any, run_dir: Path, status: Any, examination: dict[str
 
     missing = doctors.list_missing(examination)
     # a run that lacks a process needs that process, and no advice about its speed
-    print("".join(line + "\n" for line in examination["advice"] if not missing), end="")
+    for line in [] if missing else examination["advice"]:
+        print(line)
     committed = examination["committed"]
     print(live.format_status(msgspec.structs.replace(status, committed=committed)))
     for process, event, host, age in status.waits:
@@ -74,7 +75,8 @@ def print_running(config: Any, run_dir: Path, status: Any, examination: dict[str
         print(escape_line(status.held_up.describe(), LONGEST_LINE))
     for name, age in status.peers.items():
         print(f"{escape_line(name)}: last message {age:.1f} s ago")
-    print("".join(line + "\n" for line in doctors.describe_refusals(examination)), end="")
+    for line in doctors.describe_refusals(examination):
+        print(line)
     for process in examination["processes"]:
         if not process["alive"] and not process["connected"]:
             print(process["said"])

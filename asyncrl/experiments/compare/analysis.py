@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import layers
+from asyncrl.config import layers, rules
 from asyncrl.config.tree import Config
 from asyncrl.contract.toml_writer import flatten
 from asyncrl.experiments.compare import verdict
@@ -135,28 +135,6 @@ def sum_ledgers(records: Sequence[Summary]) -> dict[str, dict[str, float]]:
 # ---- one arm over its seeds ----------------------------------------------------------------------
 
 
-def find_likely_cause(config: Config, trouble: Sequence[str]) -> str:
-    """Return the likely cause of an unstable arm, if its config is a known one."""
-    if not trouble:
-        return ""
-    if config.kl.reward.coefficient > 0 and config.kl.reward.estimator == "k3":
-        return "k3 in the reward is known to collapse: use k1 in the reward or k3 in the loss"
-    lagged = config.staleness.limit > 0
-    if (
-        lagged
-        and config.correction.level == "none"
-        and config.loss.surrogate in ("vanilla", "decoupled_ppo")
-        and config.correction.proximal == "recompute"
-    ):
-        return (
-            "stale samples without correction: use the behavior policy as the proximal policy, or "
-            "set correction.preset = tis"
-        )
-    if lagged and config.staleness.limit >= 8:
-        return "a large lag: lower staleness.max_lag or learner.lr"
-    return "lower learner.lr, or set stop.kl_max with more than one optimizer step a batch"
-
-
 def summarize(cells: Sequence[CellResult], config: Config) -> Summary:
     """Return what the JSON of a comparison and of a sweep has of an arm.
 
@@ -180,7 +158,7 @@ def summarize(cells: Sequence[CellResult], config: Config) -> Summary:
         "lag_max": max((cell.summary["lag"]["max"] for cell in cells), default=0),
         "unstable": sum(bool(cell.trouble) for cell in cells),  # runs
         "trouble": trouble,  # kinds, of any run
-        "cause": find_likely_cause(config, trouble),
+        "cause": next(rules.apply_table("causes", config), "") if trouble else "",
         "signs": findings,
     }
 

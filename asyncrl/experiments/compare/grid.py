@@ -298,7 +298,7 @@ def parse_limits(text: str, injected: bool) -> list[float]:
             "no limit)"
         ) from None
     for limit in limits:
-        if math.isnan(limit) or limit < 0 or (not math.isinf(limit) and limit != int(limit)):
+        if not limit >= 0 or (limit < math.inf and not limit.is_integer()):
             raise ConfigError(
                 f"--limits {text}: {limit:g} is neither a whole number from 0 on nor inf"
             )

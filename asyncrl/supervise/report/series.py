@@ -93,12 +93,6 @@ class Series:
 
     def _decode_lines(self, data: bytes) -> list[JsonObject]:
         """Return the rows of complete lines; damaged lines are skipped and counted."""
-        try:
-            rows = _decoder.decode_lines(data)
-            if all(type(row["step"]) is int and type(row["t"]) in (int, float) for row in rows):
-                return rows
-        except (msgspec.DecodeError, KeyError):
-            pass
         rows = []
         for line in filter(bytes.strip, data.splitlines()):
             try:
