@@ -271,8 +271,8 @@ class CallTurn(GeneratorTurn):
             self.results.append(
                 m.CallResult(
                     completion.key[0],
-                    np.ascontiguousarray(completion.tokens, dtype="<i4").tobytes(),
-                    np.ascontiguousarray(completion.logprobs, dtype="<f4").tobytes(),
+                    completion.tokens.tobytes(),
+                    completion.logprobs.tobytes(),
                     completion.spans,
                     completion.finish,
                     support=completion.support_bytes,

@@ -257,8 +257,8 @@ def build_trajectory(response: ScoredResponse, result: RewardResult) -> Trajecto
     return Trajectory(
         *completion.key,
         prompt_tokens=np.ascontiguousarray(completion.prompt, dtype="<i4").tobytes(),
-        tokens=np.ascontiguousarray(completion.tokens, dtype="<i4").tobytes(),
-        behavior_logprobs=np.ascontiguousarray(completion.logprobs, dtype="<f4").tobytes(),
+        tokens=completion.tokens.tobytes(),
+        behavior_logprobs=completion.logprobs.tobytes(),
         mask=b"\x01" * len(completion.tokens),
         spans=completion.spans,
         reward=float(result.reward),

@@ -26,7 +26,7 @@ from actors.engine import Completion
 from actors.generator import Generator
 from actors.turn import PromptTooLong, build_failed_trajectory
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import NothingToDo, PeerUnreachable
+from asyncrl.contract.errors import AsyncrlError, NothingToDo, PeerUnreachable
 from asyncrl.contract.versions import Label
 from asyncrl.records import trace
 
@@ -58,6 +58,7 @@ def test_an_outdated_attempt_takes_nothing_from_the_next_one(make: MakeGenerator
     assert set(g.engine.rows) == {(0, 0, 1), (0, 1, 1)}
     one_pass(g, tickets(g, announcement(2), ticket(0, 2, epoch=2)))
     assert g.engine.aborted == [(0, 0, 1), (0, 1, 1)] and g.engine.loads == [(1, 0), (2, 0)]
+    assert g.engine.given == ({}, "d2.0", b"")
     rows = g.engine.rows
     assert set(rows) == {(0, 0, 2), (0, 1, 2)} and all(len(r.prompt) == 3 for r in rows.values())
 
@@ -220,6 +221,15 @@ def test_requests_renewals_and_greetings_go_by_the_clock(
         assert g.schedule.announced == reply.announcement
 
 
+def test_a_failed_reward_ends_a_run_that_is_to_stop(make: MakeGenerator) -> None:
+    g = make("reward.on_error='stop'")
+    response = SimpleNamespace(ticket=SimpleNamespace(prompt=SimpleNamespace(id=7)))
+    g.turn.poll_results = lambda: [(response, SimpleNamespace(failed="it raised"))]
+    said = r"^the reward function failed on prompt 7: it raised \(reward\.on_error = stop\)$"
+    with pytest.raises(AsyncrlError, match=said):
+        g.collect()
+
+
 def test_it_waits_for_replies_only_while_no_row_is_live(make: MakeGenerator) -> None:
     g = make("reward.function='of_nowhere:reward'", "reward.workers=0")
     waited: list[float] = []
@@ -239,10 +249,12 @@ def test_one_that_draws_calls_forgoes_none_and_says_nothing_of_tickets(
     g = make("agent.env='none:None'")
     assert g.calls is not None and g.calls.socket.run == g.run
     g.calls.close()
-    monkeypatch.setattr("actors.generator.wait", lambda *_: None)
+    waited: list[Any] = []
+    monkeypatch.setattr("actors.generator.wait", lambda *given: waited.append(given))
     monkeypatch.setattr(g.calls, "read", lambda: None)
     g.socket.inbox.append(m.HeartbeatReply(1, None, attempts=5))
     g.read()
+    assert waited == [([g.socket, g.calls.socket], [], 0.02)]
     assert g.schedule.newest_attempt == 0
     g.schedule.newest_attempt = 3
     g.renew()

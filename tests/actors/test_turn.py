@@ -44,8 +44,9 @@ SPANS = [VersionSpan(AT, "d", 0, 3, AT)]
 
 
 def written(logprobs: list[float]) -> ScoredResponse:
-    prompt, tokens = np.array([5, 6]), np.array([7, 8, 1])  # int64, as an engine may give them
-    made = Completion((4, 1, 9), prompt, tokens, np.array(logprobs), SPANS, "length", support=None)
+    prompt, tokens = np.array([5, 6]), np.array([7, 8, 1], np.int32)  # a prompt's may be int64
+    scores = np.array(logprobs, np.float32)
+    made = Completion((4, 1, 9), prompt, tokens, scores, SPANS, "length", support=None)
     sampling = SamplingSettings(max_new_tokens=12, temperature=0.5)
     return ScoredResponse(msgspec.structs.replace(ticket(4, 9, 1), sampling=sampling), made, "31")
 

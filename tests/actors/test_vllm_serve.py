@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import psutil
@@ -140,6 +141,26 @@ def test_weights_arrive_amid_answers_and_nothing_of_an_ended_one_is_left(
         update = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
         swaps = [path for path in one.asked if path != "/inference/v1/generate"][-5:]
         assert swaps == [*update, "/resume"]
+        path, salt = str(e.newest.path), f"{e.folder.name[-8:]}-1"
+        sampling = {"max_tokens": 20, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": ANY}
+        more = {"stop_token_ids": [1], "logprobs": 0, "ignore_eos": True, "detokenize": False}
+        probe = {"max_tokens": 1, "logprobs": 0, "detokenize": False}
+        ask, sampled = "/inference/v1/generate", {"token_ids": [4, 5, 6], "cache_salt": salt}
+        assert one.bodies == {
+            **{("GET", name, False): {} for name in ("/health", "/version", "/is_paused")},
+            ("POST", "/init_weight_transfer_engine", False): {"init_info": {}},
+            ("POST", "/collective_rpc", False): {"method": "asyncrl_seed_rows"},
+            ("POST", "/pause?mode=keep&clear_cache=true", False): {},
+            ("POST", "/start_weight_update", False): {},
+            ("POST", "/update_weights", False): {"update_info": {"path": path}},
+            ("POST", "/finish_weight_update", False): {"weight_version": "1.1.d1"},
+            ("POST", "/resume", False): {},
+            ("POST", ask, True): sampled | {"stream": True, "sampling_params": sampling | more},
+            ("POST", ask, False): {
+                "token_ids": e.ids,
+                "sampling_params": probe | {"temperature": 0.0, "prompt_logprobs": 0},
+            },
+        }
         one.gate.clear()
         e.add([request(t, 0, [4, 5, 6]) for t in range(3)])
         while sum(e.count_tokens().values()) < 6:

@@ -44,6 +44,7 @@ class Engine:
 
     def load(self, tensors: Any, label: Label, digest: str, probe: bytes) -> None:
         self.loads.append(label)
+        self.given = tensors, digest, probe
 
     def add(self, requests: Sequence[CompletionRequest]) -> None:
         self.rows |= {r.key: r for r in requests}

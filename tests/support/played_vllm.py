@@ -30,6 +30,8 @@ class PlayedVllm:
         self.gate = threading.Event()  # answers wait for it in the middle
         self.gate.set()
         self.asked: list[str] = []
+        # method, path and whether an answer is streamed -> the last body
+        self.bodies: dict[tuple[str, str, bool], Any] = {}
 
     def start(self, port: int = 0) -> threading.Thread:
         """Serve in a thread at `url`."""
@@ -47,6 +49,8 @@ class PlayedVllm:
             body = json.loads(await reader.readexactly(int(size or 0)) or b"{}")
             path = head.split()[1].partition("?")[0]
             self.asked.append(path)
+            method, target, _ = head.split(maxsplit=2)
+            self.bodies[method, target, "stream" in body] = body
             status = self.status.get(path, 200)
             writer.write(f"HTTP/1.1 {status} played\r\nconnection: close\r\n\r\n".encode())
             if body.get("stream") and status == 200:

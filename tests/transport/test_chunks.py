@@ -19,7 +19,7 @@ import xxhash
 import zmq
 from process_kit import ROOT, until
 
-from asyncrl.contract.errors import PeerUnreachable
+from asyncrl.contract.errors import AsyncrlError, PeerUnreachable
 from asyncrl.contract.versions import Label
 from asyncrl.transport import chunks
 from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer
@@ -104,6 +104,26 @@ def test_what_is_no_ask_is_counted_and_the_rest_goes_on(
     assert server.answered == 0 and server.thread.is_alive()
     fetched(server, ring)
     peer.close()
+
+
+def test_an_address_that_cannot_be_opened_again_is_told_and_the_rest_goes_on(
+    server: ChunkServer,
+    ring: WeightRing,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    closed: list[Any] = [AsyncrlError("taken\t"), True]
+
+    def close(address: str) -> bool:
+        assert address == server.address
+        if closed and isinstance(closed[0], AsyncrlError):
+            raise closed.pop(0)
+        return bool(closed and closed.pop(0))
+
+    monkeypatch.setattr(server.connections, "close_excess", close)
+    until(lambda: not closed)
+    fetched(server, ring)
+    assert capsys.readouterr().err == "taken\\t\n"
 
 
 def test_an_ask_that_is_too_large_costs_its_connection(
