@@ -70,8 +70,9 @@ def sum_lags(model: Path) -> LagTotals:
 def read_model_record(model: Path) -> JsonObject:
     """Read the record of a model's creation.  Raises ConfigError."""
     try:
-        return dict(json.loads((model / MODEL).read_bytes()))
-    except (OSError, ValueError) as error:
+        record: JsonObject = {"model": model.name, "version": 0, "time": 0.0}
+        return record | dict(json.loads((model / MODEL).read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{model / MODEL}: {error}") from None
 
 
@@ -116,7 +117,7 @@ def _describe_model(folder: Path) -> JsonObject:
     ledger = jsonl.read_object(folder / LEDGER)
     return {
         "model": record["model"],
-        "version": totals.steps or record.get("version", 0),
+        "version": totals.steps or record["version"],
         "lag_mean": training_log.mean(totals.lags),
         "lag_max": max(totals.lags, default=0),
         "trained_tokens": totals.known_tokens + totals.unknown,
@@ -187,7 +188,7 @@ class TinkerModelView(RunView):
         return {}
 
     def read_progress(self) -> tuple[str, int, int]:
-        version = read_model_record(self.path).get("version", 0)
+        version = read_model_record(self.path)["version"]
         return "running" if is_running(self.home) else "stopped", version, 0
 
     def count_steps(self) -> int:

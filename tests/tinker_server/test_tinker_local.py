@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import importlib.util
 import json
 import shutil
@@ -285,33 +284,6 @@ def test_a_named_loss_takes_the_place_of_stable_reinforce(
     with pytest.raises(ConfigError, match=r"belongs to a server with another \[losses\]"):
         start("losses.stable_reinforce=cispo")
     start("losses.stable_reinforce=ppo")
-
-
-def test_gspo_reads_the_mask_of_its_ratio(start: Start) -> None:
-    """rl_loop sends it since 0.6.1."""
-    server = start()
-    results = []
-    with server.client() as service:
-        for count in (None, 5, 2):
-            client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
-            params = types.SamplingParams(max_tokens=5, seed=7)
-            [sequence] = sampler_of(client).sample(prompt(), 1, params).result().sequences
-            datum = policy_datum(sequence, spans=True)
-            step(client, TUNED, "cross_entropy")  # the ratios are not 1
-            if count is not None:
-                mask = np.zeros(datum.model_input.length, np.float32)
-                before = len(mask) - len(sequence.tokens)
-                mask[before : before + count] = 1
-                inputs = datum.loss_fn_inputs | {"sequence_ratio_mask": mask}
-                datum = dataclasses.replace(datum, loss_fn_inputs=inputs)
-            config = {"clip_low_threshold": 0.0, "clip_high_threshold": 9.0}
-            client.forward_backward([datum], "gspo", config)
-            client.optim_step(types.AdamParams(learning_rate=1e-2, eps=1.0)).result()
-            results.append(scored(client))
-        with pytest.raises(tinker.RequestFailedError, match="ppo has no loss_fn_inputs"):
-            client.forward_backward([datum], "ppo").result()
-    assert np.array_equal(results[0], results[1])
-    assert not np.array_equal(results[0], results[2])
 
 
 def test_supervised_data_can_be_forbidden(start: Start) -> None:

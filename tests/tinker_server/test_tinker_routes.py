@@ -14,10 +14,12 @@ import pytest
 import tinker
 from starlette.testclient import TestClient
 from tinker import types
-from tinker_kit import prompt, tuned_datum
+from tinker_kit import draw, prompt, tuned_datum
 from tinker_local_kit import KEY, LocalServer
 
 from asyncrl.tinker import app, wire
+from asyncrl.tinker.links import WorkerExited
+from asyncrl.tinker.messages import CallFailure
 from asyncrl.tinker.model_records import CallLog, build_folder_name
 
 ADAM = types.AdamParams(learning_rate=1e-2)
@@ -110,8 +112,7 @@ def test_bodies_are_checked(http: httpx.Client) -> None:
         assert "not a ForwardBackwardRequest" in error(reply, 400)
     reply = http.post("/forward", content=b"", headers=protobuf)
     assert "no such model" in error(reply, 400)
-    for content in (b'{"a": "\\ud800"}', b"[1]", b'{"a": 1e999}', b'{"a": 99999999999999999999}'):
-        assert "the body" in error(http.post("/optim_step", content=content, headers=plain), 400)
+    assert "the body" in error(http.post("/optim_step", content=b"[1]", headers=plain), 400)
     step = {"model_id": "s-0:train:0", "seq_id": 1, "adam_params": {"learning_rate": 0.0}}
     for wrong in ({"seq_id": True}, {"model_id": ["s-0"]}, {"seq_id": None}):
         reply = http.post("/optim_step", json=step | wrong)
@@ -143,22 +144,18 @@ def test_calls_are_numbered(http: httpx.Client, service: tinker.ServiceClient) -
     assert result.json()["type"] == "optim_step"
     other = http.post("/optim_step", json=step | {"adam_params": {"learning_rate": 1.0}})
     assert "seq_id 1" in error(other, 400) and "was another call" in error(other, 400)
-    assert http.post("/cancel_future", json={"request_id": "none"}).status_code == 204
     for name in (f"{model}:call:first", "lost:sample:1"):
         reply = http.post("/retrieve_future", json={"request_id": name})
         assert "is not known here any more" in error(reply, 410)
 
 
 def test_an_unexpected_error_costs_its_own_call(
-    http: httpx.Client,
-    service: tinker.ServiceClient,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    http: httpx.Client, service: tinker.ServiceClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = service.create_lora_training_client("tiny", rank=2).result().model_id
     results = []
     for number in (1, 2):
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             if number == 1:
                 patch.setattr(wire, "parse_step", lambda *_: [].pop())
             promise = step_call(http, model, number)
@@ -321,6 +318,28 @@ def test_weights_are_saved_under_a_good_name_once(
         other.load_state(f"tinker://{client.model_id}/weights/a").result()
 
 
+def test_a_request_to_sample_that_waits_is_canceled(
+    server: LocalServer, service: tinker.ServiceClient, http: httpx.Client
+) -> None:
+    samplers = server.server.samplers
+    sampler = service.create_sampling_client(base_model="tiny").result()
+    pace = samplers.pace
+    samplers.pace = lambda record, count: "held by the test"
+    try:
+        promised = sampler.sample(prompt(), 1, types.SamplingParams(max_tokens=2)).future()
+        name = f"{sampler._sampling_session_id}:sample:0"
+        while not (name in samplers.promises and samplers.promises[name].paced):
+            assert not promised.done()
+        assert samplers.count_in_flight("") == 0, "it has not begun"
+        assert http.post("/cancel_future", json={"request_id": name}).status_code == 204
+        with pytest.raises(tinker.RequestFailedError, match="the request was canceled"):
+            promised.result(60)
+    finally:
+        samplers.pace = pace
+    assert http.post("/cancel_future", json={"request_id": "none"}).status_code == 204
+    assert draw(sampler, 1)
+
+
 def test_a_sampling_process_that_exits_samples_the_same(
     server: LocalServer, service: tinker.ServiceClient
 ) -> None:
@@ -333,3 +352,25 @@ def test_a_sampling_process_that_exits_samples_the_same(
     again = sampler.sample(prompt(), 2, seeded).result().sequences
     assert [list(x.tokens) for x in first] == [list(x.tokens) for x in again]
     assert server.server.ledger.sampled_total == known + 2
+    work, crashes = link.act, []
+
+    def crash(number: int, asked: Any) -> Any:
+        if asked.count == 1:
+            return work(number, asked)
+        crashes.append(number)
+        raise WorkerExited("the process ended", crashed=True)
+
+    link.exits = {1, 2}
+    for act, category in (
+        (work, "Server"),
+        (lambda *_: CallFailure("the process ended"), "User"),
+        (lambda *_: CallFailure("the process ended", "server"), "Server"),
+        (crash, "Server"),
+    ):
+        link.act = act
+        with pytest.raises(tinker.RequestFailedError, match="the process ended") as failed:
+            sampler.sample(prompt(), 2, seeded).result()
+        assert failed.value.category == types.RequestErrorCategory[category]
+    assert server.server.ledger.sampled_total == known + 2
+    assert len(set(crashes)) == len(crashes) == 2, "it is sampled alone once"
+    assert draw(sampler, 1) and not server.server.samplers.suspects

@@ -214,9 +214,11 @@ def test_adapters_share_the_base(trainer: ServedModels) -> None:
     assert torch.equal(weights(trainer), first)
     trainer.handle(LoadModel("m", rank=4, seed=2))
     assert not torch.equal(weights(trainer), first)
-    train(trainer, DATA)
-    trainer.handle(PLAIN)
-    assert all(torch.equal(before[name], row) for name, row in base.items())
+    for rank in (2, 0):  # all weights of its own
+        trainer.handle(LoadModel("m", rank=rank, seed=2))
+        train(trainer, DATA)
+        trainer.handle(PLAIN)
+        assert all(torch.equal(before[name], row) for name, row in base.items())
     wrong = trainer.handle(SampleCall("", 0, b"", 1, 1, 1.0, 1.0, 0, 0, 0, [], []))
     assert wrong == CallFailure("SampleCall is not a training call", "server")
 
@@ -253,6 +255,21 @@ def test_masks_and_weights_scale_tokens(trainer: ServedModels) -> None:
     assert torch.allclose(ours, gradient(trainer), rtol=1e-5, atol=1e-6)
     supervised = train(trainer, [datum(TEXTS[0], weights=factors, mask=mask)])
     assert supervised.loss == pytest.approx(-float((lp * scale).sum()), rel=1e-5)
+
+
+def test_gspo_reads_the_mask_of_its_ratio(trainer: ServedModels) -> None:
+    """rl_loop sends it since 0.6.1."""
+    gradients = []
+    for mask in ({}, {"sequence_ratio_mask": [0, 1, 1, 1]}, {"sequence_ratio_mask": [0, 1, 0, 0]}):
+        given = datum(TEXTS[0], logprobs=BEHAVIOR, advantages=SIGNS, **mask)
+        options = {"clip_low_threshold": 0.0, "clip_high_threshold": 99.0}
+        result = trainer.handle(ForwardBackward("m", [given], "gspo", options))
+        assert isinstance(result, ScoreResult), result
+        gradients.append(gradient(trainer))
+        trainer.handle(DropGradient("m"))
+    assert torch.equal(gradients[0], gradients[1])
+    assert not torch.allclose(gradients[0], gradients[2])
+    assert "ppo has no loss_fn_inputs.seq" in train(trainer, [given], "ppo").error
 
 
 def test_the_step_reports_what_its_tokens_measure(trainer: ServedModels) -> None:

@@ -185,10 +185,11 @@ def test_a_model_without_a_step(served: Path) -> None:
     assert (tokens.heading, tokens.rows) == ("0 tokens trained", [])
     (served / tinker_status.MODEL).write_text("{}")
     assert read_model(served).describe_state()["step"] == 0
-    (served / tinker_status.MODEL).unlink()
-    state = read_model(served).describe_state()
-    assert (state["state"], state["step"]) == ("unreadable", 0)
-    assert state["problem"].startswith(f"{served / tinker_status.MODEL}: ")
+    for damaged in ("null", "[" * 100_000):
+        (served / tinker_status.MODEL).write_text(damaged)
+        state = read_model(served).describe_state()
+        assert (state["state"], state["step"]) == ("unreadable", 0)
+        assert state["problem"].startswith(f"{served / tinker_status.MODEL}: ")
 
 
 def test_a_model_in_training(served: Path) -> None:
@@ -225,12 +226,7 @@ def test_a_model_in_training(served: Path) -> None:
     }
     assert ended.startswith("sampling (process 18) ended with exit code 1: lost at ")
     assert model.home == server
-    rows = [(x["name"], x["alive"], x["restarts"], x["pid"]) for x in model.list_processes()]
-    assert rows == [
-        ("server", True, 0, os.getpid()),
-        ("training", True, 1, 17),
-        ("sampling", False, 0, 18),
-    ]
+    assert [process["restarts"] for process in model.list_processes()] == [0, 1, 0]
     sequences, tokens = model.list_ledger({})
     assert sequences.heading == "1,200 sequences sampled, with 5,000 tokens"
     assert tokens.heading == "10 tokens trained"
@@ -257,26 +253,6 @@ def test_the_settings_and_logs_of_a_model_are_its_server_s(served: Path) -> None
     assert answer["none"] == (
         "No samples yet: the server logs some of every tenth optimizer step on sampled tokens."
     )
-
-
-def test_an_interrupted_step_and_a_full_file_log_nothing(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sample_log, "EVERY", 1)
-    with server.client() as service:
-        client = service.create_lora_training_client("tiny", rank=2).result()
-        [path] = server.folder.glob("*/token_samples.jsonl")
-        begin = client.save_state("begin").result().path
-        early = sampled(client, 2)
-        client.forward_backward([policy_datum(early[0])], "ppo").result()
-        client.load_state(begin).result()  # the gradient is gone
-        step(client, [policy_datum(early[1])])
-        [row] = map(json.loads, path.read_text().splitlines())
-        assert row["sequence_ids"] == [early[1].sequence_id]
-        assert row["rules"] == ["off_policy", "longest", "random"]
-        monkeypatch.setattr(sample_log, "LIMIT_BYTES", path.stat().st_size)
-        step(client, [policy_datum(early[0])])
-    assert len(path.read_text().splitlines()) == 1
 
 
 def test_the_ledger_is_current_while_a_client_only_samples(
