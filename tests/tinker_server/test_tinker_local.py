@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -324,19 +325,39 @@ def test_masked_lags_do_not_hide_tokens_of_unknown_lag(start: Start) -> None:
             client.forward_backward([both], "ppo").result()
 
 
-def test_old_versions_of_weights_are_deleted(start: Start) -> None:
-    server = start("weights.slots=2")
+def test_old_versions_of_weights_and_their_samplers_are_forgotten(start: Start) -> None:
+    server = start("weights.slots=2", remembered=2)
+    samplers = server.server.samplers
     with server.client() as service:
         client = service.create_lora_training_client("tiny", rank=2).result()
+        base = service.create_sampling_client(base_model="tiny").result()
         opened = []
-        for _ in range(4):
+        for _ in range(3):
             opened.append(sampler_of(client))
             step(client, TUNED, "cross_entropy")
+        assert draw(base, 1) and len(samplers.samplers) == 4
         with pytest.raises(tinker.RequestFailedError, match=r"keeps weights\.slots = 2 versions"):
-            draw(opened[1], 1)
-        assert draw(opened[2], 1) and draw(opened[3], 1)
+            draw(opened[0], 1)
+        opened.append(sampler_of(client))
+        assert len(samplers.samplers) == len(jsonl.read(samplers.path)) == 2
+        assert draw(base, 1) and draw(opened[3], 1)
+        with pytest.raises(tinker.BadRequestError, match="no such sampler among the 2 used last"):
+            draw(opened[2], 1)
         [folder] = (path.parent for path in server.folder.glob("*/model.json"))
         assert len([*(folder / "versions").iterdir()]) == 4  # two versions and their notes
+    assert len(start(remembered=2).server.samplers.samplers) == 2
+
+
+def test_a_task_that_fails_ends_the_server(start: Start) -> None:
+    server = start()
+    for is_cancelled, error in ((True, None), (False, OSError("full")), (False, OSError("then"))):
+        task: Any = SimpleNamespace(
+            cancelled=lambda answer=is_cancelled: answer, exception=lambda answer=error: answer
+        )
+        server.server._end_with(task)
+        assert is_cancelled == (server.server.failure is None)
+    server.thread.join(600)
+    assert not server.thread.is_alive() and str(server.server.failure) == "full"
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])

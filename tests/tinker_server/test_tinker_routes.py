@@ -332,8 +332,9 @@ def test_a_request_to_sample_that_waits_is_canceled(
             assert not promised.done()
         assert samplers.count_in_flight("") == 0, "it has not begun"
         assert http.post("/cancel_future", json={"request_id": name}).status_code == 204
-        with pytest.raises(tinker.RequestFailedError, match="the request was canceled"):
+        with pytest.raises(tinker.RequestFailedError, match="the request was canceled") as failed:
             promised.result(60)
+        assert failed.value.category == types.RequestErrorCategory.User
     finally:
         samplers.pace = pace
     assert http.post("/cancel_future", json={"request_id": "none"}).status_code == 204

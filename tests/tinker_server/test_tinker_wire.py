@@ -14,7 +14,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.tinker import wire
-from asyncrl.tinker.messages import OptimizerStep, ScoreResult
+from asyncrl.tinker.messages import OptimizerStep, SampleResult, ScoreResult, SequenceResult
 from asyncrl.tinker.model_records import (
     CallLog,
     SavedWeights,
@@ -87,7 +87,7 @@ def test_saved_weights_are_found_by_their_path(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "a.1.json").write_bytes(msgspec.json.encode(saved))
     path = "tinker://s:train:0/weights/a.1"
-    assert find_saved(tmp_path, path) == (folder / "a.1", saved)
+    assert find_saved(tmp_path, path) == (folder / "a.1", saved) and saved.call < 0
     assert find_saved(tmp_path, path, "weights") == (folder / "a.1", saved)
     other = "tinker://s:train:0/sampler_weights/a.1"
     assert refusal(find_saved, tmp_path, other, "weights") == (
@@ -281,3 +281,24 @@ def test_the_result_of_a_loss_has_all_logprobs_in_one_tensor() -> None:
     assert (record.num_datums, field.dtype) == (2, pb.DTYPE_FLOAT32)
     assert np.frombuffer(field.offsets, "<i8").tolist() == [0, 8, 12]
     assert np.frombuffer(field.data, "<f4").tolist() == [-1.0, -2.0, -3.0]
+
+
+def test_the_result_of_a_request_to_sample_has_the_most_likely_tokens() -> None:
+    def pack(*values: float, dtype: str = "<f4") -> bytes:
+        return np.array(values, dtype).tobytes()
+
+    sequences = [
+        SequenceResult(pack(5, dtype="<i4"), pack(-1.0), is_stopped) for is_stopped in (True, False)
+    ]
+    result = SampleResult(
+        sequences, pack(np.nan, -2), pack(0, 0, 3, 4, dtype="<i4"), pack(0, 0, -1, -3)
+    )
+    message = pb.SampleResponse.FromString(wire.encode_samples(result))
+    assert [(x.tokens, x.logprobs) for x in message.sequences] == [
+        (pack(5, dtype="<i4"), pack(-1.0))
+    ] * 2
+    ends = [pb.STOP_REASON_STOP, pb.STOP_REASON_LENGTH]
+    assert [sequence.stop_reason for sequence in message.sequences] == ends
+    top = message.topk_prompt_logprobs
+    assert (top.k, top.length, message.prompt_logprobs) == (2, 2, result.prompt_logprobs)
+    assert (top.token_ids, top.logprobs) == (result.topk_ids, result.topk_logprobs)
