@@ -841,6 +841,7 @@ def test_a_part_of_a_mixture_has_its_own_model(tmp_path: Path) -> None:
 
 def test_an_encoder_reads_pairs(tmp_path: Path) -> None:
     scorer = RewardModelScorer(Settings(path=str(saved(tmp_path / "rm"))))
+    assert scorer.batched is True
     prompts = [Prompt(1, "1+1=", "2")] * len(TEXTS)
     assert scorer(prompts, TEXTS) == pytest.approx(alone(tmp_path / "rm", "bert"), abs=1e-5)
 

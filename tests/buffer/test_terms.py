@@ -389,6 +389,7 @@ def test_a_buffer_that_cannot_listen_takes_nothing_over(service: BufferService) 
     with pytest.raises(ConfigError, match="cannot listen"):
         BufferService(config, service.run_dir, moved=True)
     service.term.check()
+    assert service.store.journal.term == service.term.number  # type: ignore[attr-defined]
 
 
 def test_a_supervised_buffer_follows_one_of_another_host(

@@ -717,6 +717,9 @@ def test_a_recording_holds_each_batch_and_the_weights_that_were_asked_for(
         assert step.metrics["reward/mean"] == commit.metrics["reward/mean"]
     used = one.recorder.log.used
     assert used == stream.measure_size(one.run_dir)
+    assert one.config.learner.optimizer == "adamw"
+    again = loop.Recorder(one.config, one.run_dir, 2, one.core, one.digest)
+    assert again.weights_bytes == 3 * policy.count_flat_bytes(one.core.layout), "an estimate"
 
 
 @pytest.mark.parametrize("after", [0, 3])
