@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -30,6 +31,7 @@ from asyncrl.config import load as config_load
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable, ProtocolError
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
+from asyncrl.records import rundir
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +81,32 @@ def test_requests_of_a_broken_server_go_to_another_until_it_is_back(
     e = engine(path, one, two)
     try:
         give(e, policy_model, 0)
-        for plant, value, tokens in (
-            ("cut", 1, 4),
-            ("error", {"message": "the engine core is dead"}, 4),
-            ("status", {"/inference/v1/generate": 500}, 2),
-            ("label", "1.9.other", 6),
-            ("finish", "abort", 4),
+        for plant, value, tokens, why in (
+            ("cut", 1, 4, "an answer of 2 tokens was cut off"),
+            (
+                "error",
+                {"message": "core"},
+                4,
+                "an answer was ended: {'error': {'message': 'core'}}",
+            ),
+            (
+                "status",
+                {"/inference/v1/generate": 500},
+                2,
+                "/inference/v1/generate answered 500: {",
+            ),
+            ("label", "1.9.other", 6, "it sampled with weights that it was not given: [Span("),
+            ("finish", "abort", 4, "an answer was ended: abort"),
         ):
             usual = getattr(one, plant)
             setattr(one, plant, value)
             two.gate.clear()
             e.add([request(t, 0, [4 + t, 5, 6]) for t in range(2)])
-            while not capfd.readouterr().err.count("is lost, its requests wait for another"):
+            said = ""
+            while "is lost, its requests wait for another" not in said:
                 e.step()
+                said += capfd.readouterr().err
+            assert f"or for its return: ServerLost: {why}" in said
             while max(e.count_tokens().values()) < tokens:
                 e.step()
             lost = e.count_tokens()
@@ -142,6 +157,7 @@ def test_weights_arrive_amid_answers_and_nothing_of_an_ended_one_is_left(
         swaps = [path for path in one.asked if path != "/inference/v1/generate"][-5:]
         assert swaps == [*update, "/resume"]
         path, salt = str(e.newest.path), f"{e.folder.name[-8:]}-1"
+        assert Path(e.folder.name).parent == rundir.SHM or not rundir.SHM.is_dir()
         sampling = {"max_tokens": 20, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": ANY}
         more = {"stop_token_ids": [1], "logprobs": 0, "ignore_eos": True, "detokenize": False}
         probe = {"max_tokens": 1, "logprobs": 0, "detokenize": False}
@@ -219,11 +235,13 @@ def test_the_command_of_one_of_two_servers(model: tuple[Path, policy.PolicyModel
         "seed=7",
     ]
     config = config_load.load("demo", [f"model.path='{model[0]}'", "model.device='cpu'", *keys])
-    words = engine_serve.build_command(config, "127.0.0.1", 9)
-    cache = words.index("--kv-cache-memory-bytes") + 1
-    assert int(words.pop(cache)) == engine_serve.count_cache_bytes(
-        config, engine_serve.load_text_config(model[0]), 3
-    )
+    shape = engine_serve.load_text_config(model[0])
+    parallel = msgspec.structs.replace(config.generator, tensor_parallel=2)
+    for settings in (parallel, config.generator):  # the model's one head is on both GPUs
+        config = msgspec.structs.replace(config, generator=settings)
+        words = engine_serve.build_command(config, "127.0.0.1", 9)
+        cache = words.index("--kv-cache-memory-bytes") + 1
+        assert int(words.pop(cache)) == engine_serve.count_cache_bytes(config, shape, 3)
     assert " ".join(words[3:]) == (
         f"--model {model[0]} --host 127.0.0.1 --port 9 --dtype float32 --seed 7 "
         "--tensor-parallel-size 1 --max-model-len 96 --max-num-seqs 4 --block-size 32 "
