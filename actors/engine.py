@@ -152,6 +152,7 @@ class Engine(Protocol):
 
     def collect_metrics(self) -> Numbers:
         """Return metrics, summed since the engine's start."""
+        return {}
 
 
 def require_context(prompts: Sequence[ndarray], context: int) -> None:

@@ -21,6 +21,7 @@ from actors.decoding import constraints
 from actors.engine import (
     Completion,
     CompletionRequest,
+    Engine,
     Key,
     PromptScores,
     TokenCounts,
@@ -60,7 +61,7 @@ class GenericRow:
     images: list[str] = field(default_factory=list)  # the digests of the request's images
 
 
-class GenericEngine:
+class GenericEngine(Engine):
     """See `actors.engine.Engine`.
 
     record_routing: completions of a mixture of experts carry the experts of their tokens, each as
@@ -261,15 +262,10 @@ class GenericEngine:
 
     def abort(self, keys: Iterable[Key]) -> TokenCounts:
         aborted_keys = set(keys)
-        tokens = {r.key: 0 for r in self.queue if r.key in aborted_keys} | {
-            r.request.key: len(r.tokens) for r in self.rows if r.request.key in aborted_keys
-        }
+        counts = {r.key: 0 for r in self.queue} | self.count_tokens()
         self.queue = deque(r for r in self.queue if r.key not in aborted_keys)
         self.rows = [r for r in self.rows if r.request.key not in aborted_keys]
-        return tokens
+        return {key: count for key, count in counts.items() if key in aborted_keys}
 
     def count_tokens(self) -> TokenCounts:
         return {r.request.key: len(r.tokens) for r in self.rows}
-
-    def collect_metrics(self) -> dict[str, float]:
-        return {}

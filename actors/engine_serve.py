@@ -288,9 +288,6 @@ class ServeEngine(ProbedEngine):
             for key, live in self.requests.items()
         }
 
-    def collect_metrics(self) -> dict[str, float]:
-        return {}
-
     def close(self) -> None:
         """End requests and the servers of our own, and forget the weights."""
         self.client.close()  # a lost server is looked for no longer

@@ -37,6 +37,7 @@ from actors.decoding.constraints import TokenConstraint
 from actors.engine import (
     Completion,
     CompletionRequest,
+    Engine,
     Key,
     PromptScores,
     TokenCounts,
@@ -374,7 +375,7 @@ class SupportRecorder:
 
 
 PROBE = "probe"
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # nats, see `compute_probe_limits`
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # nats, see `check_probe`
 BLOCK = 32  # tokens in a block of keys and values; vLLM's CPU kernels need multiples of 32
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the core in this process
@@ -532,21 +533,6 @@ class SeededSampler:
             self.ahead[name][1].append(self.last_numbers.pop(name))
 
 
-def compute_probe_limits(expected: ndarray, dtype: torch.dtype, layers: int) -> ndarray:
-    """Compute how far each log-probability of the probe may be off, in nats.
-
-    Two programs round differently. The difference grows for an unlikely token, whose logit is far
-    from the largest, and with the square root of the number of layers, because independent errors
-    add up that way. Measured in bfloat16: 1e-2 with 2 layers; 0.35 at -8 nats with 30 (SmolLM2),
-    where transformers' own bfloat16 is 0.2 from float32. A model without one of its 30 layers'
-    outputs is 1.8 off.
-    """
-    unlikely = 1 + np.abs(expected) / 5
-    depth_factor = max(1.0, layers / 8) ** 0.5
-    limits: ndarray = TOLERANCE[dtype] * unlikely * depth_factor
-    return limits
-
-
 class ReferenceWeights:
     """The published weights under plain transformers, for versions without a probe.
 
@@ -572,7 +558,7 @@ class ReferenceWeights:
             parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
-class ProbedEngine:
+class ProbedEngine(Engine):
     """The common part of vLLM's engines: versions by name, salted prompts, a probe of each version.
 
     kept_tokens: for sessions, the tokens kept beside those of `slots` running samples, for later
@@ -640,7 +626,13 @@ class ProbedEngine:
         Raises ProtocolError, which stops the run, when the engine computes with other weights.
         """
         measured = np.array(logprobs, np.float32)
-        limits = compute_probe_limits(expected, self.dtype, self.layers)
+        # Two programs round differently. The difference grows for an unlikely token, whose logit is
+        # far from the largest, and with the square root of the number of layers, as independent
+        # errors add up. Measured in bfloat16: 1e-2 with 2 layers; 0.35 at -8 nats with 30
+        # (SmolLM2), where transformers' own is 0.2 from float32. Without one of its 30 layers'
+        # outputs it is 1.8 off.
+        depth_factor = max(1.0, self.layers / 8) ** 0.5
+        limits = TOLERANCE[self.dtype] * (1 + np.abs(expected) / 5) * depth_factor
         difference = np.abs(measured - expected)
         worst = int(np.nan_to_num(difference / limits, nan=np.inf).argmax())
         distance, limit = float(difference[worst]), float(limits[worst])

@@ -55,8 +55,11 @@ class TorchBackend(Trainer):
         self.alignment = self.build_gradient_alignment()
 
     @cached_property
-    def weights(self) -> list[tuple[str, Tensor]]:
-        """The published weights: finding them takes half the time of a small publication."""
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The published weights: finding them takes half the time of a small publication.
+
+        Other backends yield one after another, in full on rank 0.
+        """
         return list_named_weights(self.model)
 
     def build_gradient_alignment(self) -> GradientAlignment | None:
@@ -149,12 +152,16 @@ class TorchBackend(Trainer):
         """Return this rank's parts of the trained parameters, sharing their memory."""
         return [p.detach() for p in self.parameters]
 
-    def write_flat(self, buffer: memoryview | None) -> Tensor | None:
+    def write_flat(self, buffer: memoryview | None) -> float | None:
         """Write the weights into `buffer` on rank 0; the other ranks contribute their parts.
 
-        Returns a bound like `asyncrl.models.policy.copy_flat`, or None where nothing was checked.
+        Returns a bound like `asyncrl.models.policy.copy_flat` on rank 0.
         """
-        return None if buffer is None else copy_flat(self.weights, buffer, self.layout)
+        if buffer is not None:
+            return copy_flat(self.weights, buffer, self.layout)
+        for _ in self.weights:
+            pass
+        return None
 
     def probe(self) -> bytes:
         """Return the probe's log-probabilities (float32) for engines that check swaps.

@@ -5,12 +5,17 @@
 
 Requests are repeated until answered. Commits are sent, and repeated, in order while training goes
 on. Checkpoints are written every `learner.checkpoint_every` batches.
+
+On a GPU a batch trains in a thread while this one checksums, publishes and commits the version
+before, whose bytes are off the device. At lag 0 and in exact mode it does one after the other.
 """
 
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -29,8 +34,8 @@ from asyncrl.transport import keys, message_checks
 from asyncrl.transport.sockets import BufferPeer
 from learner import checkpoint
 from learner.cores import divide_cores
-from learner.publisher import Publisher, Recorder, StepLog
-from learner.sample_log import SampleLog
+from learner.publisher import Publisher, Recorder
+from learner.sample_log import BatchLog, SampleLog
 from learner.state import BatchCursor
 from learner.step import LearnerCore
 
@@ -70,9 +75,9 @@ class Learner(BufferPeer):
             self.tokenizer = load_tokenizer(config.model.path)
         self.publisher = Publisher(config, run_dir, self.epoch, self.core)
         first = self.number - self.publisher.depth  # the settings may ask for fewer than before
-        earlier_versions = {n: data for n, data in earlier_versions.items() if n >= first}
         for version, data in sorted(earlier_versions.items()):
-            self.publisher.publish_bytes(version, data)
+            if version >= first:
+                self.publisher.publish_bytes(version, data)
         self.digest = self.publisher.publish(self.number)
         labels = self.publisher.ring.list_labels()
         self.ring = sorted(pair for pair in labels.items() if pair[0].number in earlier_versions)
@@ -90,9 +95,15 @@ class Learner(BufferPeer):
         self.commits: dict[int, m.Commit] = {}
         self.sent: dict[str, float] = {}
         self.mark = time.monotonic()
+        self.publishes_behind = (
+            self.publisher.on_gpu and config.staleness.limit > 0 and not config.exact
+        )
+        self.thread = ThreadPoolExecutor(1)
+        # publishes the last batch's version and returns its digest; the batch's commit
+        self.unpublished: tuple[Callable[[], str], m.Commit] | None = None
         self.checkpointed: int | None = None
         self.recorder: Recorder | None = None
-        self.step_log: StepLog | None = None
+        self.step_log: BatchLog | None = None
         self.division = None
         if config.learner.ranks == "auto" and self.core.model.device.type == "cpu":
             self.division = divide_cores(config, run_dir, self.log_change)
@@ -248,7 +259,7 @@ class Learner(BufferPeer):
         steps = self.config.learner.steps
         self.send_hello()
         if self.welcomed:
-            self.step_log = StepLog(self.config, self.run_dir, self.number)
+            self.step_log = BatchLog(self.config, self.run_dir, self.number)
             if self.tokenizer is not None:
                 self.core.sample_log = SampleLog(
                     self.config, self.run_dir, self.number, self.tokenizer
@@ -265,6 +276,7 @@ class Learner(BufferPeer):
                 if batch.number == first:
                     self.log_change(f"trains batch {first}, its first one")
                 self.step(batch)
+        self.commit()
         self.set_wait(COMMITS_WAITED_FOR)
         while (self.commits or self.checkpointed is not None) and not self.stopping:
             self.handle_messages(POLL_S)
@@ -299,6 +311,8 @@ class Learner(BufferPeer):
 
     def wait_for_batch(self) -> m.Batch | None:
         """Return the batch to train on, or None when stopped while waiting."""
+        if self.number not in self.batches:
+            self.commit()
         while self.number not in self.batches and not self.stopping:
             self.set_wait(f"batch {self.number}")
             self.repeat(f"ask {self.number}", m.BatchRequest(self.epoch, self.number))
@@ -319,12 +333,18 @@ class Learner(BufferPeer):
         began = time.monotonic()
         tokens = sum(s.length for s in batch.samples)
         with self.tracer.time_span("train", tokens):
-            metrics = self.core.train(batch)
+            if self.unpublished is None:
+                metrics = self.core.train(batch)
+            else:
+                training = self.thread.submit(self.core.train, batch)
+                self.commit()
+                metrics = training.result()
         if self.step_log is not None:
             self.step_log.add(self.core.updates)
         trained = time.monotonic()
         with self.tracer.time_span("publish"):
-            self.digest = self.publisher.publish(self.number)
+            publish = self.publisher.begin(self.number)
+            digest = "" if self.publishes_behind else publish()
         now = time.monotonic()
         step_s = now - self.mark
         metrics |= {
@@ -347,18 +367,19 @@ class Learner(BufferPeer):
             self.epoch,
             batch.number,
             Label(self.epoch, self.number),
-            self.digest,
+            digest,
             metrics,
             self.core.unused,
         )
-        self.commits[batch.number] = commit
-        if min(self.commits) == batch.number:
-            self.repeat(f"commit {batch.number}", commit)
+        self.unpublished = publish, commit
+        is_checkpointed = self.number % self.config.learner.checkpoint_every == 0
+        if digest or is_checkpointed or self.recorder is not None:
+            self.commit()
         self.handle_messages(0)
         # before a checkpoint, from which a resumed learner would skip this batch
         if self.recorder is not None:
             self.recorder.add(batch, metrics, self.digest)
-        if self.number % self.config.learner.checkpoint_every == 0:
+        if is_checkpointed:
             # the buffer must have recorded every trained batch: a run that is resumed from the
             # checkpoint skips them, and the rows of one that it lost would be missing for good
             self.set_wait(COMMITS_WAITED_FOR)
@@ -366,6 +387,17 @@ class Learner(BufferPeer):
                 self.handle_messages(POLL_S)
             self.set_wait("")
             self.save_checkpoint()
+
+    def commit(self) -> None:
+        """Publish and commit the last batch, unless that is done."""
+        if self.unpublished is None:
+            return
+        publish, commit = self.unpublished
+        self.digest = commit.digest or publish()
+        self.unpublished = None
+        self.commits[commit.number] = msgspec.structs.replace(commit, digest=self.digest)
+        if min(self.commits) == commit.number:
+            self.repeat(f"commit {commit.number}", self.commits[commit.number])
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint; `handle_messages` announces it after its commits."""
@@ -382,6 +414,7 @@ class Learner(BufferPeer):
         self.log_change(f"wrote the checkpoint of version {self.number}")
 
     def close(self) -> None:
+        self.thread.shutdown()
         if self.recorder is not None:
             self.recorder.close()
         for log in filter(None, (self.step_log, self.core.sample_log)):

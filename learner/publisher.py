@@ -7,7 +7,8 @@ also go into a recording.
 import math
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,11 @@ from asyncrl.contract.messages import Batch, WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 from asyncrl.records import buffer_leadership, private, rundir, stream
-from asyncrl.records.metrics import OPTIMIZER_STEPS
 from asyncrl.records.stream import MIB, RecordingHeader, RecordingWriter
 from asyncrl.transport import weight_transport
 from asyncrl.transport.chunks import ChunkServer
 from asyncrl.transport.ring import WeightRing
 from learner import checkpoint
-from learner.sample_log import BatchLog
 from learner.step import LearnerCore
 
 # Weights of usable language models stay far below LARGE. From LARGE on, a forward pass checks that
@@ -64,6 +63,9 @@ class Publisher:
             self.directory, policy.count_flat_bytes(layout), slots, layout, epoch, most=slots + 4
         )
         self.keep: list[Label] = []
+        self.on_gpu = policy.resolve_device(config.model.device) != "cpu"
+        if self.on_gpu:  # it copies into pinned memory several times as fast
+            self.staging = torch.empty(self.ring.size, dtype=torch.uint8).pin_memory()
         self.server = weight_transport.import_transport(config.weights.transport).serve(
             config, self.ring
         )
@@ -80,8 +82,13 @@ class Publisher:
         )
 
     def publish(self, number: int) -> str:
-        """Write the model's weights as version `number`; return their digest.
+        """Write the model's weights as version `number`; return their digest. See `begin`."""
+        return self.begin(number)()
 
+    def begin(self, number: int) -> Callable[[], str]:
+        """Copy the weights off a GPU; return the function that publishes them as version `number`.
+
+        That function returns their digest. Behind a GPU, the model may change before its call.
         Raises NotFiniteError for weights that are not finite or too large.
         """
         self.core.backend.broadcast("publish")
@@ -90,7 +97,7 @@ class Publisher:
         def fill(buffer: memoryview) -> None:
             bound = self.core.backend.write_flat(buffer)
             # usually no weight comes near LARGE
-            if bound is not None and float(bound) < LARGE**2:
+            if bound is not None and bound < LARGE**2:
                 return
             if problem := self.find_problem(buffer):
                 raise NotFiniteError(
@@ -99,17 +106,20 @@ class Publisher:
                     "nothing of them was published or kept: resume with a smaller one"
                 )
 
-        window = [Label(self.epoch, number - lag) for lag in range(1, self.window + 1)]
-        return self._write(Label(self.epoch, number), fill, [*self.keep, *window], probe)
+        if not self.on_gpu:
+            return partial(self._write, number, fill, probe)
+        fill(self.staging.numpy().data)
 
-    def _write(
-        self,
-        label: Label,
-        fill: Callable[[memoryview], None],
-        kept_labels: Iterable[Label],
-        probe: bytes = b"",
-    ) -> str:
-        digest = self.ring.write(label, fill, kept_labels, probe)
+        def unstage(buffer: memoryview) -> None:
+            # without the interpreter's lock, which an assignment would hold
+            torch.frombuffer(buffer, dtype=torch.uint8).copy_(self.staging)
+
+        return partial(self._write, number, unstage, probe)
+
+    def _write(self, number: int, fill: Callable[[memoryview], None], probe: bytes = b"") -> str:
+        label = Label(self.epoch, number)
+        window = [Label(self.epoch, number - lag) for lag in range(1, self.window + 1)]
+        digest = self.ring.write(label, fill, [*self.keep, *window], probe)
         if self.server is not None:
             self.server.on_published(label, digest)
         return digest
@@ -136,9 +146,7 @@ class Publisher:
         def fill(buffer: memoryview) -> None:
             buffer[:] = data
 
-        return self._write(
-            Label(self.epoch, number), fill, [Label(self.epoch, n) for n in range(number + 1)]
-        )
+        return self._write(number, fill)
 
     def read_earlier_versions(self, number: int) -> dict[int, bytes]:
         """Return the flat bytes of versions before `number` that injection may still use."""
@@ -154,16 +162,12 @@ class Publisher:
         A resumed learner publishes an earlier epoch's version again under its own epoch's label.
         `digest` finds it there ("" when unknown).
         """
-        if data := self.ring.read_part(label, digest, 0, self.ring.size)[1]:
-            return data
-        equal_labels = [
-            candidate
-            for candidate, other_digest in self.ring.list_labels().items()
-            if digest and other_digest == digest
-        ]
-        if not equal_labels:
-            return b""
-        return self.ring.read_part(max(equal_labels), digest, 0, self.ring.size)[1]
+        labels = self.ring.list_labels()
+        equal_labels = [other for other in labels if digest and labels[other] == digest]
+        for candidate in (label, *sorted(equal_labels)[-1:]):
+            if data := self.ring.read_part(candidate, digest, 0, self.ring.size)[1]:
+                return data
+        return b""
 
     def close(self) -> None:
         if self.server is not None:
@@ -172,20 +176,6 @@ class Publisher:
 
 
 # ---- the recording -------------------------------------------------------------------------------
-
-
-class StepLog(BatchLog):
-    """RUN/optimizer_steps.jsonl: a row for each optimizer step."""
-
-    def __init__(self, config: Config, run_dir: Path, number: int) -> None:
-        """Keep the rows of batches below `number`: see `BatchLog`."""
-        super().__init__(
-            run_dir / OPTIMIZER_STEPS,
-            number,
-            batch_key="step",
-            limit_mib=config.record.optimizer_steps_mib,
-            limit_name="record.optimizer_steps_mib",
-        )
 
 
 class Recorder:
@@ -240,25 +230,8 @@ class Recorder:
         every = self.config.record.weights_every
         if every and self.core.state.number % every == 0:
             self.store_weights()
-        self.report_size(batch.number)
-
-    def store_weights(self) -> None:
-        """Store the current weights and optimizer."""
-        if self.log.has_room(self.weights_bytes):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            try:
-                checkpoint.save(self.directory, self.core, {}, sys.maxsize)
-            except AsyncrlError as error:
-                return self.stop(str(error))
-            path = self.directory / f"number_{self.core.state.number}"
-            size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
-            # the first ones have no optimizer moments yet
-            self.weights_bytes = max(size, self.weights_bytes)
-            self.log.used += size
-
-    def report_size(self, number: int) -> None:
-        """Report the expected size of the recording, after the third batch."""
-        if number - self.start != 2 or self.size_reported:
+        # the expected size, after the third batch
+        if batch.number - self.start != 2 or self.size_reported:
             return
         self.size_reported = True
         config = self.config
@@ -274,6 +247,20 @@ class Recorder:
             f"after {steps} batches, bound {config.record.stream_mib} MiB (record.stream_mib)",
             file=sys.stderr,
         )
+
+    def store_weights(self) -> None:
+        """Store the current weights and optimizer."""
+        if self.log.has_room(self.weights_bytes):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            try:
+                checkpoint.save(self.directory, self.core, {}, sys.maxsize)
+            except AsyncrlError as error:
+                return self.stop(str(error))
+            path = self.directory / f"number_{self.core.state.number}"
+            size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+            # the first ones have no optimizer moments yet
+            self.weights_bytes = max(size, self.weights_bytes)
+            self.log.used += size
 
     def stop(self, reason: str) -> None:
         self.broken = reason

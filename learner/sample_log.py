@@ -23,6 +23,7 @@ from asyncrl.contract.messages import Batch
 from asyncrl.models import image_tokens, pictures
 from asyncrl.records import jsonl
 from asyncrl.records.jsonl import JsonObject
+from asyncrl.records.metrics import OPTIMIZER_STEPS
 from learner.batch import PackedBatch
 
 MIB = 2**20
@@ -31,29 +32,27 @@ DECIMALS = 4
 
 
 class BatchLog:
-    """An append-only file of JSON lines, at most `limit_mib` large.
+    """An append-only file of JSON lines: RUN/optimizer_steps.jsonl, a row for each step.
 
     A batch's rows are written before its commit is sent, so that a committed batch has all of them.
     """
 
-    def __init__(
-        self, path: Path, number: int, *, batch_key: str, limit_mib: int, limit_name: str
-    ) -> None:
+    name = OPTIMIZER_STEPS
+    batch_key = "step"  # the key of a row that holds the number of its batch
+
+    def __init__(self, config: Config, run_dir: Path, number: int) -> None:
         """Keep the rows of batches below `number`, the next one; later batches train again.
 
         The file is always a new one, because a replaced learner may still have the old one open.
         Raises AsyncrlError when the file cannot be written.
-
-        Args:
-            batch_key: the key of a row that holds the number of its batch.
-            limit_name: config key of the limit, for the message when it is reached.
         """
-        self.path = path
-        self.limit_mib, self.limit_name = limit_mib, limit_name
+        self.config = config
+        self.path = run_dir / self.name
+        self.limit_name = f"{self.path.stem}_mib"
         self.full = False
-        rows = [row for row in jsonl.read(path) if row.get(batch_key, number) < number]
+        rows = [row for row in jsonl.read(self.path) if row.get(self.batch_key, number) < number]
         lines = jsonl.encode(rows)
-        self.file = jsonl.JsonlAppender(path)
+        self.file = jsonl.JsonlAppender(self.path)
         self.file.replace(lines, sync=True)
         self.written = len(lines)
 
@@ -61,11 +60,12 @@ class BatchLog:
         """Append `rows` until the file has reached its bound, which is reported once."""
         for row in rows:
             row_bytes = len(json.dumps(row)) + 1
-            if not self.full and self.written + row_bytes > self.limit_mib * MIB:
+            limit_mib = getattr(self.config.record, self.limit_name)
+            if not self.full and self.written + row_bytes > limit_mib * MIB:
                 self.full = True
                 print(
-                    f"learner: {self.path} has reached {self.limit_name} = {self.limit_mib}: later "
-                    "rows are not logged",
+                    f"learner: {self.path} has reached record.{self.limit_name} = {limit_mib}: "
+                    "later rows are not logged",
                     file=sys.stderr,
                 )
             if self.full:
@@ -82,19 +82,15 @@ class BatchLog:
 
 
 class SampleLog(BatchLog):
-    """RUN/token_samples.jsonl, append-only and at most `record.token_samples_mib` large."""
+    """RUN/token_samples.jsonl."""
+
+    name = FILE
+    batch_key = "batch"
 
     def __init__(self, config: Config, run_dir: Path, number: int, tokenizer: Any) -> None:
         """Keep the rows of batches below `number`: see `BatchLog`."""
-        self.config = config
         self.tokenizer = tokenizer
-        super().__init__(
-            run_dir / FILE,
-            number,
-            batch_key="batch",
-            limit_mib=config.record.token_samples_mib,
-            limit_name="record.token_samples_mib",
-        )
+        super().__init__(config, run_dir, number)
 
     def is_due(self, number: int) -> bool:
         """Return whether batch `number` logs samples."""

@@ -118,7 +118,8 @@ class SftRun:
         number = self.fitter.number
         training = self.config.training
         row: dict[str, Any] = {"number": number}
-        if self.heldout and self.is_due(number):
+        every = training.heldout_every
+        if self.heldout and (number == 0 or (every and number % every == 0)):
             row["heldout"] = self.fitter.measure_loss(self.heldout)
         batch = select_batch(self.rows, training, self.config.seed, number)
         row["loss"] = self.fitter.step(batch)
@@ -127,11 +128,6 @@ class SftRun:
         self.metrics.write(row)
         if "heldout" in row:
             self.log(f"step {number}: loss {row['loss']:.4f}, held out {row['heldout']:.4f}")
-
-    def is_due(self, number: int) -> bool:
-        """Return whether the held-out loss is measured before step `number`."""
-        every = self.config.training.heldout_every
-        return number == 0 or bool(every and number % every == 0)
 
     def save(self) -> None:
         """Write a sealed checkpoint and remove those beyond `keep_checkpoints`.

@@ -387,10 +387,8 @@ class LearnerCore:
 
     def _get_ema_decay(self) -> float:
         """Return the decay of the running means; other advantages use the default."""
-        advantage = self.config.advantage
-        if not isinstance(advantage, settings.ReinforceAdvantage):
-            advantage = settings.ReinforceAdvantage()
-        return advantage.ema_decay
+        default = settings.ReinforceAdvantage()
+        return float(getattr(self.config.advantage, "ema_decay", default.ema_decay))
 
     def _run_epochs(self, prep: step_loss.PreparedBatch, packed: PackedBatch) -> StepSums:
         """Make all optimizer steps of a batch, until KL early stopping ends them."""
@@ -500,10 +498,7 @@ class LearnerCore:
     ) -> tuple[dict[str, Tensor], float]:
         """Accumulate the gradient of one optimizer step; return its sums and the stop's KL."""
         sums: dict[str, Tensor] = {}
-        stop_sums = [
-            torch.zeros((), device=self.loss_device),
-            torch.zeros((), device=self.loss_device),
-        ]
+        stop_sums = list(torch.zeros(2, device=self.loss_device))
         self._drop_gradient()
         passes = self._select_own_micro_batches(packed, samples)
         for index, (micro, is_real) in enumerate(passes):

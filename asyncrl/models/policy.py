@@ -487,12 +487,10 @@ def write_flat(model: PolicyModel, buffer: memoryview) -> None:
     copy_flat(list_named_weights(model), buffer, build_manifest(model))
 
 
-def copy_flat(
-    weights: Iterable[tuple[str, Tensor]], buffer: memoryview, layout: Manifest
-) -> Tensor:
+def copy_flat(weights: Iterable[tuple[str, Tensor]], buffer: memoryview, layout: Manifest) -> float:
     """Copy named weights into `buffer` according to `layout`.
 
-    Returns a scalar, at least the square of the largest weight; NaN or inf if one is not finite.
+    Returns at least the square of the largest weight; NaN or inf if one is not finite.
     """
     targets = read_flat(buffer, layout)
     squares = []
@@ -506,8 +504,7 @@ def copy_flat(
                 squares.append(torch.dot(flat, flat))
             else:
                 squares.append(torch.linalg.vector_norm(tensor, torch.inf).float().square())
-    largest: Tensor = torch.stack(squares).amax()
-    return largest
+    return float(torch.stack(squares).amax())
 
 
 def read_flat(buffer: memoryview, layout: Manifest) -> dict[str, Tensor]:

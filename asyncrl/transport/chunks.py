@@ -148,13 +148,13 @@ class ChunkServer(ListeningSocket, WeightsServer):
             return None
         try:
             request = self._decoder.decode(frames[0].buffer)
+            size = min(max(request.size, 0), CHUNK_BYTES)
             if request.label == FILES:
-                return self._read_file(request)
+                return self._read_file(request, size)
             if request.label == BUFFER:
                 return make_reply(self.buffer(), b"")
             if request.offset < 0:
                 return make_reply("manifest", msgspec.msgpack.encode(self.manifest))
-            size = min(max(request.size, 0), CHUNK_BYTES)
             digest, data, probe = self.read(
                 Label(*request.label), request.digest, request.offset, size
             )
@@ -162,7 +162,7 @@ class ChunkServer(ListeningSocket, WeightsServer):
             return None
         return make_reply(digest, data, probe)
 
-    def _read_file(self, request: _ChunkRequest) -> _ChunkReply | None:
+    def _read_file(self, request: _ChunkRequest, size: int) -> _ChunkReply | None:
         """Return the list of files, empty while it is computed, or bytes of one of them."""
         if self.files is None:
             return None
@@ -171,7 +171,6 @@ class ChunkServer(ListeningSocket, WeightsServer):
             data = b"" if entries is None else msgspec.msgpack.encode(entries)
             status = self.files.error if entries is None else "files"
         else:
-            size = min(max(request.size, 0), CHUNK_BYTES)
             try:
                 data = self.files.read(request.digest, request.offset, size)
             except OSError:

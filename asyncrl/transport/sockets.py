@@ -173,7 +173,18 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class ListeningSocket:
+class MessageReader:
+    """A socket that messages arrive at."""
+
+    socket: Any
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a message has arrived."""
+        return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+
+
+class ListeningSocket(MessageReader):
     """A ROUTER that listens at an address, with a limit on its connections.
 
     key: the config key that named the address.
@@ -275,8 +286,7 @@ class BufferSocket(ListeningSocket):
         if timeout and self.connections.close_excess(self.address):
             return None
         # `poll` builds a poller, which costs as much as reading a short message
-        events: Any = self.socket.getsockopt(zmq.EVENTS)
-        if not events & zmq.POLLIN and not (timeout and self.socket.poll(int(timeout * 1000))):
+        if not self.has_message and not (timeout and self.socket.poll(int(timeout * 1000))):
             return None
         received = receive_frames(self.socket, self.most, 3, keep=True)
         peer, frames = bytes(received[0]), received[1:]
@@ -312,11 +322,6 @@ class BufferSocket(ListeningSocket):
         self._refuse(peer, "role", Refusal(f"wires.curve_dir: {reason}", 2))
         return None
 
-    @property
-    def has_message(self) -> bool:
-        """Whether a message has arrived."""
-        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
     def _refuse(self, peer: bytes, reason: str, refusal: Refusal) -> None:
         self.refused(reason, f"refused a message: {refusal.reason}")
         self.send(peer, refusal)
@@ -332,7 +337,7 @@ class BufferSocket(ListeningSocket):
             pass
 
 
-class PeerSocket:
+class PeerSocket(MessageReader):
     """A DEALER to the buffer.
 
     It connects as soon as the buffer listens and again after an outage; messages sent meanwhile
@@ -420,11 +425,6 @@ class PeerSocket:
         self.socket.close(linger=0)  # its unsent messages are repeated
         self.socket = self._connect()
         return True
-
-    @property
-    def has_message(self) -> bool:
-        """Whether a message has arrived."""
-        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def recv(self, timeout: float) -> Any:
         """Return the next message within `timeout` seconds, or None.

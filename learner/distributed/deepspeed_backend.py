@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import DamagedDataError
-from asyncrl.models.policy import PolicyModel, list_named_weights, read_flat, recompute_modules
+from asyncrl.models.policy import PolicyModel, list_named_weights, recompute_modules
 from asyncrl.models.trainer import build_optimizer
 from learner.distributed.ranks import DistributedBackend
 
@@ -168,10 +168,10 @@ class DeepSpeedBackend(DistributedBackend):
         parts: list[Any] = self.parameters
         return [p.ds_tensor.detach() if self.sharded else p.detach() for p in parts]
 
-    def write_flat(self, buffer: memoryview | None) -> None:
-        """Write one parameter at a time: no second full copy, also under ZeRO-3."""
+    @property
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield one parameter at a time: no second full copy, also under ZeRO-3."""
         self.release_gathered()
-        views = read_flat(buffer, self.layout) if buffer is not None else {}
         # partitioned parameters are gathered by identity, not by content
         if self.model.adapter is not None:
             published = list_named_weights(self.model)
@@ -179,8 +179,7 @@ class DeepSpeedBackend(DistributedBackend):
             published = list(self.model.hf.named_parameters(remove_duplicate=True))
         for name, parameter in published:
             with self.guard(), self.gathered([parameter], modifier_rank=None, enabled=self.sharded):
-                if views:
-                    views[name].copy_(parameter.detach())
+                yield name, parameter.detach()
 
     def probe(self) -> bytes:
         with self.guard():  # under ZeRO-3 a forward pass of every rank

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import DamagedDataError
-from asyncrl.models.policy import PolicyModel, list_named_weights, read_flat, recompute_modules
+from asyncrl.models.policy import PolicyModel, list_named_weights, recompute_modules
 from asyncrl.models.trainer import Trainer
 from asyncrl.records.jsonl import JsonObject
 from learner.distributed.ranks import DistributedBackend
@@ -161,15 +161,16 @@ class FsdpBackend(DistributedBackend):
 
     # ---- weights and state -----------------------------------------------------------------------
 
-    def _gather_weights(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yield name, part and, on rank 0, whole tensor of each weight, one at a time."""
+    def _gather_weights(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield name, part and whole tensor of each weight, one at a time, on rank 0 alone."""
         self.release_gathered()
         dtypes = {name: getattr(torch, dtype) for name, dtype, *_ in self.layout}
         for name, parameter in list_named_weights(self.model):
             assert isinstance(parameter, DTensor)
             part = get_local_part(parameter).to(self.device, dtypes[name])
             if self.shards == 1 or self.rank >= self.shards:
-                yield name, parameter, part.cpu() if self.rank == 0 else None
+                if self.rank == 0:
+                    yield name, parameter, part
                 continue
             rows, row_shape = -(-parameter.shape[0] // self.shards), list(parameter.shape[1:])
             padded = part.new_zeros(rows, *row_shape)
@@ -177,16 +178,15 @@ class FsdpBackend(DistributedBackend):
             tensors = [torch.empty_like(padded) for _ in range(self.shards if not self.rank else 0)]
             with self.guard():
                 dist.gather(padded, tensors or None, dst=0, group=self.mesh.get_group("shard"))
-            full = torch.cat(tensors)[: parameter.shape[0]].cpu() if tensors else None
-            yield name, parameter, full
+            if tensors:
+                yield name, parameter, torch.cat(tensors)[: parameter.shape[0]]
 
     @contextmanager
     def gather_full_parameters(self) -> Iterator[None]:
         # by the address of rank 0's part, which is never empty; tied modules share one
         full_parameters_by_address = {
-            get_local_part(parameter).data_ptr(): nn.Parameter(tensor, requires_grad=False)
+            get_local_part(parameter).data_ptr(): nn.Parameter(tensor.cpu(), requires_grad=False)
             for _, parameter, tensor in self._gather_weights()
-            if tensor is not None
         }
         owners = [
             (module, name, parameter)
@@ -208,12 +208,10 @@ class FsdpBackend(DistributedBackend):
     def list_parts(self) -> list[Tensor]:
         return [get_local_part(p).detach() for p in self.parameters]
 
-    def write_flat(self, buffer: memoryview | None) -> None:
-        """Write one parameter at a time: only rank 0 ever holds a whole one."""
-        views = read_flat(buffer, self.layout) if buffer is not None else {}
-        for name, _, full_tensor in self._gather_weights():
-            if views and full_tensor is not None:
-                views[name].copy_(full_tensor)
+    @property
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield one parameter at a time: only rank 0 ever holds a whole one."""
+        return ((name, whole) for name, _, whole in self._gather_weights())
 
     def probe(self) -> bytes:
         with self.guard():  # a forward pass of every rank

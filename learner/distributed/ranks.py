@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import msgspec
@@ -261,16 +261,12 @@ class DistributedBackend(TorchBackend):
         self.closed = True
         if self.ranks > 1 and self.rank == 0:
             # after a failure here the other ranks' state is unknown: they would not receive it
-            if sys.exc_info()[0] is not None:
-                for process in self.others:
-                    process.kill()
-            try:
-                if sys.exc_info()[0] is None and all(
-                    process.poll() is None for process in self.others
-                ):
+            has_failed = sys.exc_info()[0] is not None
+            for process in self.others if has_failed else ():
+                process.kill()
+            with suppress(AsyncrlError):
+                if not has_failed and all(process.poll() is None for process in self.others):
                     self.broadcast("end")
-            except AsyncrlError:
-                pass
             deadline = time.monotonic() + END_S
             for process in self.others:
                 try:

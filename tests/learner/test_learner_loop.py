@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from learner_step_kit import batch
+from pretend_gpu import pretend_gpu
 from process_kit import ROOT
 
 from asyncrl.config import load
@@ -463,6 +464,51 @@ def test_without_prefetch_one_batch_is_asked_for_at_a_time(life: Made) -> None:
         if isinstance(x, m.BatchRequest | m.Commit)
     ]
     assert order == [("BatchRequest", 0), ("Commit", 0), ("BatchRequest", 1), ("Commit", 1)]
+
+
+def test_on_a_gpu_a_version_is_committed_while_the_next_batch_trains(life: Made) -> None:
+    """Its weights are those of a learner that publishes first."""
+    sets = ("model.device='cuda'", "learner.checkpoint_every=9")
+    with pretend_gpu():
+        one, buffer = life(*sets, "staleness.max_lag=2")
+        one.send_hello()
+        ready = one.wait_for_batch()
+        assert ready is not None
+        one.step(ready)
+        assert list(one.publisher.ring.list_labels()) == [Label(1, 0)]
+        assert one.unpublished and not buffer.of(m.Commit)
+        one.close()  # it is killed between the copy and the commit
+        two, second = life(*sets, "staleness.max_lag=2")
+        train = two.core.train
+
+        def train_after_commit(batch: m.Batch) -> dict[str, float]:
+            deadline = time.monotonic() + 120
+            while batch.number not in [0, *(c.number + 1 for c in second.of(m.Commit))]:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            return train(batch)
+
+        two.core.train = train_after_commit  # type: ignore[method-assign]
+        two.run_batches()
+        shutil.rmtree(two.run_dir / "checkpoints")
+        three, third = life(*sets, "staleness.max_lag=0")
+        three.run_batches()
+    assert two.finished and not three.publishes_behind
+    digests = [[c.digest for c in buffer.of(m.Commit)] for buffer in (second, third)]
+    assert digests[0] == digests[1] == list(second.held.values()) and len(digests[0]) == STEPS
+
+
+def test_a_publication_that_fails_in_the_background_ends_the_learner(
+    life: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pretend_gpu():
+        one, buffer = life("model.device='cuda'", "staleness.max_lag=2")
+        monkeypatch.setattr(one.publisher.ring, "most", 0)
+        monkeypatch.setattr(one.publisher.ring, "wait_s", 0.0)
+        monkeypatch.setattr(one.publisher.ring, "list_pins", lambda: dict.fromkeys(range(99), "a"))
+        with pytest.raises(AsyncrlError, match="no weight slot has been free for 0 s: held by a"):
+            one.run_batches()
+    assert not buffer.of(m.Commit)
 
 
 def test_the_rings_of_lower_epochs_go_with_the_welcome(life: Made, tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from learner_step_kit import GROUPS, SIZE, batch, core, model_dir  # noqa: F401
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.records import jsonl
-from learner.publisher import StepLog
-from learner.sample_log import FILE, SampleLog, choose_samples, decode_pieces
+from learner.sample_log import FILE, BatchLog, SampleLog, choose_samples, decode_pieces
 
 
 def logged(c: Any, run_dir: Path, *batches: int) -> list[dict[str, Any]]:
@@ -128,7 +127,7 @@ def test_each_optimizer_step_has_its_row(model_dir: Path, tmp_path: Path) -> Non
         loss={"surrogate": "reshape"},
         correction={"proximal": "behavior"},
     )
-    log = StepLog(made.config, tmp_path, 0)
+    log = BatchLog(made.config, tmp_path, 0)
     for number in range(2):
         metrics = made.train(batch(number, seed=number))
         log.add(made.updates)
@@ -143,14 +142,14 @@ def test_each_optimizer_step_has_its_row(model_dir: Path, tmp_path: Path) -> Non
     last = rows[6:]
     assert max(row["is/target_ratio_max"] for row in last) == metrics["is/target_ratio_max"]
     assert last[-1]["reshape/sigma2"] == metrics["reshape/sigma2"] != last[0]["reshape/sigma2"]
-    StepLog(made.config, tmp_path, 1).close()
+    BatchLog(made.config, tmp_path, 1).close()
     assert jsonl.read(tmp_path / "optimizer_steps.jsonl") == rows[:6]
 
 
 def test_the_log_of_steps_keeps_to_its_bound(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = StepLog(core(model_dir, record={"optimizer_steps_mib": 1}).config, tmp_path, 0)
+    log = BatchLog(core(model_dir, record={"optimizer_steps_mib": 1}).config, tmp_path, 0)
     log.add([{"step": 0, "filler": "x" * 300_000}] * 5)
     log.add([{"step": 1}])
     log.close()

@@ -222,7 +222,7 @@ def learner(hook: Hook, role: str) -> None:
     def begun(found: Any, *_args: Any) -> None:
         life[0] = found[0]
 
-    def published(digest: str, publisher: Any, number: int) -> None:
+    def published(digest: str, publisher: Any, number: int, *_: Any) -> None:
         kept.add({"published": [publisher.epoch, number], "digest": digest})
 
     def greeted(one: Any) -> None:
@@ -237,7 +237,7 @@ def learner(hook: Hook, role: str) -> None:
     after(checkpoint, "seal", filled)
     after(checkpoint, "restore", restored)
     after(checkpoint, "start_epoch", begun)
-    after(Publisher, "publish", published)
+    after(Publisher, "_write", published)
     before(loop.Learner, "send_hello", greeted)
     before(loop.Learner, "set_wait", lambda one, what: what and look("idle"))
     messages(PeerSocket, hook, role, ("BatchRequest", "Commit", "LearnerGoodbye"))
