@@ -8,9 +8,10 @@ a version is one number per column.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -530,6 +531,28 @@ def count_accepted(sampled: Tensor, drafts: Tensor, stop: Tensor, left: Tensor) 
     return torch.minimum(torch.minimum(accepted, stop_count), left), stop_count <= torch.minimum(
         accepted, left
     )
+
+
+def capture(step: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
+    """Capture a step as a CUDA graph; return a function that runs it.
+
+    All graphs share one memory pool: they run one after another, and what a step leaves is in
+    tensors from outside. Its result is that of the last run.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=make_pool(), capture_error_mode="thread_local"):
+        result = step()
+
+    def replay() -> Tensor | None:
+        graph.replay()
+        return result
+
+    return replay
+
+
+@functools.cache
+def make_pool() -> Any:
+    return torch.cuda.graph_pool_handle()
 
 
 def encode(

@@ -1,5 +1,8 @@
 """The embedded engine: continuous batching in torch, in preallocated KV memory.
 
+On a GPU a call of `step` makes its decode steps without waiting for the device, and reads it once.
+Their shapes are fixed, so that each is one CUDA graph after its first time.
+
 Rows 0..n-1 are in use. A finished row stays, ignored, until a chunk of waiting requests takes the
 free rows, or until few rows are live and the engine compacts them. The last prompt token is a row's
 first decode input, so that admission only has to encode the rest of each prompt, once per group.
@@ -11,10 +14,12 @@ sampled under these weights is encoded only behind them.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +67,7 @@ CHUNK = 64  # rows refilled at a time: an admission costs about as much as a few
 TOGETHER = 1 << 15  # prompt tokens encoded in one batch
 BRIEF = 64  # columns of the cache in which the cost of drafts is measured
 SHRINK = 0.75  # compact when a smaller share of the rows in use is live
+SEEN = 256  # columns of the cache by which the shapes of a GPU's steps grow
 
 
 @dataclass
@@ -128,9 +134,12 @@ class EmbeddedEngine:
         self.drafts = drafts
         self.draft_book = DraftBook()
         self.proposed = self.accepted = 0  # draft tokens
-        self.by_position = fixed or drafts is not None  # the keys of position p are in column p
         self.dtype = next(model.hf.parameters()).dtype
         self.device = model.device
+        # the keys of position p are in column p
+        self.by_position = fixed or drafts is not None or self.device.type != "cpu"
+        # (rows, columns, plain) -> the step, captured; None: made once
+        self.graphs: dict[tuple[int, int, bool], Callable[[], Tensor | None] | None] = {}
         if (needed_bytes := self._compute_bytes(1, context, context)) > get_free_bytes(self.device):
             raise ConfigError(
                 f"generator.context = {context}: one response of that length takes "
@@ -159,7 +168,7 @@ class EmbeddedEngine:
         self.digest = ""
         self.token = zeros(rows, dtype=int64, device=self.device)
         self.position = zeros(rows, dtype=int64, device=self.device)
-        # tokens that may still be sampled; 0: the row is not live
+        # tokens that may still be sampled. 0: the row is not live; -1 - n: its completion is over
         self.remaining = zeros(rows, dtype=int64, device=self.device)
         self.count = zeros(rows, dtype=int64, device=self.device)  # tokens sampled
         self.scale = torch.ones(rows, device=self.device)
@@ -169,13 +178,15 @@ class EmbeddedEngine:
         self.vocabulary = 0  # tokens that a truncated row was sampled from
         self.plain = True  # every live row has temperature 1, no cut and no grammar
         self.stop = torch.full((rows, 1), -1, dtype=int64, device=self.device)
-        self.uniform = zeros(rows, max_new_tokens, device=self.device)
-        self.out_token = zeros(rows, max_new_tokens, dtype=int64, device=self.device)
-        self.out_logprob = zeros(rows, max_new_tokens, device=self.device)
+        # an ended row reads and writes behind its last token, with a draft several
+        width = max_new_tokens + 1 + (0 if drafts is None else drafts.draft_tokens)
+        self.uniform = zeros(rows, width, device=self.device)
+        self.out_token = zeros(rows, width, dtype=int64, device=self.device)
+        self.out_logprob = zeros(rows, width, device=self.device)
         # the experts of the token that each step read
         self.out_routed: Tensor | None = None
         if self.routing is not None:
-            size = (rows, max_new_tokens, self.routing.layers, self.routing.chosen)
+            size = (rows, width, self.routing.layers, self.routing.chosen)
             kind = torch.uint8 if self.routing.experts < 256 else torch.int16
             self.out_routed = zeros(size, dtype=kind, device=self.device)
 
@@ -241,7 +252,8 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def step(self, steps: int = 8) -> list[Completion]:
         completions: list[Completion] = []
-        for _ in range(steps):
+        end = self.steps_made + steps
+        while self.steps_made < end:
             if not self.live:
                 self.rows = []
                 self.clock = 0
@@ -256,8 +268,7 @@ class EmbeddedEngine:
                 self._compact()
             if not self.live:
                 break
-            completions += self._decode()
-            self.steps_made += 1
+            completions += self._decode(end - self.steps_made)
         return completions
 
     @torch.inference_mode()
@@ -333,13 +344,7 @@ class EmbeddedEngine:
 
     def _count_sampled(self, row: EngineRow) -> int:
         """Count the tokens sampled so far."""
-        return self.clock - row.born if self.drafts is None else row.sampled
-
-    def _list_output_columns(self, row: EngineRow) -> ndarray:
-        """Return the columns of its tokens in `out_token` and `out_logprob`, int [length]."""
-        if self.drafts is not None:
-            return np.arange(row.sampled)
-        return self.columns.list_columns(row.born, self.clock)
+        return row.sampled if self.by_position else self.clock - row.born
 
     def _list_key_columns(self, row: EngineRow, count: int) -> ndarray:
         """Return the cache's columns of its first `count` tokens, the prompt's included."""
@@ -424,12 +429,16 @@ class EmbeddedEngine:
         response = max(self.response_needed, *(request.max_new_tokens for request in requests))
         stops = max(1, *(len(request.stop) for request in requests))
         if stops > self.stop.shape[1]:
+            self.graphs.clear()
             self.stop = pad(self.stop, (0, stops - self.stop.shape[1]), value=-1)
         previous, count = self.cache, self.cache.bias.shape[2]
         if count and (prompt, response) == (self.prompt_needed, self.response_needed):
             return
         old_prompt = self.prompt_needed
-        self.prompt_needed = -(-prompt // 8) * 8
+        self.graphs.clear()
+        self.prompt_needed = exact_operators.round_up(
+            prompt, 8 if self.device.type == "cpu" else SEEN
+        )
         self.response_needed = response
         # in main memory, pages of untouched rows take no space
         rows = min(self.slots, len(self.rows) + len(requests))
@@ -654,8 +663,8 @@ class EmbeddedEngine:
             batch_rows = [live[index] for index in batch]
             sequences = []
             for slot, row in batch_rows:
-                columns = from_numpy(self._list_output_columns(row)).to(self.device)
-                sampled = self.out_token[slot, columns].cpu().numpy().astype(np.int32)
+                sampled = self.out_token[slot, : self._count_sampled(row)].cpu().numpy()
+                sampled = sampled.astype(np.int32)
                 sequences.append(np.concatenate([row.request.prompt, sampled])[:-1])
             ids = np.zeros((len(batch_rows), max(1, *map(len, sequences))), np.int64)
             for index, tokens in enumerate(sequences):
@@ -664,7 +673,7 @@ class EmbeddedEngine:
             if self.out_routed is not None:
                 replayed = [
                     self._join_routing(
-                        row, self.out_routed[slot, self._list_output_columns(row)].cpu().numpy()
+                        row, self.out_routed[slot, : self._count_sampled(row)].cpu().numpy()
                     )
                     for slot, row in batch_rows
                 ]
@@ -681,90 +690,106 @@ class EmbeddedEngine:
 
     # ---- decoding --------------------------------------------------------------------------------
 
-    def _decode(self) -> list[Completion]:
-        if self.drafts is not None:
-            return self._decode_drafts(self.drafts)
-        count = len(self.rows)
-        column = self.columns.allocate(
-            self.clock, lambda: min(row.born for _, row in self.live_rows)
-        )
-        routed: RoutedLayers = None if self.routing is None else []
-        if self.fixed:
-            logits = decoder.verify(
-                self.weights,
-                self.cache,
-                self.token[:count, None],
-                self.position[:count, None],
-                self._find_longest_position() + 1,
-                routed,
-            )
-        else:
-            logits = decoder.decode(
-                self.weights,
-                self.cache,
-                self.token[:count],
-                self.position[:count],
-                self.prompt_needed + column,
-                # all columns up to the highest used one, rounded up so that short responses use
-                # one kernel for all steps
-                min(
-                    exact_operators.round_up(self.prompt_needed + self.columns.high, decoder.BLOCK),
-                    self.cache.bias.shape[2],
-                ),
-                routed=routed,
-            )
-        # the row's own token count selects its uniform, so that a sample does not depend on the
-        # rows beside it
-        draws = self.uniform[:count].gather(1, self.count[:count, None])[:, 0]
-        allowed = self._compute_allowed()
-        token, logprob, kept_mask = decoder.sample(
-            logits,
-            draws,
-            None if self.plain else self.scale[:count],
-            (self.top_p[:count], self.top_k[:count]) if self.cuts else None,
-            allowed,
-        )
-        if kept_mask is not None:
-            self._record_kept(kept_mask)
-        if allowed is not None:
-            constraints.advance(self._list_constraints(), token)
-        self.out_token[:count, column], self.out_logprob[:count, column] = token, logprob
-        if routed is not None and self.out_routed is not None:
-            self.out_routed[:count, column] = torch.stack(routed, 1)[:count].to(
-                self.out_routed.dtype
-            )
-        live = self.remaining[:count] > 0
-        self.remaining[:count].sub_(live.long())
-        is_ended = live & (
-            (token[:, None] == self.stop[:count]).any(1) | (self.remaining[:count] == 0)
-        )
-        self.token[:count], self.clock = token, self.clock + 1
-        self.count[:count].add_(1).clamp_(max=self.uniform.shape[1] - 1)
-        self.position[:count].add_(1).clamp_(max=self.context)
-        return self._finish_rows(is_ended.nonzero()[:, 0])
+    def _decode(self, steps: int) -> list[Completion]:
+        """Make at most `steps` steps, then read the device.
 
-    def _decode_drafts(self, policy: DraftPolicy) -> list[Completion]:
-        """Make a step in which each row accepts the tokens that it would have sampled.
-
-        They are its draft's tokens before the first difference, and the sampled token there.
+        One at a time on a CPU, with drafts or with a grammar. No row reaches its last token before
+        the last step.
         """
         count = len(self.rows)
-        drafts = self._propose(policy)
-        width = 1 + drafts.shape[1]
-        steps = torch.arange(width, device=self.device)
-        tokens = torch.cat([self.token[:count, None], drafts.clamp(min=0)], 1)
-        routed: RoutedLayers = None if self.routing is None else []
-        logits = decoder.verify(
-            self.weights,
-            self.cache,
-            tokens,
-            self.position[:count, None] + steps,
-            self._find_longest_position() + width,
-            routed,
-        )
-        uniform_index = (self.count[:count, None] + steps).clamp(max=self.uniform.shape[1] - 1)
-
+        drafts = None if self.drafts is None else self._propose(self.drafts)
+        width = 1 if drafts is None else 1 + drafts.shape[1]
         allowed = self._compute_allowed()
+        if self.device.type == "cpu" or drafts is not None or allowed is not None:
+            steps = 1
+        else:
+            rows = [row for _, row in self.live_rows]
+            steps = min(steps, *(row.request.max_new_tokens - row.sampled for row in rows))
+            count = min(self.slots, 1 << (count - 1).bit_length())
+        end = width + (self._find_longest_position() if self.by_position else 0)
+        masks = [self._run_step(count, end + step, drafts, allowed) for step in range(steps)]
+        if allowed is not None:  # constrained rows draft nothing
+            constraints.advance(self._list_constraints(), self.token[:count])
+        remaining = self.remaining[: len(self.rows)].tolist()
+        made = [1] * len(self.rows)
+        if self.by_position:
+            for slot, row in self.live_rows:
+                left = max(remaining[slot], -1 - remaining[slot])
+                made[slot] = row.request.max_new_tokens - left - row.sampled
+                row.sampled += made[slot]
+        if masks[0] is not None:
+            self._record_kept(torch.cat(masks, 1), made)
+        if width > 1 and drafts is not None and self.drafts is not None:
+            yielded = sum(made[slot] for slot, _ in self.live_rows)
+            self.proposed += int((drafts >= 0).sum())
+            self.accepted += yielded - self.live
+            self.drafts.count(self.live, yielded)
+        return self._finish_rows([slot for slot, left in enumerate(remaining) if left < 0])
+
+    def _run_step(self, count: int, end: int, drafts: Tensor | None, allowed: Tensor | None) -> Any:
+        """Start a step, on a GPU as a graph from its second time on. See `_advance`."""
+        self.clock += 1
+        self.steps_made += 1
+        if not self.by_position:
+            column = self.columns.allocate(
+                self.clock - 1, lambda: min(row.born for _, row in self.live_rows)
+            )
+            # all columns up to the highest used one, rounded up so that short responses use one
+            # kernel for all steps
+            end = exact_operators.round_up(self.prompt_needed + self.columns.high, decoder.BLOCK)
+            end = min(end, self.cache.bias.shape[2])
+            return self._advance(count, end, None, allowed, self.prompt_needed + column)
+        if self.device.type == "cpu" or drafts is not None or allowed is not None:
+            return self._advance(count, end, drafts, allowed)
+        end = min(exact_operators.round_up(end, SEEN), self.cache.bias.shape[2])
+        step = partial(self._advance, count, end, None, None)
+        # experts have shapes that depend on their tokens; truncation sorts
+        if self.cuts or self.lay.experts is not None:
+            return step()
+        key = count, end, self.plain
+        if key not in self.graphs:  # what a graph may not make, such as workspaces, exists then
+            self.graphs[key] = None
+            return step()
+        graph = self.graphs[key] = self.graphs[key] or decoder.capture(step)
+        return graph()
+
+    def _advance(
+        self,
+        count: int,
+        end: int,
+        drafts: Tensor | None,
+        allowed: Tensor | None,
+        column: int | None = None,
+    ) -> Tensor | None:
+        """Make a step without waiting for the device.
+
+        Each row accepts the tokens that it would have sampled: its draft's tokens before the first
+        difference, and the sampled one there. The row's own token count selects its uniform, so
+        that a sample does not depend on the rows beside it.
+
+        Args:
+            end: no live row reads a column of the cache from here on.
+            drafts: [count, m - 1]; -1: none. None: m = 1.
+            allowed: bool [count, V], the tokens that grammars leave; None: all.
+            column: of the cache, that all rows write; None: each that of its position.
+
+        Returns the kept tokens, bool [count, m, V]; None: all.
+        """
+        routed: RoutedLayers = None if self.routing is None else []
+        tokens, positions = self.token[:count, None], self.position[:count, None]
+        columns = self.count[:count, None]
+        if drafts is not None:
+            tokens = torch.cat([tokens, drafts.clamp(min=0)], 1)
+            steps = torch.arange(tokens.shape[1], device=self.device)
+            positions, columns = positions + steps, columns + steps
+        width = tokens.shape[1]
+        logits = (
+            decoder.verify(self.weights, self.cache, tokens, positions, end, routed)
+            if column is None
+            else decoder.decode(
+                self.weights, self.cache, tokens[:, 0], positions[:, 0], column, end, routed=routed
+            )
+        )
 
         def repeat_by_token(by_row: Tensor) -> Tensor:
             return by_row[:count].repeat_interleave(width, 0)
@@ -773,46 +798,32 @@ class EmbeddedEngine:
             None if sampled is None else sampled.view(count, width, *sampled.shape[1:])
             for sampled in decoder.sample(
                 logits,
-                self.uniform[:count].gather(1, uniform_index).flatten(),
+                self.uniform[:count].gather(1, columns).flatten(),
                 None if self.plain else repeat_by_token(self.scale),
                 (repeat_by_token(self.top_p), repeat_by_token(self.top_k)) if self.cuts else None,
                 None if allowed is None else repeat_by_token(allowed),
             )
         )
         assert token is not None and logprob is not None
-        remaining = self.remaining[:count]
-        accepted, stopped = decoder.count_accepted(token, drafts, self.stop[:count], remaining)
-        if kept_mask is not None:
-            self.vocabulary = kept_mask.shape[2]
-            for slot, row in self.live_rows:
-                if row.request.has_support:
-                    row.kept += decoder.list_kept_ids(kept_mask[slot, : int(accepted[slot])])
-        index, step = (steps < accepted[:, None]).nonzero(as_tuple=True)
-        column = self.count[index] + step
-        self.out_token[index, column], self.out_logprob[index, column] = (
-            token[index, step],
-            logprob[index, step],
-        )
+        self.out_token[:count].scatter_(1, columns, token)
+        self.out_logprob[:count].scatter_(1, columns, logprob)
         if routed is not None and self.out_routed is not None:
-            experts = torch.stack(routed, 1)[index * width + step]
-            self.out_routed[index, column] = experts.to(self.out_routed.dtype)
-        if allowed is not None:  # constrained rows draft nothing
-            constraints.advance(self._list_constraints(), token[:, 0])
-        live = remaining > 0
-        last_tokens = token.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
-        self.token[:count] = torch.where(live, last_tokens, self.token[:count])
-        remaining.sub_(accepted)
-        self.count[:count].add_(accepted).clamp_(max=self.uniform.shape[1] - 1)
+            experts = torch.stack(routed, 1)[: count * width].to(self.out_routed.dtype)
+            rows = torch.arange(count, device=self.device)[:, None]
+            self.out_routed[rows, columns] = experts.view(count, width, *experts.shape[1:])
+        left = self.remaining[:count]
+        live = left > 0
+        accepted, stopped, last = live.long(), (token == self.stop[:count]).any(1), token[:, 0]
+        if drafts is not None:
+            stop = self.stop[:count]
+            accepted, stopped = decoder.count_accepted(token, drafts, stop, left.clamp(min=0))
+            last = token.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
+        left.sub_(accepted)
+        left.copy_(torch.where(live & (stopped | (left == 0)), -1 - left, left))
+        self.token[:count] = last
+        self.count[:count].add_(accepted)
         self.position[:count].add_(accepted)
-        self.clock += 1
-        proposed, counts = (drafts >= 0).sum(1).tolist(), accepted.tolist()
-        for slot, row in self.live_rows:
-            row.sampled += counts[slot]
-            self.proposed += proposed[slot]
-            self.accepted += counts[slot] - 1
-        if any(proposed):
-            policy.count(self.live, sum(counts))
-        return self._finish_rows((live & (stopped | (remaining == 0))).nonzero()[:, 0])
+        return kept_mask
 
     def _propose(self, policy: DraftPolicy) -> Tensor:
         """Return the drafts of all rows, int64 [rows, D], padded with -1; D may be 0."""
@@ -869,14 +880,18 @@ class EmbeddedEngine:
             len(row.request.prompt) - 1 + self._count_sampled(row) for _, row in self.live_rows
         )
 
-    def _record_kept(self, kept_mask: Tensor) -> None:
-        """Append the kept tokens, bool [n, V], to the rows that have a support."""
-        self.vocabulary = kept_mask.shape[1]
+    def _record_kept(self, masks: Tensor, made: Sequence[int]) -> None:
+        """Append kept tokens to the rows that have a support.
+
+        masks: bool [n, m, V], of which row i has sampled the first made[i].
+        """
+        self.vocabulary = masks.shape[2]
         recorded = [(slot, row) for slot, row in self.live_rows if row.request.has_support]
         if recorded:
-            masks = kept_mask[[slot for slot, _ in recorded]]
-            for (_, row), ids in zip(recorded, decoder.list_kept_ids(masks), strict=True):
-                row.kept.append(ids)
+            rows = torch.cat([masks[slot, : made[slot]] for slot, _ in recorded])
+            ids = iter(decoder.list_kept_ids(rows))
+            for slot, row in recorded:
+                row.kept += itertools.islice(ids, made[slot])
 
     def _list_constraints(self) -> list[TokenConstraint | None]:
         return [None if row is None else row.request.constraint for row in self.rows]
@@ -889,19 +904,19 @@ class EmbeddedEngine:
             self._list_constraints(), self.weights.vocabulary, self.device
         )
 
-    def _finish_rows(self, ended_slots: Tensor) -> list[Completion]:
-        """Read the completions of the rows `ended_slots` [n] together and free these rows."""
-        if not len(ended_slots):
+    def _finish_rows(self, ended_slots: list[int]) -> list[Completion]:
+        """Read the completions of the rows `ended_slots` together and free these rows."""
+        if not ended_slots:
             return []
         ended_tokens = self.out_token[ended_slots].cpu().numpy().astype(np.int32)
         logprobs = self.out_logprob[ended_slots].cpu().numpy()
         routed = None if self.out_routed is None else self.out_routed[ended_slots].cpu().numpy()
         self.remaining[ended_slots] = 0
         completions = []
-        for index, slot in enumerate(ended_slots.tolist()):
+        for index, slot in enumerate(ended_slots):
             row = self.rows[slot]
             assert row is not None
-            columns = self._list_output_columns(row)
+            columns = slice(self._count_sampled(row))
             tokens = ended_tokens[index, columns]
             experts = None if routed is None else self._join_routing(row, routed[index, columns])
             # keep the keys, values and experts of all but the last token, which was never an

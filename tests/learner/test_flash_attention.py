@@ -71,12 +71,12 @@ def test_a_gpus_calls_give_what_the_cpus_do(path: Path, of: Any) -> None:
         assert float((ours - theirs).float().norm()) <= 0.02 * float(theirs.float().norm())
 
 
-def test_a_micro_batch_never_waits_for_the_gpu(path: Path) -> None:
-    """Only a batch does, before and after its passes."""
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_only_a_batch_waits_for_the_gpu_and_no_micro_batch(path: Path, dtype: str) -> None:
     counts = []
     with pretend_gpu():
         for tokens in (40, 1 << 12):
-            model = {"device": "cuda", "dtype": "bfloat16"}
+            model = {"device": "cuda", "dtype": dtype}
             one = core(path, model=model, learner={"micro_batch_tokens": tokens})
             one.train(batch(0))
             waits.clear()

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pretend_gpu import GPU, pretend_gpu, waits
 from process_kit import ROOT
 
 from actors.decoding.drafts import DraftPolicy
-from actors.engine import Completion
+from actors.engine import Completion, load_model
 from actors.engine_embedded import EmbeddedEngine
 from actors.engine_generic import GenericEngine
 from asyncrl.contract.versions import Label
@@ -83,6 +84,7 @@ ENGINES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "int8": (EmbeddedEngine, {"quantize": "int8"}),
     "short mantissa": (EmbeddedEngine, {"mantissa_bits": 5}),
     "generic": (GenericEngine, {}),
+    "llama": (EmbeddedEngine, {}),
 }
 
 
@@ -90,9 +92,10 @@ ENGINES: dict[str, tuple[type[Any], dict[str, Any]]] = {
 def test_an_engine_samples_what_it_samples_on_the_cpu(name: str, tmp_path: Path) -> None:
     """Weights arrive in the host's memory, also while completions are unfinished."""
     kind, more = ENGINES[name]
+    family: dict[str, Any] = {"family": "llama", "kv_heads": 2} if name == "llama" else {}
     first, second = (
-        dict(policy.list_named_weights(policy.build_model(tmp_path / f"{n}", "abcdefgh", seed=n)))
-        for n in (1, 2)
+        dict(policy.list_named_weights(policy.build_model(tmp_path / f"{n}", "abcdefgh", **shape)))
+        for n, shape in ((1, {"seed": 1} | family), (2, {"seed": 2} | family))
     )
 
     def generate(device: str) -> list[Completion]:
@@ -121,6 +124,18 @@ def test_an_engine_samples_what_it_samples_on_the_cpu(name: str, tmp_path: Path)
     np.testing.assert_allclose(here[-1].logprobs, there[-1].logprobs, atol=1e-5)
 
 
+def test_a_call_of_an_engine_reads_the_gpu_once(gpu: None, tmp_path: Path) -> None:
+    policy.build_model(tmp_path / "m", "abcdefgh")
+    e = EmbeddedEngine(policy.load_policy(tmp_path / "m", device="cuda"), slots=8, context=64)
+    load_model(e, policy.load_policy(tmp_path / "m"), Label(1, 0))
+    e.add([replace(request(n, 0, [3, 4, 5], 17 + n), stop=()) for n in range(3)])
+    assert e.step(8) == [] and e.graphs
+    waits.clear()
+    assert e.step(8) == [] and waits == ["tolist"]
+    lengths = [len(completion.tokens) for completion in e.step(8)]
+    assert lengths == [17, 18, 19] and e.steps_made == 19
+
+
 SETS = {
     **{"learner.steps": 2, "learner.groups": 2, "learner.group_size": 2, "generator.slots": 8},
     **{"generator.max_new_tokens": 8, "generator.context": 32, "evaluation.prompts": 4},
@@ -142,19 +157,6 @@ def test_a_run_of_the_config_for_one_gpu_ends(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     summary = json.loads(ended.stdout.strip().splitlines()[-1])
     assert summary["steps"] == 2 and summary["tokens"] > 0
-
-
-def test_no_micro_batch_waits_for_the_gpu(gpu: None, tmp_path: Path) -> None:
-    """Only a batch does, before its first one and after its last."""
-    policy.build_model(tmp_path / "m", "abcdefgh", hidden=32)
-    counts = []
-    for tokens in (40, 1 << 12):
-        one = core(tmp_path / "m", model={"device": "cuda"}, learner={"micro_batch_tokens": tokens})
-        one.train(batch(0))
-        waits.clear()
-        one.train(batch(1))
-        counts.append(len(waits))
-    assert 0 < counts[0] == counts[1] < 20, waits
 
 
 def test_a_checkpoint_of_a_gpu_continues_there(gpu: None, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from transformers import PreTrainedModel
 
+from actors import decoder
 from asyncrl.models import packed_attention
 
 GPU = torch.device("cuda", 0)
@@ -260,6 +261,7 @@ def pretend_gpu() -> Iterator[None]:
             mock.patch.multiple(torch.cuda, **replaced),
             mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(read_on_cpu)),
             mock.patch.object(threading.Thread, "run", run_with_modes),
+            mock.patch.object(decoder, "capture", lambda step: step),
             NumberMode(),
             GpuMode(),
         ):

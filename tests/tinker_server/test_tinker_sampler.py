@@ -85,10 +85,10 @@ def test_an_engine_that_fails_repeats_its_requests_one_by_one(
     engine = type(sampler.engine)
     decode = engine._decode
 
-    def fail(self: Any) -> Any:
+    def fail(self: Any, steps: int) -> Any:
         if any(row is not None and row.request.seed == 666 for row in self.rows):
             raise RuntimeError("an index is out of bounds")
-        return decode(self)
+        return decode(self, steps)
 
     monkeypatch.setattr(engine, "_decode", fail)
     calls = [sample_call(seed=seed) for seed in (1, 666, 2)]
