@@ -552,6 +552,10 @@ def capture(step: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
 
 @functools.cache
 def make_pool() -> Any:
+    """Return the process's memory pool for graphs.
+
+    With a pool for each graph, every one would hold its own logits.
+    """
     return torch.cuda.graph_pool_handle()
 
 

@@ -727,7 +727,16 @@ class EmbeddedEngine:
         return self._finish_rows([slot for slot, left in enumerate(remaining) if left < 0])
 
     def _run_step(self, count: int, end: int, drafts: Tensor | None, allowed: Tensor | None) -> Any:
-        """Start a step, on a GPU as a graph from its second time on. See `_advance`."""
+        """Start a step, on a GPU as a graph from its second time on. See `_advance`.
+
+        A graph has one shape: `count` rows, and columns rounded up to SEEN. It reads and writes
+        the engine's own tensors, into which weights, prompts and compacted rows are copied. So it
+        is valid until one of them is replaced.
+
+        Args:
+            count: rows, of which those behind the used ones are computed for nothing.
+            end: no live row reads a column of the cache from here on, where keys are by position.
+        """
         self.clock += 1
         self.steps_made += 1
         if not self.by_position:

@@ -466,17 +466,16 @@ class LearnerCore:
             self.backend.sum_over_ranks(prep.used.float()) if self.backend.ranks > 1 else prep.used
         )
         unused_mask = (prep.valid & (used_tokens == 0)).double()
-        counts = (
-            torch.zeros(packed.count, dtype=torch.double, device=unused_mask.device)
-            .index_add_(0, packed.seq, unused_mask)
-            .tolist()
-        )
+        counts, sampled = torch.stack(
+            [
+                ratios.sum_by_sample(mask, packed.seq, packed.count)
+                for mask in (unused_mask, packed.mask.double())
+            ]
+        ).tolist()
         unused = [(0, 0)] * samples
-        sampled = ratios.sum_by_sample(packed.mask.long(), packed.seq, packed.count).tolist()
         for sample, position in enumerate(packed.places):
-            unused[position] = (
-                (0, int(counts[sample])) if sample in self.trained_samples else (sampled[sample], 0)
-            )
+            is_trained = sample in self.trained_samples
+            unused[position] = (0, int(counts[sample])) if is_trained else (int(sampled[sample]), 0)
         return unused if any(map(any, unused)) else []
 
     def _choose_minibatches(self, packed: PackedBatch, epoch: int) -> list[list[int]]:

@@ -51,11 +51,12 @@ EQUAL = 1e-6
 
 def _sum_by_group(x: Tensor, groups: Tensor) -> Tensor:
     """Return the sum of x over each sample's group, [B]."""
-    return sum_by_sample(x, groups, int(groups.max()) + 1)[groups]
+    # as many groups as samples, so that the device is not asked for their number
+    return sum_by_sample(x, groups, len(groups))[groups]
 
 
 def _count_by_group(groups: Tensor) -> Tensor:
-    return torch.bincount(groups)[groups]
+    return _sum_by_group(torch.ones_like(groups), groups)
 
 
 def average_by_group(x: Tensor, groups: Tensor) -> Tensor:
@@ -69,9 +70,8 @@ def find_zero_variance(rewards: Tensor, groups: Tensor) -> Tensor:
     Rewards are equal to within EQUAL of the largest.
     """
     all_samples = torch.ones_like(groups, dtype=torch.bool)
-    n = int(groups.max()) + 1
-    largest = find_sample_max(rewards, all_samples, groups, n)
-    smallest = -find_sample_max(-rewards, all_samples, groups, n)
+    largest = find_sample_max(rewards, all_samples, groups, len(groups))
+    smallest = -find_sample_max(-rewards, all_samples, groups, len(groups))
     return (largest - smallest <= EQUAL * largest.abs())[groups]
 
 
@@ -451,7 +451,7 @@ def _apply_oapl(a: RewardedBatch, c: settings.OaplAdvantage) -> Tensor:
         value = average_by_group(a.rewards, a.groups)
     else:
         all_samples = torch.ones_like(a.groups, dtype=torch.bool)
-        value = find_sample_max(a.rewards, all_samples, a.groups, int(a.groups.max()) + 1)[a.groups]
+        value = find_sample_max(a.rewards, all_samples, a.groups, len(a.groups))[a.groups]
         if c.beta:
             mean = average_by_group(((a.rewards - value) / c.beta).exp(), a.groups)
             value = value + c.beta * mean.log()

@@ -288,12 +288,9 @@ def prepare(
     corrected = None
     if batch.proximal is not None and config.loss.surrogate != "reinforce":
         corrected = _correct(batch, slice(None), batch.proximal, valid, config, adv=adv)
-    valid_advantages = adv[valid]
     scalars |= {
-        "advantage/mean": valid_advantages.mean() if len(valid_advantages) else adv.new_zeros(()),
-        "advantage/abs_max": valid_advantages.abs().amax()
-        if len(valid_advantages)
-        else adv.new_zeros(()),
+        "advantage/mean": ratios.average_masked(adv, valid),
+        "advantage/abs_max": where(valid, adv, 0.0).abs().amax(),
         "answer/masked_share": 1 - valid.to(adv.dtype).mean(),
     }
     stop = config.stop
