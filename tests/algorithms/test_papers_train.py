@@ -1,15 +1,7 @@
 """The settings of every paper in docs/papers.toml train two batches through the learner's step."""
 
-import math
-import sys
-from pathlib import Path
-
-import pytest
-from learner_step_kit import GROUPS, SIZE, batch_with_parts, weights
-from process_kit import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import reference_pages
-from process_kit import Ended
+from learner_step_kit import GROUPS, SIZE, batch_with_parts, weights
+from process_kit import ROOT, Ended
 
 from asyncrl.config import bundled_configs, load
 from asyncrl.models.policy import build_model

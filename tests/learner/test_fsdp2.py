@@ -3,11 +3,11 @@ forward, parts of a predictable size; and the table of what each backend support
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lib import memory_arithmetic as sums
 from models_kit import model_fixture
 from process_kit import ROOT
 from ranks_kit import LEARNER, forked, trained
@@ -190,9 +190,6 @@ def test_a_weight_without_gradients_is_resumed_by_another_number_of_ranks(
 
 def test_a_rank_holds_what_the_arithmetic_says(model_dir: Path) -> None:
     """Of weights, gradient and moments; and, while a layer runs, that layer and the embeddings."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from lib import memory_arithmetic as sums
-
     shape = sums.Shape(32, 2, 4, 4, 8, 64, 11, norms=True)
     one, _ = trained(model_dir, TWO | {"ranks": 1}, batches=1)
     assert one["parameters"] == shape.parameters

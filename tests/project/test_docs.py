@@ -16,20 +16,19 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import figures
 import pytest
+import table
 import yaml
 
 import actors
 import asyncrl
 import buffer
 import learner
+from asyncrl.config import load
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import figures  # noqa: E402
-import table  # noqa: E402
 
-from asyncrl.config import load  # noqa: E402
 
 LOOP = "2026-11-27_e4736b19_2core_loop_speed.json"
 LOG = sorted((ROOT / "docs" / "log").glob("[!i]*.md"))

@@ -2,13 +2,14 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import loop
 import pytest
 import torch
+from lib import bare_loops, contenders, strong_loop
 
 from asyncrl.config.tree import TaskConfig
 from asyncrl.tasks import get_task
@@ -16,9 +17,6 @@ from asyncrl.tasks import get_task
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
-import loop  # noqa: E402
-from lib import bare_loops, contenders, strong_loop  # noqa: E402
 
 CHOSEN = {"strong": {"name": "two threads"}, "synchronous": {"name": "one core"}}
 

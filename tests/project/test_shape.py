@@ -2,15 +2,12 @@ from __future__ import annotations
 
 import gc
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ROOT, load_program
-
-sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
 from lib import prose
+from process_kit import ROOT, load_program
 
 shape = load_program(ROOT / "benchmarks" / "shape.py")
 
@@ -71,7 +68,7 @@ def test_what_is_beyond_a_limit_is_found_with_its_place(
         (tmp_path / "tests" / "test_one.py").write_text("value = 1\n" * 2)
     if name == "words of pages outside the log":
         (tmp_path / "docs" / "log").mkdir(parents=True)
-        for page in ("page", "metrics", "log/lag"):  # the second is generated
+        for page in ("glossary", "metrics", "log/lag"):  # the second is generated
             (tmp_path / "docs" / f"{page}.md").write_text("# Two words\n")
     monkeypatch.setattr(shape, "ROOT", tmp_path)
     monkeypatch.setattr(shape, "PRODUCT", ("part",))
@@ -81,7 +78,7 @@ def test_what_is_beyond_a_limit_is_found_with_its_place(
     beyond = [figure for figure in shape.figures() if figure.value > figure.limit]
     assert [figure.name for figure in beyond] == [name]
     if name == "words of pages outside the log":
-        assert beyond[0].places == ["docs/page.md: 3"]
+        assert beyond[0].places == ["docs/glossary.md: 3"]
     elif name not in ("lines", "lines of tests, % of the product"):
         assert beyond[0].places[0].startswith("part")
 

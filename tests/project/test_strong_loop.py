@@ -1,13 +1,13 @@
 """benchmarks/lib/strong_loop.py trains by the mathematics of plain_loop.py, transformers' own: a
 rival that is fast because it leaves something out would prove nothing."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import plain_loop
 import pytest
 import torch
+from lib import strong_loop
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.tree import TaskConfig
@@ -15,8 +15,6 @@ from asyncrl.models.policy import build_model
 from asyncrl.tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
-from lib import strong_loop  # noqa: E402
 
 EOS, MOST, SIZE = 1, 14, 4
 PROMPTS = [[3, 4, 5, 6], [7, 3], [5, 5, 8, 9, 3], [4]]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import table
+from lib import run_pictures, timelines
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
-import table  # noqa: E402
 
 # figures of a study or of a single run: docs/log says how each was made
 STUDIES = {
@@ -92,9 +92,6 @@ def test_run_runs_those_asked_for_and_names_what_failed(
         table.main()
     assert (tmp_path / "ran").read_text() == "good --x --quick;bad --x --quick;"
 
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from lib import run_pictures, timelines  # noqa: E402
 
 BATCHES, SIZE = 20, 4
 

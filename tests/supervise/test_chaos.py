@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ENV, ROOT, run_command
-
-sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
 from lib.chaos import board, checker, forks
 from lib.useful_time import History, Kill, measure
+from process_kit import ENV, ROOT, run_command
 
 pytestmark = pytest.mark.slow
 

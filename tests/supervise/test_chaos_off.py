@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import random
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import msgspec
 import pytest
 from hostile_messages_kit import honest_hello
 from journal_kit import open_recorded
-from process_kit import ROOT
+from lib.chaos import checker, points
 from schedules import PROMPTS, TOKENS
 
 from actors.delivery import Outbox
@@ -35,9 +34,6 @@ from buffer.rules import StoreRules
 from buffer.service import BufferService
 from buffer.store import Store
 from learner.state import BatchCursor
-
-sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
-from lib.chaos import checker, points
 
 STEPS, GROUPS, SIZE, LIMIT = 16, 2, 2, 1
 PASS_S = 0.05

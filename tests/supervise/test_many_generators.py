@@ -2,13 +2,14 @@
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hostile_messages_kit import honest_hello
+from lib import crowd_of_peers
+from lib.crowd_of_peers import GROUPS, SIZE, Crowd
 from msgspec.structs import replace
 from process_kit import ROOT, load_program
 from service_kit import SMALL, CountedDict, answers, greet
@@ -22,10 +23,6 @@ from buffer.groups import Group
 from buffer.service import BufferService
 from buffer.sessions import NAMES
 from buffer.store import SESSIONS, Store
-
-sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
-from lib import crowd_of_peers
-from lib.crowd_of_peers import GROUPS, SIZE, Crowd
 
 BATCH = GROUPS * SIZE
 

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ENV, ROOT, load_program
-
-sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
 from lib.network import namespaces
 from lib.network.relay import Line, Order, Relay, Shape
+from process_kit import ENV, ROOT, load_program
 
 PROGRAM = ROOT / "benchmarks" / "network.py"
 WAIT_S = 600.0

@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from lib.endpoint import asker, stage
 from process_kit import ENV, ROOT, load_program, run_command
 
 from asyncrl.contract import messages as m
-
-sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
-from lib.endpoint import asker, stage
 
 
 @pytest.fixture(scope="module")
