@@ -140,9 +140,13 @@ def test_a_later_method_drops_the_keys_of_the_one_before(tmp_path: Path) -> None
     )
     # a coefficient of zero drops the keys of the file that it stops
     path = written(tmp_path, "[loss]\neps_high = 0.3\n[advantage]\nwhiten = true\n")
-    made = load.load(path, ["loss.coefficient=0", "kl.preset=distill"])
+    sets = ["loss.coefficient=0", "kl.preset=distill"]
+    made = load.load(path, sets)
     assert made.loss == settings.PpoLoss(coefficient=0.0)
     assert made.advantage == settings.RlooAdvantage()
+    for beside, noted in (("advantage.truncated=mask", 0), ("advantage.name=grpo", 1)):
+        said = rules.find_warnings(load.load(path, [*sets, beside]))
+        assert sum("does not enter the loss" in line for line in said) == noted
 
 
 @pytest.mark.parametrize("preset", ["tis", "mis_normalized", "none"])
