@@ -13,6 +13,7 @@ sequence can be compared.
 from __future__ import annotations
 
 import base64
+import itertools
 import secrets
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -126,7 +127,7 @@ class SequenceLedger:
         for row in jsonl.read(path):
             if (forgotten := row.get("forgotten")) is not None:
                 self.models = {model: ModelLedger(**totals) for model, totals in forgotten.items()}
-                self.counted = row.get("counted", {})
+                self.counted = row["counted"]
                 continue
             self._add(
                 SampledSequence(
@@ -138,7 +139,7 @@ class SequenceLedger:
             )
         self.file = jsonl.JsonlAppender(path)
         self.prefix = secrets.token_hex(4)  # new per server, so that ids are never reused
-        self.minted = 0
+        self.numbers = itertools.count()
 
     @property
     def sampled_total(self) -> int:
@@ -147,9 +148,7 @@ class SequenceLedger:
 
     def mint(self, count: int) -> list[str]:
         """Return new ids for sequences that will be sampled."""
-        first = self.minted
-        self.minted += count
-        return [f"seq-{self.prefix}-{number}" for number in range(first, self.minted)]
+        return [f"seq-{self.prefix}-{next(self.numbers)}" for _ in range(count)]
 
     def record(self, id: str, model: str, version: int, tokens: bytes, logprobs: bytes) -> None:
         """Record a sampled sequence before its client receives it."""

@@ -15,7 +15,6 @@ from tinker_kit import (
     draw,
     output_logprobs,
     policy_datum,
-    prompt,
     tuned_datum,
     write_config,
 )
@@ -87,21 +86,6 @@ def test_a_custom_loss_has_the_gradient_of_the_servers_own(trained: tinker.Train
         after.append(output_logprobs(trained.forward(data, "ppo").result()))
     assert norms[0] > 1e-3 and norms[0] == pytest.approx(norms[1], rel=1e-5)
     assert np.allclose(*after, rtol=1e-6, atol=1e-6)
-
-
-def test_prompt_logprobs_equal_the_training_forward(trained: tinker.TrainingClient) -> None:
-    sampler = created(trained.save_weights_and_get_sampling_client())
-    scored = sampler.compute_logprobs(prompt()).result()
-    forward = trained.forward([tuned_datum(PROMPT)], "cross_entropy").result()
-    assert scored[0] is None
-    most = types.SamplingParams(max_tokens=1)
-    likely = sampler.sample(prompt(), 1, most, topk_prompt_logprobs=25).result()
-    rows = likely.topk_prompt_logprobs
-    assert rows is not None and not rows[0]
-    for token, logprob, row in zip(PROMPT[1:], scored[1:], rows[1:], strict=True):
-        values = dict(row)
-        assert len(values) == 25 and values.get(token, logprob) == pytest.approx(logprob, abs=1e-5)
-    assert np.allclose(scored[1:], output_logprobs(forward), atol=1e-5)
 
 
 def test_a_saved_state_continues_in_a_new_model(

@@ -14,7 +14,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.tinker import wire
-from asyncrl.tinker.messages import OptimizerStep, SampleResult, ScoreResult, SequenceResult
+from asyncrl.tinker.messages import Datum, OptimizerStep, SampleResult, ScoreResult, SequenceResult
 from asyncrl.tinker.model_records import (
     CallLog,
     SavedWeights,
@@ -28,12 +28,6 @@ def refusal(function: Any, *values: Any, **named: Any) -> str:
     with pytest.raises(ConfigError) as error:
         function(*values, **named)
     return str(error.value)
-
-
-def test_a_datum_without_tokens_is_refused_by_its_number() -> None:
-    targets = pb.Tensor(dtype=next(iter(wire.TYPES)))
-    message = pb.ForwardBackwardRequest(data=[pb.Datum(loss_fn_inputs={"target_tokens": targets})])
-    assert refusal(wire.parse_loss_call, message) == "datum 0: model_input is empty"
 
 
 def test_calls_and_outcomes_are_read_as_written(tmp_path: Path) -> None:
@@ -207,6 +201,8 @@ TOO_LONG = "a prompt of {} and max_tokens = {} do not fit sampling.context = 16 
         ([50], {}, "prompt: has a token outside the vocabulary of 50"),
         ([-1], {}, "prompt: has a token outside the vocabulary of 50"),
         ([3], {"topk_prompt_logprobs": 33}, "topk_prompt_logprobs: must be from 0 to 32"),
+        ([3], {"topk_prompt_logprobs": -1}, "topk_prompt_logprobs: must be from 0 to 32"),
+        ([3], {"num_samples": 0}, "num_samples: 0 must be from 1 to 1024 in one request"),
         ([3], {"num_samples": 1025}, "num_samples: 1025 must be from 1 to 1024 in one request"),
         ([3], {"max_tokens": 0}, "max_tokens = 0: must be at least 1"),
         ([3], {"max_tokens": 16}, TOO_LONG.format(1, 16)),
@@ -227,6 +223,20 @@ def test_samples_that_cannot_be_had(prompt: list[int], more: dict[str, Any], why
     assert refusal(sample_call, prompt, **more) == why
 
 
+def tensor(values: list[float], dtype: str = "<f4", code: int = 0, **more: Any) -> pb.Tensor:
+    dense = np.array(values, dtype).tobytes()
+    return pb.Tensor(dtype=code or pb.DTYPE_FLOAT32, dense=dense, shape=[len(values)], **more)
+
+
+def loss_request(**fields: pb.Tensor | None) -> pb.ForwardBackwardRequest:
+    """One datum of two tokens, each in its own chunk."""
+    inputs = {"target_tokens": tensor([6, 7], "<i8", pb.DTYPE_INT64)} | fields
+    datum = pb.Datum(loss_fn_inputs={name: x for name, x in inputs.items() if x is not None})
+    for token in (5, 6):
+        datum.model_input.add().encoded_text.tokens = np.array([token], "<i4").tobytes()
+    return pb.ForwardBackwardRequest(data=[datum])
+
+
 @pytest.mark.parametrize(
     ("dtype", "code", "token"),
     [
@@ -239,10 +249,7 @@ def test_a_target_that_is_no_token_id_is_refused_before_it_is_cast(
     dtype: str, code: int, token: float
 ) -> None:
     """4294967299 would train token 3."""
-    targets = pb.Tensor(dtype=code, dense=np.array([5, token], dtype).tobytes(), shape=[2])
-    message = pb.ForwardBackwardRequest(data=[pb.Datum(loss_fn_inputs={"target_tokens": targets})])
-    chunk = message.data[0].model_input.add()
-    chunk.encoded_text.tokens = np.array([1, 2], "<i4").tobytes()
+    message = loss_request(target_tokens=tensor([5, token], dtype, code))
     refused = refusal(wire.parse_loss_call, message)
     assert refused.startswith("datum 0: loss_fn_inputs.target_tokens has ")
     assert refused.endswith(" at position 1, which is no token id")
@@ -255,6 +262,42 @@ def test_options_of_a_loss_are_numbers_and_texts() -> None:
     call = wire.parse_loss_call(message)
     assert call.config == {"clip_low_threshold": 0.5, "method": "dapo", "loss.eps_high": 0.25}
     assert (call.loss, call.requested, call.forward_only) == ("ppo", "ppo", False)
+
+
+def test_a_datum_is_decoded_whole() -> None:
+    ones = tensor([1, 1], "<i4", pb.DTYPE_INT32)
+    message = loss_request(weights=tensor([0.5, -1]), mask=ones)
+    [found] = wire.parse_loss_call(message).data
+    pairs = [np.array(pair, "<i4").tobytes() for pair in ([5, 6], [6, 7], [-2, -2])]
+    floats = {"weights": np.array([0.5, -1], "<f4"), "mask": np.ones(2, "<f4")}
+    fields = {name: values.tobytes() for name, values in floats.items()}
+    assert found == Datum(pairs[0], pairs[1], fields, pairs[2])
+    del message.data[0].model_input[:]
+    assert refusal(wire.parse_loss_call, message) == "datum 0: model_input is empty"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"target_tokens": None}, "target_tokens is missing"),
+        ({"weights": tensor([1, 1], code=99)}, "weights: its data type 99 is not served"),
+        ({"weights": tensor([1, 1, 1])}, "weights has 3 values for 2 tokens"),
+        ({"weights": tensor([1, math.nan])}, "weights has a value that is not finite"),
+        (
+            {"weights": tensor([1, 1, 1], "<i1")},
+            "weights: 3 bytes are not a whole number of values",
+        ),
+        (
+            {"weights": pb.Tensor(dtype=pb.DTYPE_FLOAT32, dense=bytes(8), shape=[1, 2])},
+            "weights: only dense tensors of one dimension are served",
+        ),
+    ],
+)
+def test_fields_of_a_datum_are_checked(fields: dict[str, Any], why: str) -> None:
+    message = loss_request(**fields)
+    assert refusal(wire.parse_loss_call, message) == f"datum 0: loss_fn_inputs.{why}"
+    message.data[0].model_input.add()
+    assert "model_input has an empty chunk; only" in refusal(wire.parse_loss_call, message)
 
 
 @pytest.mark.parametrize(
