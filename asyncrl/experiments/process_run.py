@@ -95,8 +95,6 @@ def read_record(run_dir: Path, config: Config) -> RunRecord:
         "steps": summary["steps"],
         "tokens": summary["tokens"],
         "wall_s": summary["wall_s"],
-        "decode_s": 0.0,
-        "learn_s": 0.0,
         "clock": round(1000 * summary["wall_s"]),
         "weights_digest": summary["weights_digest"],
         "batches": [

@@ -187,15 +187,12 @@ class SerialRun:
 
     def decode(self) -> None:
         """Run a few engine steps and queue the finished samples (`decode`, `finished`)."""
-        start = time.monotonic()
         for completion in self.turn.engine.step(SLICE) if self.turn.engine.active else []:
             self.numbers.tokens += len(completion.tokens)
             self.turn.hold(completion, self.clock + SLICE)
-        self.numbers.decode_s += time.monotonic() - start
 
     def deliver(self) -> None:
         """Score the due samples and deliver their trajectories (`collect`, `deliver`)."""
-        start = time.monotonic()
         for finished in self.turn.pop_due(self.clock + SLICE):
             self.turn.submit(finished)
             while not (results := self.turn.poll_results()):
@@ -211,7 +208,6 @@ class SerialRun:
                 self.store.deliver(sample, self.clock)
                 if self.store.is_complete(sample.ticket):
                     self.meter.on_complete([sample.ticket], self.clock)
-        self.numbers.decode_s += time.monotonic() - start
 
     # ---- the learner's side: learner/loop.py -----------------------------------------------------
 
@@ -225,9 +221,7 @@ class SerialRun:
             return False
         batch = self.store.make_batch(groups, EPOCH, number)
         self.numbers.record_lease(batch, self.config.staleness)
-        start = time.monotonic()
         metrics = self.core.train(batch)
-        self.numbers.learn_s += time.monotonic() - start
         self.numbers.record_training(batch, metrics, self.core.updates)
         # the learner's wait as a share of its step, both in decode steps
         idle = self.clock - self.ended

@@ -13,7 +13,6 @@ from typing import Any
 import xxhash
 
 from asyncrl.config.tree import StalenessConfig
-from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import EVAL_BASE, Batch, Trajectory
 from buffer import training_log
 from buffer.evaluation import SET_TICKETS
@@ -56,8 +55,6 @@ class SerialRecord:
     def __init__(self) -> None:
         self.began = 0.0  # CLOCK_MONOTONIC seconds
         self.tokens = 0
-        self.decode_s = 0.0
-        self.learn_s = 0.0
         self.abandoned = ""
         self.curve: list[dict[str, float]] = []
         self.optimizer_steps: list[dict[str, float]] = []
@@ -78,23 +75,9 @@ class SerialRecord:
             rewards[index] = answer.reward
 
     def record_lease(self, batch: Batch, staleness: StalenessConfig) -> None:
-        """Record the samples and lags of a batch that goes to the learner.
-
-        Raises AsyncrlError if the store's lags differ from those of the samples' versions.
-        """
+        """Record the samples and lags of a batch that goes to the learner."""
         tickets = training_log.find_runs(sample.ticket for sample in batch.samples)
         self.batches.append({"ids": training_log.digest(batch.samples), "tickets": tickets})
-        counted = training_log.count_trained_lags(batch, math.inf)
-        recounted: dict[int, int] = {}
-        for sample in batch.samples:
-            for span in sample.spans:
-                lag = batch.number - span.label.number
-                recounted[lag] = recounted.get(lag, 0) + span.end - span.start
-        if recounted != counted:
-            raise AsyncrlError(
-                f"batch {batch.number}: the buffer counted tokens by lag {counted}, but its spans "
-                f"give {recounted}; this is a bug in asyncrl, please report it"
-            )
         # tokens past the limit are not trained
         limit = staleness.limit if staleness.on_exceed == "mask" else math.inf
         self.batch_lags = training_log.count_trained_lags(batch, limit)
@@ -130,8 +113,6 @@ class SerialRecord:
             "steps": store.committed,
             "tokens": self.tokens,  # generated
             "wall_s": wall_s,  # 0: the run failed
-            "decode_s": self.decode_s,
-            "learn_s": self.learn_s,
             "clock": clock,  # decode steps
             "weights_digest": weights_digest,
             "batches": self.batches,  # hash of the samples' ids, tickets as runs (first, last)

@@ -149,9 +149,11 @@ class Simulation:
         self.generator_times: list[tuple[float, float]] = []
         self.lags: dict[int, dict[int, int]] = {}  # batch -> trained tokens by lag
         # of each batch: mean lag of its samples in flight, in queue
-        self.splits: list[tuple[float, float]] = []
+        self.flights: list[float] = []
+        self.queues: list[float] = []
         # after each commit: the limit of new tickets, groups outstanding
-        self.limits: list[tuple[float, int]] = []
+        self.limits: list[float] = []
+        self.outstanding: list[float] = []
         self.sample_seconds: list[float] = []  # from each sample's start to its end
         self.generators = [
             SimulatedGenerator(self, f"generator-{index}") for index in range(config.generators)
@@ -231,7 +233,8 @@ class Simulation:
         if (opens := store.next_opening(now)) < inf:
             self.schedule(opens, self.handle)
         self.announced_at = self.last_commit = now
-        self.limits.append((store.current_window(), len(store.alive)))
+        self.limits.append(store.current_window())
+        self.outstanding.append(len(store.alive))
         if store.committed == self.config.learner.steps:
             self.record_generator_times()
         for generator in list(self.awake.values()):
@@ -267,7 +270,8 @@ class Simulation:
         self.lags[number] = count_trained_lags(batch, limit)
         samples = max(len(batch.samples), 1)
         flight = sum(batch.in_flight) / samples
-        self.splits.append((flight, sum(batch.lags) / samples - flight))
+        self.flights.append(flight)
+        self.queues.append(sum(batch.lags) / samples - flight)
         tokens = sum(sample.length for sample in batch.samples)
         self.schedule(self.now + self.sample_time("batch"), self.on_batch, number, tokens)
         return True
@@ -375,9 +379,7 @@ class Simulation:
     def make_outcome(self, took_s: float) -> Outcome:
         """Return the results: simulated seconds, lags in versions, shares in [0, 1]."""
         learner, staleness = self.config.learner, self.config.staleness
-        counts: Counter[int] = Counter()
-        for row in self.lags.values():
-            counts.update(row)
+        counts = sum(map(Counter[int], self.lags.values()), Counter[int]())
         tokens, steps = sum(counts.values()), len(self.lags)
         durations = sorted(self.sample_seconds)
         seconds = max(self.last_commit - (self.first_ticket or 0.0), 1e-9)
@@ -395,7 +397,7 @@ class Simulation:
         return {
             "max_lag": staleness.limit,
             # admission window, over the commits: max_lag if it is always filled
-            "limit_mean": average([limit for limit, _ in self.limits]),
+            "limit_mean": average(self.limits),
             "generators": self.config.generators,
             "steps": steps,
             "seconds": seconds,  # first ticket to last commit
@@ -412,13 +414,13 @@ class Simulation:
             "lag_max": max(counts, default=0),
             # mean lag by Little's law: samples that wait for their training, over those of a batch
             "lag_closed_form": waiting / learner.groups,
-            "lag_in_flight": average([flight for flight, _ in self.splits]),  # until delivery
-            "lag_in_queue": average([queue for _, queue in self.splits]),  # from there to training
+            "lag_in_flight": average(self.flights),  # until delivery
+            "lag_in_queue": average(self.queues),  # from there to training
             # lag -> share of the trained tokens
             "lag_histogram": {lag: count / max(tokens, 1) for lag, count in sorted(counts.items())},
             "tickets_mean": self.ticket_seconds / seconds,  # groups that generators hold, over time
             "tickets_max": self.most_tickets,
-            "alive_mean": average([alive for _, alive in self.limits]),  # groups outstanding
+            "alive_mean": average(self.outstanding),  # groups outstanding
             # of the trained tokens: removed by the staleness weight
             "faded_share": faded / max(tokens, 1),
             # seconds from a sample's start to its last token: a tenth take longer
