@@ -535,27 +535,21 @@ def test_the_effect_of_a_change_is_predicted_from_a_log_alone(train: float, tmp_
         assert run(fitted, *sets, changed).step_s / again.step_s == pytest.approx(expected, abs=0.1)
 
 
-def test_a_log_without_lengths_or_times_is_one_error_with_the_metric(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "m.jsonl", make_rows("verl"), "verl")
-    simulated = ["simulate", str(ROOT / "configs" / "demo.toml"), "--from", str(path)]
-    done = CliRunner().invoke(main, simulated)
-    expected = "also needs tokens of a completion, mean: response_length/mean"
-    assert done.exit_code == 2 and expected in done.stderr
-    rows = [row | {"response_length/mean": 900.0} for row in make_rows("verl")]
-    write_jsonl(path, rows, "verl")
-    assert "agent_loop/generate_sequences/max" in CliRunner().invoke(main, simulated).stderr
-    rows = [row | {"timing_s/wait_for_enough_samples": 9.0} for row in rows]
-    write_jsonl(path, rows, "verl")
-    done = CliRunner().invoke(main, simulated)
-    assert done.exit_code == 2 and "completions of 1350 tokens" in done.stderr
-
-
-def test_the_command_answers_with_the_times_of_a_log(tmp_path: Path) -> None:
-    rows = [row | {"response_length/mean": 30.0} for row in make_rows("verl")]
-    rows = [row | {"timing_s/wait_for_enough_samples": 9.0} for row in rows]
-    path = write_jsonl(tmp_path / "m.jsonl", rows, "verl")
+def test_a_log_gives_times_or_one_error_with_the_metric_that_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
     arguments = ["simulate", str(ROOT / "configs" / "demo.toml"), "--from", str(path)]
     arguments += ["--more", "1", "--steps", "6", "--seeds", "2", "--no-evaluation"]
-    done = CliRunner().invoke(main, arguments)
+
+    def simulate(more: Values) -> Any:
+        write_jsonl(path, [row | more for row in make_rows("verl")], "verl")
+        return CliRunner().invoke(main, arguments)
+
+    expected = "also needs tokens of a completion, mean: response_length/mean"
+    assert expected in simulate({}).stderr
+    long, waits = {"response_length/mean": 900.0}, {"timing_s/wait_for_enough_samples": 9.0}
+    assert "agent_loop/generate_sequences/max" in simulate(long).stderr
+    done = simulate(long | waits)
+    assert done.exit_code == 2 and "completions of 1350 tokens" in done.stderr
+    done = simulate({"response_length/mean": 30.0} | waits)
     assert done.exit_code == 0 and f"times: fitted to {path}" in done.stdout
     assert "2 generators instead of 1" in done.stdout and "(seeds" in done.stdout

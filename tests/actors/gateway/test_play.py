@@ -63,10 +63,8 @@ def test_the_command_by_hand() -> None:
 
 def test_rewards_parts_and_ends_by_hand() -> None:
     shown = by_hand(config(*ENVS), "abc", "", "abcdef")
-    assert [(x.kind, x.text, x.reward) for x in shown[2:4]] == [
-        ("asked", "3=", 0.3),
-        ("answered", "", 0.0),
-    ]
+    middle = [(x.kind, x.text, x.reward) for x in shown[2:4]]
+    assert middle == [("asked", "3=", 0.3), ("answered", "", 0.0)]
     assert shown[-1].kind == "ended" and shown[-1].reward == pytest.approx(0.9)
     assert shown[-1].parts == {"turns": 3.0}
     short = by_hand(config(*ENVS), "abc")[-1]
