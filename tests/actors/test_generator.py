@@ -164,7 +164,7 @@ def test_the_timeline_has_loads_and_prefills(make: MakeGenerator) -> None:
     g.tracer.close()
     spans = trace.read_sized_spans(g.run_dir)["generator-0"]
     assert [(x.name, x.size) for x in spans if x.name in ("weights", "prefill")] == [
-        ("weights", None),
+        ("weights", 0),
         ("prefill", 2),
     ]
 
@@ -188,9 +188,8 @@ def test_who_waits_for_rewards_waits_for_a_part_of_itself(
     g.set_wait("weights 1.0")
     g.waiting_since -= 99
     g.renew_now()
-    assert "has waited for the buffer at ipc:///nowhere for 99 s: weights 1.0" in (
-        capsys.readouterr().err
-    )
+    expected = expected.replace("a ticket: the buffer is full", "weights 1.0")
+    assert expected in capsys.readouterr().err
 
 
 def test_requests_renewals_and_greetings_go_by_the_clock(

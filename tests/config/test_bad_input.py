@@ -1,8 +1,6 @@
 """What goes wrong at a user's desk, typed as the user types it: one clear line, a non-zero exit
 code, nothing half-written."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

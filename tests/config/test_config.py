@@ -1,8 +1,6 @@
 """Configs, typed as a user types them: every mistake is one line that says where, what and what to
 do, and exit code 2."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,8 +1,6 @@
 """`asyncrl new`: what is written loads, judges and trains, wherever it is called from; and the warm
 start of a file's task, which it rests on."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """One client's mistake stays that client's: bad numbers, crashed processes, a full disk."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Models, ledger and samplers of `asyncrl tinker` over time, with the unmodified client."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import chain, repeat
 from multiprocessing.connection import wait  # select.select knows no descriptor above 1023
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import psutil
@@ -107,22 +109,13 @@ def test_what_is_no_ask_is_counted_and_the_rest_goes_on(
 
 
 def test_an_address_that_cannot_be_opened_again_is_told_and_the_rest_goes_on(
-    server: ChunkServer,
-    ring: WeightRing,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    server: ChunkServer, ring: WeightRing, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    closed: list[Any] = [AsyncrlError("taken\t"), True]
-
-    def close(address: str) -> bool:
-        assert address == server.address
-        if closed and isinstance(closed[0], AsyncrlError):
-            raise closed.pop(0)
-        return bool(closed and closed.pop(0))
-
+    close = Mock(side_effect=chain([AsyncrlError("taken\t"), True], repeat(False)))
     monkeypatch.setattr(server.connections, "close_excess", close)
-    until(lambda: not closed)
+    until(lambda: close.call_count > 2)
     fetched(server, ring)
+    close.assert_called_with(server.address)
     assert capsys.readouterr().err == "taken\\t\n"
 
 

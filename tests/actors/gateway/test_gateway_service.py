@@ -461,12 +461,12 @@ def test_an_impossible_message_of_a_generator_is_refused_and_logged_twenty_times
     world: MakeWorld, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gateway = world().gateway
-    received: list[Any] = [(b"g", m.ServingReport(m.PROTOCOL, "run", "\x1b", 1, 1, [], 0))] * 21
+    bad = m.ServingReport(m.PROTOCOL, "run", "\x1b", 1, 1, [], 0)
+    received: list[Any] = [None, *[(b"g", bad)] * 21]
     sent: list[Any] = []
     played = {"send": lambda *given: sent.append(given), "close": gateway.calls_socket.close}
-    gateway.calls_socket = SimpleNamespace(recv=lambda _: received and received.pop(), **played)
+    gateway.calls_socket = SimpleNamespace(recv=lambda _: received.pop(), **played)
     capsys.readouterr()
-    received.insert(0, None)
     gateway.read_calls()
     why = "a generator's name is printable and has 1 to 200 characters, not '\\x1b'"
     assert sent == [(b"g", m.Refusal(why, 4))] * 21 and gateway.refused == {"message": 21}
@@ -631,6 +631,34 @@ def test_a_harness_that_fails_is_waited_for(world: MakeWorld) -> None:
         session: Any = SimpleNamespace(name="1.1.1", opened=0.0, ticket=TICKET)
         w.gateway.count(session, "why")
     assert w.gateway.tallies[""].failed == 20
+
+
+OWN, STEP = ("agent.deadline_s", 9.0), "agent.step_s"
+
+
+@pytest.mark.parametrize(
+    ("front", "left_s", "replaced", "said", "limit"),
+    [
+        (3, 5.0, "", "the step", (STEP, 5.0)),
+        (3, 9.5, "", "the step", OWN),
+        (None, 9.5, "", "a process to import agent.env = x", (STEP, 9.5)),
+        (5, 9.0, "1 died", "the step (1 died), behind that of session 7.0.1 in", (STEP, 9.0)),
+        (6, 9.5, "", "the step, behind that of session one that has ended in", OWN),
+        ("", 0.0, "", "the step", OWN),
+    ],
+)
+def test_it_says_behind_which_session_an_environment_waits(
+    front: Any, left_s: float, replaced: str, said: str, limit: tuple[str, float]
+) -> None:
+    source: Any = EnvironmentSource.__new__(EnvironmentSource)
+    place = SimpleNamespace(front=front, limit=STEP, left_s=left_s)
+    source.pool = SimpleNamespace(named="agent.env = x", replaced=replaced, locate=lambda *_: place)
+    source.states = {3: SimpleNamespace(doing="the step")}
+    source.pool.processes = () if front == "" else (3,)
+    other = SimpleNamespace(session=SimpleNamespace(name="7.0.1"))
+    source.gateway = SimpleNamespace(episodes={5: other})
+    found = source.explain_wait(SimpleNamespace(number=3), *OWN, 0.0)
+    assert found == ("environment", said + " the same process" * said.endswith("in"), *limit)
 
 
 def test_what_an_answer_asks_of_its_environment() -> None:
