@@ -65,7 +65,7 @@ LIMITS = {
     "modules with one importer": 47,
     "one-call helpers": 141,
     "lines of tests, % of the product": 107,
-    "words of pages outside the log": 39_957,
+    "words of pages outside the log": 39_955,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)

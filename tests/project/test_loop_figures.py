@@ -16,7 +16,6 @@ from asyncrl.tasks import get_task
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 
 CHOSEN = {"strong": {"name": "two threads"}, "synchronous": {"name": "one core"}}
 

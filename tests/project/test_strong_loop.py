@@ -14,8 +14,6 @@ from asyncrl.config.tree import TaskConfig
 from asyncrl.models.policy import build_model
 from asyncrl.tasks import get_task
 
-ROOT = Path(__file__).resolve().parents[2]
-
 EOS, MOST, SIZE = 1, 14, 4
 PROMPTS = [[3, 4, 5, 6], [7, 3], [5, 5, 8, 9, 3], [4]]
 FAMILIES = [("qwen3", 2, True), ("llama", 4, False), ("qwen2", 2, True)]
