@@ -140,7 +140,7 @@ def test_a_restarted_server_continues_between_a_loss_and_its_step(
     assert result(6).json()["queue_state_reason"] == f"waits for seq_id 5 of {name}"
     assert ledger_of(server) == {"never_trained": 0, "trained_once": 1, "trained_again": 0}
     [row] = metrics.read(model.folder)
-    assert (row["step"], row["answer/length"]) == (0, length)
+    assert (row["step"], row["answer/length"], model.supervised) == (0, length, 6)
     model = start().server.models[name]  # the rows of the step are read
     assert (model.supervised, model.listed, model.recorded) == (6, 1, 4)
     assert (model.version, model.awaited_call) == (1, 5)
