@@ -157,8 +157,7 @@ def test_a_config_without_tomli_w_loads_back_equal(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "tomli_w", None)
     plain = load.dump(config)
     assert "gpus = [0, 1]\n" in plain != usual
-    changed = toml_writer.find_differences({"a": 1, "b": {"c": {}}}, {"a": 2, "b": {"c": {}}})
-    assert changed == {"a": (1, 2)}
+    assert toml_writer.find_differences({"a": 1, "b": {}}, {"a": 2, "b": {}}) == {"a": (1, 2)}
     assert toml_writer.read_table(engines.__file__)["vllm"]
     assert load.build(tomllib.loads(plain)) == load.build(tomllib.loads(usual)) == config
     assert load.format_value(["a", 2]) == '["a", 2]'

@@ -1,8 +1,6 @@
 """Flash attention of long rows: the results are those of padded rows, no answer changes another's,
 and what is stored grows with the tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """README, CONTRIBUTING and docs: what they name is there, links lead somewhere, the site builds."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Engine, learner and a whole run on a pretended GPU: its tensors never meet those of the CPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Requests to sample, without a server: the engine of their process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

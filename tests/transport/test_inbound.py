@@ -330,9 +330,8 @@ def test_a_generators_word_of_itself() -> None:
     for producer in ("", "\x1b[2J", "x" * 201):
         with pytest.raises(BadMessage, match="a generator's name is printable and has 1 to 200 ch"):
             message_checks.check_producer(over_a_wire(producer=producer).producer)
-    assert " ".join(REFUSALS) == (
-        "frame stranger role message ticket version limit shape length number token text image"
-    )
+    names = "frame stranger role message ticket version limit shape length number token text image"
+    assert " ".join(REFUSALS) == names
     kinds = {text.partition(" ")[0] for text in REFUSALS.values()}
     assert kinds == {"frames", "impossible", "messages", "samples"}
     assert msgspec.convert((0, (1 << 60) - 1), Label) == (0, (1 << 60) - 1)

@@ -65,7 +65,6 @@ def test_a_second_holder_of_an_identity_is_heard(tmp_path: Path) -> None:
 
 
 def test_a_socket_holds_as_much_as_it_should() -> None:
-    """Messages that wait, bytes of one, milliseconds of the pauses."""
     beats = (zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT)
     for most, unread in ((1 << 10, 1000), (1 << 20, 256), (1 << 25, 16)):
         buffer = BufferSocket("tcp://127.0.0.1:*", most=most)
