@@ -124,6 +124,7 @@ def made(tmp_path: Path) -> Iterator[BufferService]:
     rundir.ensure(config, load.dump(config), tmp_path / "run")
     service = BufferService(config, tmp_path / "run")
     service.send = lambda *_: None  # type: ignore[method-assign]
+    service.clock.start(1.0)  # the first ticket
     service.handle(b"l", honest_hello(service.run))
     service.handle(b"g", greet(service.run, "generator-0", 1))
     yield service
