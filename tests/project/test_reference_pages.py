@@ -1,7 +1,5 @@
 """The pages that come from tables: coming-from, papers, exit codes, names; and the glossary."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -44,12 +42,9 @@ def test_every_page_is_what_its_table_says(path: Path) -> None:
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_every_key_of_ours_exists_and_every_setting_loads(name: str) -> None:
-    loaded = 0
     theirs = [row[0] for row in SYSTEMS[name]["keys"]]
     assert len(theirs) == len(set(theirs)) > 35, "a setting of theirs stands in one row"
-    for row in SYSTEMS[name]["keys"]:
-        loaded += load_settings(row[2])
-    assert loaded > 10
+    assert sum(load_settings(row[2]) for row in SYSTEMS[name]["keys"]) > 10
 
 
 @pytest.mark.parametrize("row", PAPERS, ids=lambda row: f"{row[0]} {row[1]}")
@@ -121,9 +116,8 @@ def test_every_finding_and_metric_in_a_sentence_exists() -> None:
         assert known or (ROOT / metric).exists(), metric
     rules = Path(health_checks.__file__).read_text()
     rules += Path(health_checks.__file__).with_suffix(".toml").read_text()
-    for finding in re.findall(
-        r"findings? ((?:`[a-z_]+`(?:, | or )?)+)", " ".join(TROUBLESHOOTING.split())
-    ):
+    text = " ".join(TROUBLESHOOTING.split())
+    for finding in re.findall(r"findings? ((?:`[a-z_]+`(?:, | or )?)+)", text):
         for word in re.findall(r"`([a-z_]+)`", finding):
             assert f'"{word}"' in rules or f"\n{word} = " in rules, word
 
@@ -159,9 +153,7 @@ def test_a_name_leads_to_its_keys(name: str, keys: list[str]) -> None:
 
 def test_every_key_of_the_table_exists() -> None:
     named = re.findall(r"`(\w+(?:\.\w+)+)", NAMES)
-    assert len(named) > 10 and set(named) <= set(load.list_keys()), set(named) - set(
-        load.list_keys()
-    )
+    assert len(named) > 10 and set(named) <= set(load.list_keys())
 
 
 def test_every_sign_is_named_with_what_it_is() -> None:
@@ -180,6 +172,4 @@ def test_every_sign_is_named_with_what_it_is() -> None:
     assert len(said) == len(RULES) + 6 and said <= named, said - named
     read = set(re.findall(r'"((?:kl|split|mismatch|reward|answer|eval)/\w+)"', code))
     read.remove("reward/explained")  # `add_reward_wait` computes it of what a run writes
-    assert len(read) > 8 and all(metrics.is_known_metric(x) for x in read), (
-        "a rule reads what no run writes"
-    )
+    assert len(read) > 8 and all(metrics.is_known_metric(x) for x in read), "no run writes it"

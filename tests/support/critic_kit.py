@@ -1,11 +1,11 @@
 from pathlib import Path
 from typing import Any
 
+import learner_step_kit
 import numpy as np
 from models_kit import model_fixture
 from trajectory_kit import trajectory
 
-from asyncrl.config import load
 from asyncrl.contract.messages import Batch
 from learner.step import LearnerCore
 
@@ -41,21 +41,9 @@ def batch(number: int = 0) -> Batch:
 
 
 def core(model_dir: Path, **sections: Any) -> LearnerCore:
-    learner = {
-        "optimizer": "sgd",
-        "lr": 0.1,
-        "clip_norm": 0.0,
-        "steps": 100,
-        "groups": GROUPS,
-        "group_size": SIZE,
-    } | sections.pop("learner", {})
-    raw = {
-        "model": {"path": str(model_dir), "device": "cpu"},
-        "task": {"name": "sort"},
-        "learner": learner,
-        **sections,
-    }
-    return LearnerCore(load.build(raw), model_dir)
+    sections["learner"] = {"groups": GROUPS, "group_size": SIZE} | sections.get("learner", {})
+    sections["correction"] = {"proximal": "behavior"} | sections.get("correction", {})
+    return learner_step_kit.core(model_dir, **sections)
 
 
 def gae(

@@ -15,6 +15,7 @@ from tinker_kit import (
     draw,
     output_logprobs,
     policy_datum,
+    prompt,
     tuned_datum,
     write_config,
 )
@@ -56,6 +57,26 @@ def test_losses_train_and_the_lag_is_known(trained: tinker.TrainingClient) -> No
         assert metrics is not None
         assert (metrics["lag_mean"], metrics["lag_unknown_share"]) == (lag, 0.0)
         assert metrics["optim_grad_norm"] > 0 or loss == "gspo"  # every sequence may be clipped
+
+
+def test_a_prompt_is_scored_and_sampling_follows_its_parameters(
+    trained: tinker.TrainingClient,
+) -> None:
+    sampler = created(trained.save_weights_and_get_sampling_client())
+    forward = trained.forward([tuned_datum(PROMPT)], "cross_entropy").result()
+    scored = sampler.compute_logprobs(prompt()).result()
+    assert scored[0] is None
+    assert np.allclose(scored[1:], output_logprobs(forward), atol=1e-5)
+    seeded = types.SamplingParams(max_tokens=6, seed=3)
+    reply = sampler.sample(prompt(), 1, seeded, topk_prompt_logprobs=25).result()
+    rows, [first] = reply.topk_prompt_logprobs, reply.sequences
+    assert rows is not None and not rows[0]
+    for token, logprob, row in zip(PROMPT[1:], scored[1:], rows[1:], strict=True):
+        assert len(row) == 25 and dict(row).get(token, logprob) == pytest.approx(logprob, abs=1e-5)
+    cut = types.SamplingParams(max_tokens=6, seed=3, stop=[first.tokens[2]])
+    [stopped] = sampler.sample(prompt(), 1, cut).result().sequences
+    assert stopped.tokens == first.tokens[: first.tokens.index(first.tokens[2]) + 1]
+    assert stopped.stop_reason == "stop"
 
 
 def test_a_custom_loss_has_the_gradient_of_the_servers_own(trained: tinker.TrainingClient) -> None:
