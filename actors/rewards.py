@@ -438,7 +438,7 @@ def check_reward_process(config: Config, responses: Responses = ()) -> list[Rewa
         )
         while len(pool.results) < len(responses) or not any(x.ready for x in pool.workers):
             pool.step()
-        return sorted((result for _, result, _ in pool.results), key=lambda result: result.key)
+        return sorted(result for _, result, _ in pool.results)  # by their keys, which differ
     finally:
         pool.end()
 

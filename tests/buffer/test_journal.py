@@ -210,6 +210,9 @@ def test_a_segment_is_replaced_while_it_goes_on_to_count(
     assert j.list_segments(tmp_path) == [tmp_path / "00000002.log"]
     assert list(j.read(tmp_path / "00000002.log")) == [b"two", b"a", b"b", b"c", b"d"]
     assert not list(tmp_path.glob("*.part"))
+    frames = list(j.FRAMES.read_all((tmp_path / "00000002.log").read_bytes()))
+    # a record says what was before it: then it is not taken for a part of a torn end
+    assert [frame.number for frame in frames[:3]] == [0, frames[0].end, frames[1].end]
 
 
 def test_a_new_segment_that_cannot_be_written_leaves_the_old_one(

@@ -70,15 +70,16 @@ def test_what_is_no_image_is_refused(data: bytes, said: str) -> None:
 def test_a_blob_is_checked_by_its_head_and_its_digest() -> None:
     blob = picture(0)
     images.check_blobs(images.index_by_digest([blob]))
+    assert images.read_size(blob[: 8 + images.HEADER.size]) == images.read_size(blob)
     damaged = blob[:60] + bytes([blob[60] ^ 1]) + blob[61:]
     for bad, said in (
         ({images.digest(blob): damaged}, "that has another one"),
         (images.index_by_digest([encoded("JPEG")]), "^an image that is not a PNG$"),
         (images.index_by_digest([encoded("PNG", "L")]), "not a PNG of 8-bit RGB pixels$"),
-        (images.index_by_digest([blob[:16] + b"\0" * 8 + blob[24:]]), "0 x 0 pixels"),
+        (images.index_by_digest([blob[:16] + b"\0" * 7 + b"\1" + blob[24:]]), "0 x 1 pixels"),
         (images.index_by_digest([bytes((8 << 20) + 1)]), "at most 8388608"),
         (images.index_by_digest([bytes(8 << 20)]), "^an image that is not a PNG$"),
-        (images.index_by_digest([blob[:16] + b"\0\0\x10\1" * 2 + blob[24:]]), "4097 x 4097 pixels"),
+        (images.index_by_digest([blob[:19] + b"\1\0\0\x10\1" + blob[24:]]), "1 x 4097 pixels"),
     ):
         with pytest.raises(ValueError, match=said):
             images.check_blobs(bad)
