@@ -237,9 +237,7 @@ class Recorder:
         config = self.config
         steps = config.learner.steps
         batch_bytes = self.log.written / 3
-        weight_count = (
-            steps // config.record.weights_every if config.record.weights_every else 0
-        ) + 1
+        weight_count = 1 + (steps // every if every else 0)
         total_bytes = batch_bytes * steps + weight_count * self.weights_bytes
         print(
             f"recording: {batch_bytes / 1024:.1f} KiB a batch and {weight_count} x "

@@ -290,7 +290,7 @@ def prepare(
         corrected = _correct(batch, slice(None), batch.proximal, valid, config, adv=adv)
     scalars |= {
         "advantage/mean": ratios.average_masked(adv, valid),
-        "advantage/abs_max": where(valid, adv, 0.0).abs().amax(),
+        "advantage/abs_max": torch.cat([adv.new_zeros(1), where(valid, adv, 0.0).abs()]).amax(),
         "answer/masked_share": 1 - valid.to(adv.dtype).mean(),
     }
     stop = config.stop
