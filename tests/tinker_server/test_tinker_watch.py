@@ -237,6 +237,7 @@ def test_a_model_in_training(served: Path) -> None:
 def test_the_settings_and_logs_of_a_model_are_its_server_s(served: Path) -> None:
     model = read_model(served)
     assert model.read_settings() == {
+        "this model.model": "s-1-train-0",
         "this model.rank": 4,
         "this model.version": 7,
         "this model.time": "2026-03-04 15:06:07",
