@@ -275,6 +275,7 @@ def test_who_wants_no_sample_is_told_of_versions_and_the_end_and_holds_nobody_up
 
 def test_only_generators_that_told_something_are_counted_at_a_commit(waiting: Any) -> None:
     made, _ = waiting(20)
+    made.clock.start(0.5)
     stats = {"generator/tokens": 100.0, "generator/busy_s": 3.0, "generator/idle_s": 1.0}
     made.handle(b"generator-3", m.LeaseRenewal("generator-3", 1, [], stats, None))
     made.handle(b"generator-4", m.LeaseRenewal("generator-4", 1, [], stats, None))
