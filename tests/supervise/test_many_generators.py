@@ -280,9 +280,8 @@ def test_only_generators_that_told_something_are_counted_at_a_commit(waiting: An
     made.handle(b"generator-3", m.LeaseRenewal("generator-3", 1, [], stats, None))
     made.handle(b"generator-4", m.LeaseRenewal("generator-4", 1, [], stats, None))
     assert made.reported == {"generator-3", "generator-4"}
-    found = made.compute_generator_metrics(1.0)
-    assert found["time/generator_idle_share"] == 0.25 and not made.reported
-    assert made.compute_generator_metrics(2.0) == {}
+    assert made.compute_generator_metrics(1.0)["time/generator_idle_share"] == 0.25
+    assert not made.reported and made.compute_generator_metrics(2.0) == {}
 
 
 @pytest.fixture(scope="module")
