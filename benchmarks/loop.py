@@ -53,6 +53,7 @@ from lib import rounds
 from lib.bare_loops import Bare, limit
 from lib.contenders import (
     ROOT,
+    SIZE,
     SKIP,
     STILL,
     TRL,
@@ -529,6 +530,7 @@ def divided_cores(
             skip: int = SKIP,
             model: Path = model,
             common: Any = common,
+            groups: int = groups,
         ) -> dict[str, float]:
             return asyncrl(
                 work,
@@ -540,6 +542,7 @@ def divided_cores(
                 *common,
                 *sets,
                 skip=skip,
+                samples=groups * SIZE,
             )
 
         def loop(
@@ -630,7 +633,10 @@ def main() -> None:
                 found, result[part] = parts[part]()
                 goals += found
     whole = len(args.parts) == len(PARTS)
-    rounds.report("loop" if whole else "loop_" + "_".join(args.parts), goals, result, args)
+    names = args.parts
+    if names == ["cores"]:
+        names = [*names, *(kind.rpartition(" ")[2] for kind in args.kinds)]
+    rounds.report("loop" if whole else "loop_" + "_".join(names), goals, result, args)
     if error := result.get("speed", {}).get("error"):
         sys.exit(error)
 

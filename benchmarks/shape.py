@@ -60,8 +60,8 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 452_906,
-    "lines": 73_548,
+    "code tokens": 452_901,
+    "lines": 73_546,
     "modules with one importer": 47,
     "one-call helpers": 141,
     "lines of tests, % of the product": 107,

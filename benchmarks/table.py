@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -33,6 +34,8 @@ class Program(NamedTuple):
 
 PROGRAMS = {
     "speed": Program("loop.py --parts speed", ("loop_speed",), 12),
+    "cores_demo": Program("loop.py --parts cores --kinds '84k, demo'", ("loop_cores_demo",), 4),
+    "cores_tail": Program("loop.py --parts cores --kinds '84k, tail'", ("loop_cores_tail",), 15),
     "engine": Program("engine.py", ("engine",), 8),
     "learner": Program("learner.py", ("learner",), 4),
     "prefixes": Program("prefixes.py", ("prefixes",), 2),
@@ -150,7 +153,7 @@ def run(only: list[str], extra: list[str]) -> list[str]:
     """Run the programs; the names of those that failed."""
     failed = []
     for name in only or PROGRAMS:
-        file, *words = PROGRAMS[name].words.split()
+        file, *words = shlex.split(PROGRAMS[name].words)
         began = time.monotonic()
         print(f"{name}: about {PROGRAMS[name].minutes:g} minutes", file=sys.stderr)
         argv = [sys.executable, str(ROOT / "benchmarks" / file), *words, *extra]

@@ -113,13 +113,13 @@ def asyncrl(
     return out | {f"time/{side}_idle_share": share for side, share in idle.items()}
 
 
-def summary(out: dict[str, list[float]]) -> dict[str, float]:
+def summary(out: dict[str, list[float]], samples: int = BATCH) -> dict[str, float]:
     """Of a loop that says seconds and tokens of each step, those after the first few."""
     seconds, tokens = out["step_seconds"][SKIP + 1 :], out["tokens"][SKIP + 1 :]
     return {
         "step": statistics.fmean(seconds),
         "token": sum(seconds) / sum(tokens),
-        "answer/length": sum(tokens) / len(tokens) / BATCH,
+        "answer/length": sum(tokens) / len(tokens) / samples,
     }
 
 
@@ -150,7 +150,8 @@ def strong(
     argv += [f"--threads={threads}", f"--heldout={heldout}", f"--most={most}", f"--groups={groups}"]
     said = output(argv, cores[: threads * ranks], threads, policy)
     out = json.loads(next(x for x in said.splitlines() if x.startswith("{")))
-    return summary(out) | dict(zip(("heldout_start", "heldout_end"), out["heldout"], strict=False))
+    ends = dict(zip(("heldout_start", "heldout_end"), out["heldout"], strict=False))
+    return summary(out, groups * SIZE) | ends
 
 
 # name -> settings of TRL's GRPO; which is the fastest is found before the rounds
