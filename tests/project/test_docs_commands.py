@@ -250,7 +250,7 @@ def test_every_page_with_a_command_is_run() -> None:
     pages = [*ROOT.glob("*.md"), *docs.glob("*.md")]
     for path in [*pages, ROOT / "configs" / "README.md"]:
         page = str(path.relative_to(ROOT))
-        if page == "docs/index.md":
+        if path.name == "index.md":
             continue  # README.md once more, made for the site
         kinds = {b.language for b in blocks(page)}
         assert page in PAGES or not kinds & {*SHELL, "python", "toml"}, f"{page} is in no list"
