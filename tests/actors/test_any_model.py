@@ -128,9 +128,7 @@ def test_the_check_of_a_config_compares_and_says_what_is_not_applied(tmp_path: P
 
 
 @pytest.mark.parametrize("text", [SAMPLING, '{"top_p": 0.9}', ""])
-def test_a_model_is_exported_with_the_sampling_settings_that_it_came_with(
-    text: str, tmp_path: Path
-) -> None:
+def test_a_model_is_exported_with_its_own_sampling_settings(text: str, tmp_path: Path) -> None:
     """Through the modules of transformers, as ZeRO-3 has them; without a file, as config.json."""
     path = directory(tmp_path, "qwen2", "abcdefgh")
     (path / "generation_config.json").write_text(text)

@@ -163,9 +163,7 @@ def test_what_cannot_be_answered_is_refused(body: dict[str, Any], message: str) 
         ({"prompt": "a", "unknown": "x" * 99}, "unknown", f"'{'x' * 79} is not served"),
     ],
 )
-def test_what_is_not_followed_is_refused_by_name(
-    body: dict[str, Any], param: str, message: str
-) -> None:
+def test_what_is_not_followed_is_refused(body: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(CallRefused) as refused:
         order(**body)
     error = refused.value

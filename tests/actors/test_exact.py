@@ -159,9 +159,7 @@ def test_queries_that_share_a_product_have_the_bits_of_queries_alone(
     assert (row.cases, row.values, row.differ) == (64, 64 * heads * dim, 0)
 
 
-def test_the_self_test_says_which_operator_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_self_test_names_an_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy.build_model(tmp_path, "abcdefgh")
     plain = exact_operators.normalize
     monkeypatch.setattr(
@@ -210,7 +208,7 @@ def test_a_whole_run_at_lag_0_has_a_mismatch_of_exactly_0(tmp_path: Path) -> Non
     )
 
 
-def test_a_stale_run_has_a_mismatch_of_exactly_0_at_every_lag(
+def test_a_stale_run_has_a_mismatch_of_0_at_every_lag(
     asyncrl: Callable[..., Ended],
 ) -> None:
     """Answers of the version before last: what lies between them and the learner's start is

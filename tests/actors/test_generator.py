@@ -373,7 +373,7 @@ def test_one_that_comes_after_the_end_says_so(make: MakeGenerator, how: str) -> 
     assert not any(isinstance(x, m.GeneratorGoodbye) for x in g.socket.said)
 
 
-def test_one_that_took_part_and_was_not_told_ends_by_the_files_of_the_end(
+def test_one_that_was_not_told_ends_by_the_files_of_the_end(
     make: MakeGenerator,
 ) -> None:
     """The buffer has told the end for its five seconds, and gone, while this one decoded."""
@@ -408,7 +408,7 @@ def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_a
     assert g.missing is None and g.engine.loads == [(2, 0)] and g.engine.active == 2
 
 
-def test_the_version_that_is_announced_is_pulled_by_the_digest_that_was_announced(
+def test_a_version_is_pulled_by_the_digest_of_its_announcement(
     make: MakeGenerator,
 ) -> None:
     """Other weights under its label are never loaded; of another version no digest is known."""
@@ -468,7 +468,7 @@ def test_weights_that_stay_gone_end_a_generator_of_its_own_and_never_a_supervise
     gone(make())
 
 
-def test_a_buffer_that_falls_silent_is_given_up_and_one_that_answers_is_not(
+def test_a_silent_buffer_is_given_up_and_one_that_answers_is_not(
     make: MakeGenerator,
 ) -> None:
     g = make()

@@ -613,9 +613,7 @@ def test_the_tokens_of_a_reply_without_usage_are_estimated(monkeypatch: pytest.M
     assert talk.sums()["tokens"] == len(talk.requests[0].content) // 3 + 512
 
 
-def test_a_client_keeps_its_account_in_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clients_account_is_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = JudgeConfig(url="http://x/v1", model="m", timeout_s=7.0, attempts=3)
     made = judges.build_client(settings, str(tmp_path))

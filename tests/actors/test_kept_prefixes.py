@@ -124,7 +124,7 @@ def test_calls_that_begin_with_kept_keys_draw_as_those_encoded_whole(
     assert keeps.collect_metrics()["prefix/reused_tokens"] == keeps.reused
 
 
-def test_one_prompt_of_several_rows_is_looked_up_and_counted_once(
+def test_a_prompt_of_several_rows_is_looked_up_once(
     model: policy.PolicyModel,
 ) -> None:
     """Rows of a group share what is known and what is new, beside rows that know nothing, and
@@ -261,9 +261,7 @@ class Numbered:
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_a_block_found_is_that_of_the_sequence(
-    model: policy.PolicyModel, data: st.DataObject
-) -> None:
+def test_a_block_is_of_its_sequence(model: policy.PolicyModel, data: st.DataObject) -> None:
     """Whatever was kept, used and thrown away before: beginnings are found whole or in part, never
     another's, and what was just kept is there."""
     most = data.draw(st.integers(1, 6))

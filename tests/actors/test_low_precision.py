@@ -120,9 +120,7 @@ def test_mismatch_is_that_of_the_format_and_falls_with_shared_rounding(
 
 
 @pytest.mark.parametrize("number_format", FORMATS)
-def test_the_learners_gradient_is_that_at_the_rounded_weights(
-    model: Path, number_format: str
-) -> None:
+def test_the_gradient_is_that_at_the_rounded_weights(model: Path, number_format: str) -> None:
     prompts = [np.array([3, 4], np.int32)] * 2
     responses = [np.array([5, 6, 7], np.int32), np.array([8, 3], np.int32)]
 

@@ -579,9 +579,7 @@ def test_a_function_that_cannot_be_had_is_a_config_error(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_tasks_own_reward_runs_in_place_or_in_workers(
-    workers: int, runner: MakeRewardRunner
-) -> None:
+def test_a_tasks_reward_runs_in_place_or_in_workers(workers: int, runner: MakeRewardRunner) -> None:
     r = runner(workers=workers)
     assert len(r.processes) == workers
     prompt = get_task(TaskConfig(name="sort")).prompt("train", 0, 0)
@@ -629,7 +627,7 @@ def test_anything_else_is_refused(value: Any) -> None:
         check_value(value, 3)
 
 
-def test_idle_cores_are_those_of_this_process_since_the_last_call(
+def test_idle_cores_are_this_processs_since_the_last_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import psutil

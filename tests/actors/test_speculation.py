@@ -290,9 +290,7 @@ def test_no_drafts_above_the_given_number_of_rows(model: Any) -> None:
     assert full.proposed > 0
 
 
-def test_the_cost_is_measured_with_the_first_weights(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_weights_cost_is_measured(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(e: EmbeddedEngine, rows: int, width: int) -> float:
         return 1.0 if width == 1 else 0.9 + 0.5 * rows
 

@@ -393,9 +393,7 @@ def test_a_swap_that_did_not_take_stops_the_run(case: Case) -> None:
     assert case.engine.probes == before + 2
 
 
-def test_weights_that_vllm_loads_half_way_are_found_out(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_loaded_half_way_are_found_out(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its `load_weights` of a model that serves: in float32 on a CPU it raises at a matrix whose
     plain form is freed, and what comes before is new."""
     case.load(case.old)

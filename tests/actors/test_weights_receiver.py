@@ -135,7 +135,7 @@ class Client:
         self.closed += 1
 
 
-def test_over_a_socket_time_and_bytes_are_counted_even_of_what_fails(
+def test_over_a_socket_failures_are_timed_and_counted_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client, asked, now = Client("d"), [], iter([10.0, 12.5, 20.0, 21.0, 30.0, 31.5])
@@ -192,9 +192,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("transport", ["nccl", "gloo"])
-def test_a_pair_is_opened_anew_after_it_has_broken(
-    monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
+def test_a_broken_pair_is_opened_anew(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     pairs, asked = [Pair(), Pair()], []
     settings, away = config(transport), WeightsSource(3, "away", "", "tcp://away:1")
 

@@ -222,7 +222,7 @@ def test_what_ends_an_answer(tmp_path: Path) -> None:
     preflight(config(no_eos, 'generator.stop=["#"]'))
 
 
-def test_the_generator_stops_there_and_shows_the_text_without(
+def test_the_generator_stops_and_shows_the_text_without(
     make: Callable[..., Generator],
 ) -> None:
     g = make('generator.stop=["#"]')

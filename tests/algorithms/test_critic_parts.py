@@ -161,9 +161,7 @@ def test_the_bootstrap_is_of_cut_answers_whatever_the_parts(model_dir: Path) -> 
 
 
 @pytest.mark.parametrize("name", critic_module.HEADS)
-def test_a_reward_models_head_is_found_by_any_of_its_names(
-    model_dir: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_reward_models_head_has_any_name(model_dir: Path, tmp_path: Path, name: str) -> None:
     rm = tmp_path / "rm"
     build_model(rm, "0123456789=:,#", hidden=32, layers=1, seed=7)
     file = rm / "model.safetensors"

@@ -77,9 +77,7 @@ def test_who_sends_without_end_holds_up_nobody(begun: Any) -> None:
     assert granted and granted[0] <= module.PASS + 1
 
 
-def test_replies_that_wait_for_the_disk_are_bounded(
-    begun: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replies_for_the_disk_are_bounded(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OUTGOING", 1000)
     service = begun("durability.mode='disk'")
     # a disk that does not come back

@@ -259,7 +259,7 @@ def test_pruning_changes_no_lag() -> None:
         assert all(tree.compute_lag(x, new, new.number) == before[x, line[-1]] for x in stays)
 
 
-def test_what_is_remembered_of_lags_follows_the_labels_and_stays_small(
+def test_remembered_lags_follow_the_labels_and_stay_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(versions, "KNOWN", 8)

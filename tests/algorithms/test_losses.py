@@ -322,9 +322,7 @@ def test_an_advantage_of_tokens_sees_their_behavior_and_penalty(model_dir: Path)
         ("advantage", "infinite", r"returned a tensor of \[\]; return a tensor of rows, \[2\]"),
     ],
 )
-def test_a_function_that_does_not_fit_is_refused_before_a_run(
-    key: str, name: str, problem: str, model_dir: Path
-) -> None:
+def test_an_unfit_function_is_refused(key: str, name: str, problem: str, model_dir: Path) -> None:
     path = f"{FILE}:{name}"
     config = convert(model_dir, f"{key}.function={path}")
     with pytest.raises(ConfigError, match=rf"^{key}.function = {path}: {problem}"):

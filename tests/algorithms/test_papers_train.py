@@ -86,7 +86,7 @@ def test_a_run_of_every_shipped_config_can_go_on_with_mis(name: str, tmp_path: P
     assert changed == {"correction"}
 
 
-def test_a_run_whose_engine_differs_goes_on_as_its_sign_advises(
+def test_an_engine_that_differs_goes_on_as_its_sign_advises(
     asyncrl: Callable[..., Ended],
 ) -> None:
     """For real, the command as the sign gives it: weights that cut and reject from there on."""

@@ -208,9 +208,7 @@ def test_equal_weights_are_those_of_all_keys_and_values_too(ring: Ring) -> None:
     ],
     ids=["one update", "two epochs", "stopped after the first"],
 )
-def test_an_update_is_the_policy_after_the_batch_against_the_start(
-    ring: Ring, sections: dict[str, Any]
-) -> None:
+def test_an_update_is_of_the_batch_against_the_start(ring: Ring, sections: dict[str, Any]) -> None:
     """Nothing of it is a constant, however many updates there were; nor is kl/moved, on the same
     answers."""
     b = batch(ring)
@@ -341,9 +339,7 @@ def test_the_reference_is_measured_on_answers_of_its_own(ring: Ring) -> None:
     assert len(seen) == 5 and len({i // SIZE for i in seen}) > 3
 
 
-def test_a_split_costs_the_forward_passes_that_it_is_reckoned_with(
-    ring: Ring, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_split_costs_its_reckoned_passes(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     """`split_share` counts the samples of a split under each earlier version that may have sampled
     them and under the updated policy; a step is three forward passes of each of its samples."""
     passes: list[float] = []

@@ -101,9 +101,7 @@ def test_the_statistic_by_hand() -> None:
 
 
 @pytest.mark.parametrize("deepspeed_order", [False, True])
-def test_the_rule_of_epochs_ends_a_batch_between_its_passes(
-    model_dir: Path, deepspeed_order: bool
-) -> None:
+def test_the_rule_of_epochs_ends_between_passes(model_dir: Path, deepspeed_order: bool) -> None:
     """By the KL of the whole batch: the first pass is whole, as with one epoch, bitwise."""
     layout: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01, "minibatches": 3}
     stop = {"kl_max": 1e-12, "every": "epoch"}
@@ -138,9 +136,7 @@ def test_with_one_step_a_pass_the_two_rules_are_one(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("deepspeed_order", [False, True])
-def test_a_batch_below_the_ess_floor_is_left_out_whole(
-    model_dir: Path, deepspeed_order: bool
-) -> None:
+def test_a_batch_below_the_ess_floor_is_left_out(model_dir: Path, deepspeed_order: bool) -> None:
     """Neither weights nor Adam's moments move, in the first step too; it is counted, and its
     metrics are all there."""
     how: dict[str, Any] = {
@@ -175,9 +171,7 @@ def test_a_batch_below_the_ess_floor_is_left_out_whole(
 
 
 @pytest.mark.parametrize("stop", [{"kl_max": 1e-9, "action": "slow"}, {"kl_max": 1e-12}])
-def test_a_step_without_room_in_the_budget_is_not_made(
-    model_dir: Path, stop: dict[str, Any]
-) -> None:
+def test_a_step_beyond_the_budget_is_not_made(model_dir: Path, stop: dict[str, Any]) -> None:
     """The first step is whole, the second has no room: as one epoch, bitwise, moments included."""
     adam: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01}
     one = core(model_dir, learner=adam)
@@ -275,9 +269,7 @@ def test_the_running_mean_follows_rewards_as_they_were_used(model_dir: Path) -> 
     )
 
 
-def test_clip_cov_is_given_the_batchs_number(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clip_cov_has_the_batchs_number(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     real = sl.surrogates.sample_by_covariance
 

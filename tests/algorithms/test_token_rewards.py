@@ -63,9 +63,7 @@ def to_go(b: Batch) -> np.ndarray:
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_they_reach_the_gradient(
-    model_dir: Path, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_reach_gradients(model_dir: Path, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """gae with V = 0 and lambda 1: the rewards to go; reinforce_pp: these, whitened; grpo: the
     normalised steps to go."""
     b = rewarded(every=every)
@@ -108,9 +106,7 @@ def weights(c: LearnerCore) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for p in c.model.hf.parameters()])
 
 
-def test_where_they_cannot_be_used_it_is_said_once(
-    model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_uses_none_is_said_once(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     c = core(model_dir, advantage={"name": "rloo"})
     plain = core(model_dir, advantage={"name": "rloo"})
     for n in range(2):
@@ -196,9 +192,7 @@ def test_in_a_run_with_prompts_and_a_reward_of_ones_own(
 
 
 @pytest.mark.parametrize(("deadline_s", "wanted"), [(1.0, 60.0), (600.0, 600.0)])
-def test_the_import_of_a_function_has_the_time_of_a_call_and_a_minute_at_least(
-    deadline_s: float, wanted: float
-) -> None:
+def test_a_functions_import_has_a_calls_time_or_a_minute(deadline_s: float, wanted: float) -> None:
     sets = ("reward.function='shared_reward:digit'", f"reward.deadline_s={deadline_s}")
     pool = rewards._RewardPool(load.load("configs/demo.toml", sets))
     try:

@@ -73,9 +73,7 @@ NAMED = [
 @pytest.mark.parametrize(
     ("names", "struct", "key"), NAMED, ids=[f"{s.__name__}.{k}" for _, s, k in NAMED]
 )
-def test_the_words_an_error_offers_are_those_the_configuration_takes(
-    names: Any, struct: Any, key: str
-) -> None:
+def test_an_error_offers_what_the_configuration_takes(names: Any, struct: Any, key: str) -> None:
     assert set(names) == choices(struct, key) and len(names) == len(set(names))
 
 
@@ -368,9 +366,7 @@ def test_differences_are_finite_and_pass_their_gradient_where_they_are_one() -> 
         ("k3+", [30, -30, 1]),
     ],
 )
-def test_kl_in_the_loss_pulls_however_far_the_policy_has_gone(
-    name: str, slopes: list[float]
-) -> None:
+def test_kl_in_the_loss_pulls_however_far_the_policy_is(name: str, slopes: list[float]) -> None:
     """At log-ratios of 30, -30 and 1; only what would overflow, exp(30), is cut."""
     lp = vec(-1, -31, -1).requires_grad_(True)
     term = kl.compute_term(

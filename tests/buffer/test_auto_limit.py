@@ -232,7 +232,7 @@ def test_a_commit_moves_it_and_the_metrics_say_why(tmp_path: Path) -> None:
     assert many.count(";") == run_view.MOVES - 1
 
 
-def test_a_run_in_one_process_moves_it_and_no_token_passes_what_was_announced(
+def test_a_run_in_one_process_moves_it_within_what_was_announced(
     tmp_path: Path,
 ) -> None:
     build_model(tmp_path / "model", "0123456789=:,#", hidden=32, layers=1)

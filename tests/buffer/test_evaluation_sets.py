@@ -53,9 +53,7 @@ def test_pass_at_k_needs_k_samples(samples: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(("prompts", "samples", "count"), [(30, 1, 1), (30, 8, 1), (60, 8, 4)])
-def test_the_interval_holds_the_truth_as_often_as_it_says(
-    prompts: int, samples: int, count: int
-) -> None:
+def test_the_interval_is_right_as_often_as_it_says(prompts: int, samples: int, count: int) -> None:
     """Prompts of different difficulty, drawn anew: 95 % of the intervals, up to chance."""
     random = np.random.default_rng(0)
     held = 0

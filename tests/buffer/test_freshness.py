@@ -115,9 +115,7 @@ def test_it_keeps_busy_generators_busy_and_no_more() -> None:
 
 @pytest.mark.parametrize(("latency", "load"), [(3.0, 0.0), (1.7, 0.0), (5.0, 4.0), (9.0, 1.5)])
 @pytest.mark.parametrize("measured", [0.0, 0.08, 0.5])
-def test_the_smallest_window_waits_for_the_target_share(
-    latency: float, load: float, measured: float
-) -> None:
+def test_the_smallest_window_for_the_target(latency: float, load: float, measured: float) -> None:
     """The target is SPARED of the share where the generators are slower.  It shrinks by the ratio
     of target to wait where more waiting was measured than the replay predicts."""
     share, work = 0.2, 1.0

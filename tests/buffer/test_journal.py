@@ -129,7 +129,7 @@ def test_a_write_that_was_never_sure_may_lose_its_first_record(tmp_path: Path) -
     assert list(j.read(path)) == [b"snapshot"]
 
 
-def test_what_was_acknowledged_and_is_damaged_or_missing_is_reported_at_any_byte(
+def test_damage_to_what_was_acknowledged_is_reported_at_any_byte(
     tmp_path: Path,
 ) -> None:
     """Also in the last group, behind which nothing was written, and after a kill."""
@@ -311,9 +311,7 @@ def test_group_commit_makes_nothing_durable_before_the_disk_has_it(
 
 
 @pytest.mark.parametrize("on_exceed", ["pace", "drop", "mask"])
-def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(
-    on_exceed: str, tmp_path: Path
-) -> None:
+def test_a_killed_buffer_folds_to_the_same_and_goes_on(on_exceed: str, tmp_path: Path) -> None:
     kills = 0
     for seed in range(150):
         directory = tmp_path / str(seed)
@@ -558,9 +556,7 @@ def test_evaluations_out_and_queued_survive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("as_it_came", [False, True])
-def test_a_frame_is_one_record_and_folds_to_what_its_samples_were(
-    as_it_came: bool, tmp_path: Path
-) -> None:
+def test_a_frame_is_one_record_and_folds_to_its_samples(as_it_came: bool, tmp_path: Path) -> None:
     store = recorded(tmp_path)
     assert hello(store, 1, 0, k=3)
     train = [ticket for ticket in store.grant("g", 1, 9, 0.0) if ticket.kind == "train"]

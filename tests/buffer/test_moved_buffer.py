@@ -183,9 +183,7 @@ def test_a_killed_buffer_costs_only_its_time(mode: str, tmp_path: Path, sort_mod
     assert (tmp_path / "stderr").read_text().count("SIGKILL") == 2
 
 
-def test_a_killed_memory_buffer_ends_the_run_and_a_resume_goes_on(
-    tmp_path: Path, sort_model: Path
-) -> None:
+def test_a_killed_memory_buffer_ends_and_a_resume_goes_on(tmp_path: Path, sort_model: Path) -> None:
     words = ("learner.steps=20", "learner.checkpoint_every=2", "name='kill'")
     words += ("learner.groups=8", "learner.group_size=4")
     process = start(tmp_path, sort_model, *words, hold=15)

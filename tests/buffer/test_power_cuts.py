@@ -32,9 +32,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     made.close()
 
 
-def test_the_simulated_disk_keeps_what_was_synced_and_nothing_else(
-    disk: Disk, tmp_path: Path
-) -> None:
+def test_the_simulated_disk_keeps_only_what_was_synced(disk: Disk, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
     (root / "a").write_text("synced")
@@ -52,9 +50,7 @@ def test_the_simulated_disk_keeps_what_was_synced_and_nothing_else(
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_no_acknowledged_record_is_lost_at_any_sync_of_the_journal(
-    wait: bool, disk: Disk, tmp_path: Path
-) -> None:
+def test_no_acknowledged_record_is_lost_at_any_sync(wait: bool, disk: Disk, tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
     atomic_write.sync_path(tmp_path)

@@ -107,9 +107,7 @@ def test_a_failed_sample_keeps_its_tokens_and_drops_its_outcome() -> None:
 
 
 @pytest.mark.parametrize("mode", ["memory", "process"])
-def test_a_sample_that_cannot_be_fails_alone_and_its_sender_goes_on(
-    mode: str, bench: Callable[..., Bench]
-) -> None:
+def test_an_impossible_sample_fails_alone(mode: str, bench: Callable[..., Bench]) -> None:
     at = bench(f"durability.mode='{mode}'")
     service, tickets, failed = at.service, at.tickets(40), 0
     for change, ticket in zip(BAD, tickets, strict=False):
@@ -165,7 +163,7 @@ def test_broken_arrays_still_end_their_sender(bench: Callable[..., Bench]) -> No
     assert not any(line["tokens"] for line in at.service.store.sum_ledger().values())
 
 
-def test_an_older_learner_does_not_switch_the_vocabulary_check_off(
+def test_an_older_learner_keeps_the_vocabulary_check(
     bench: Callable[..., Bench],
 ) -> None:
     at = bench("durability.mode='memory'")
@@ -181,7 +179,7 @@ def test_an_older_learner_does_not_switch_the_vocabulary_check_off(
     assert isinstance(reply, m.Refusal) and "of a model with 50 tokens" in reply.reason
 
 
-def test_a_learner_that_replays_routing_needs_the_experts_of_every_token(
+def test_a_replaying_learner_needs_every_tokens_experts(
     bench: Callable[..., Bench],
 ) -> None:
     """Those of the model's routers: a generator that sends others, or none, is broken."""
@@ -223,7 +221,7 @@ HALF = "\ud800"
         {"failed": m.RewardFailure("data", "x" * 65_537)},
     ],
 )
-def test_what_cannot_be_encoded_or_would_be_refused_is_sent_as_failed(
+def test_what_cannot_be_encoded_or_accepted_is_sent_as_failed(
     change: dict[str, Any],
 ) -> None:
     """The others of its frame, and the process that sends it, are unharmed."""

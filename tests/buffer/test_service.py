@@ -371,9 +371,7 @@ def test_samples_are_progress_up_to_a_batch_of_them(begin: Any) -> None:
     assert before == seen[-1] + 1 and progress() == before + 1
 
 
-def test_under_disk_no_reply_leaves_before_the_disk_has_it(
-    begin: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_disk_no_reply_precedes_the_disk(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     go, real, held = threading.Event(), os.fdatasync, threading.Event()
     run = begin("durability.mode='disk'")
 
@@ -549,7 +547,7 @@ def test_a_generator_that_leaves_gives_its_leases_back_at_once(begin: Any, mode:
     assert "generator-0" not in status.peers and status.ledger["lost_with_process"]["tokens"] == 5
 
 
-def test_the_last_word_of_a_session_that_was_replaced_takes_nothing_from_the_new_one(
+def test_a_replaced_sessions_last_word_takes_nothing_from_the_new_one(
     begin: Any,
 ) -> None:
     run = begin()

@@ -146,9 +146,7 @@ def test_a_group_without_spread_leaves_and_frees_its_place() -> None:
 @pytest.mark.parametrize(
     ("other", "what"), [(0.7 * (1 + 5e-7), "filtered"), (0.7 * (1 + 2e-6), "left_over")]
 )
-def test_rewards_apart_by_rounding_alone_are_no_spread_for_the_filter_as_for_the_learner(
-    other: float, what: str
-) -> None:
+def test_rewards_apart_by_rounding_are_no_spread_for_the_filter(other: float, what: str) -> None:
     store = make(0, 1, 2, filter_no_spread=True)
     (t,) = store.grant("g", 1, 2, 0.0)
     store.deliver(sample(t, 0, reward=0.7), 0.0)

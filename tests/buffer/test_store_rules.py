@@ -542,7 +542,7 @@ def test_a_learner_that_is_further_on_than_the_buffer_has_trained_what_lies_here
     assert [x.ticket for x in got] == [5, 6, 8] and store.skip == set()
 
 
-def test_versions_far_behind_are_forgotten_unless_something_names_them(
+def test_versions_far_behind_and_unnamed_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two behind the oldest checkpoint are kept; further back only what a stored answer was written
@@ -567,7 +567,7 @@ def test_versions_far_behind_are_forgotten_unless_something_names_them(
     assert store.tree.compute_lag(Label(1, 4), Label(1, 12), 12) == 8
 
 
-def test_versions_of_what_is_trained_and_not_in_a_checkpoint_are_kept(
+def test_versions_trained_since_the_checkpoint_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(store_module, "VERSIONS", 2)

@@ -62,9 +62,7 @@ def test_the_newest_term_is_the_only_one_that_is_not_over(tmp_path: Path) -> Non
     assert not list(buffer_leadership.get_directory(tmp_path).glob(".*.part"))
 
 
-def test_of_two_that_take_the_same_number_one_gets_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_takers_one_gets_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others: list[buffer_leadership.BufferTerm] = []
     link = os.link
 
@@ -165,9 +163,7 @@ def played(where: Path, order: list[bool], *, check_first: bool, rotates: bool) 
 
 
 @pytest.mark.parametrize("rotates", [False, True])
-def test_whatever_was_said_lies_in_the_journal_that_the_next_one_reads(
-    rotates: bool, tmp_path: Path
-) -> None:
+def test_what_was_said_lies_in_the_journal_of_the_next(rotates: bool, tmp_path: Path) -> None:
     """In every order of the two; with the look before the write instead of behind it, not."""
     lost = {True: 0, False: 0}
     both = 0

@@ -129,9 +129,7 @@ def test_every_token_was_drawn_by_the_version_it_names_and_the_lag_is_its_age(
         ("a slow learner", ("learner.micro_batch_tokens=64",)),
     ],
 )
-def test_injected_lag_is_exact_whatever_the_speed(
-    speed: str, words: tuple[str, ...], asyncrl: Call
-) -> None:
+def test_injected_lag_is_exact(speed: str, words: tuple[str, ...], asyncrl: Call) -> None:
     text = (
         "run learner.steps=10 learner.groups=4 learner.group_size=4 staleness.max_lag=3 "
         "staleness.inject=3 evaluation.every=0 record.samples_every=1 record.samples=0 "

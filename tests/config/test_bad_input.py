@@ -126,9 +126,7 @@ def with_rewards(tmp_path: Path, model: Path, *words: str) -> Ended:
     return run_command(argv, env=env)
 
 
-def test_a_reward_that_fails_on_the_right_answer_is_said_before_the_start(
-    tmp_path: Path, sort_model: Path
-) -> None:
+def test_a_reward_that_fails_on_right_answers_is_said(tmp_path: Path, sort_model: Path) -> None:
     broken = rewards(tmp_path, "    raise ValueError('no such answer')\n")
     done = with_rewards(tmp_path, sort_model, broken)
     refused(done, 2, "reward.function = bad_reward:reward", "no such answer")
@@ -162,9 +160,7 @@ def test_on_error_stop_ends_at_the_first_failure(tmp_path: Path, sort_model: Pat
     assert done.code == 1 and "no such answer" in done.err and "reward.on_error = stop" in done.err
 
 
-def test_a_reward_that_fails_now_and_then_is_counted_and_never_a_reward_of_zero(
-    tmp_path: Path, sort_model: Path
-) -> None:
+def test_a_reward_that_fails_at_times_is_never_a_zero(tmp_path: Path, sort_model: Path) -> None:
     """One call in nine fails, whatever its text, which the same weights would write again: the
     answer is written again; every reward that is trained on is 1."""
     body = (
@@ -223,9 +219,7 @@ def newest_checkpoints(run_dir: Path) -> list[Path]:
     )
 
 
-def test_checkpoints_truncated_foreign_or_all_gone(
-    asyncrl: Call, tmp_path: Path, sort_model: Path
-) -> None:
+def test_damaged_foreign_or_no_checkpoints(asyncrl: Call, tmp_path: Path, sort_model: Path) -> None:
     run_dir = stopped(tmp_path, sort_model)
     before, newest = newest_checkpoints(run_dir)[-2:]
     data = (newest / "state.pt").read_bytes()
@@ -304,9 +298,7 @@ def test_commands_typed_wrong(argv: list[str], code: int, said: str) -> None:
     assert done.code == code and said in done.err and "Traceback" not in done.err, done.err
 
 
-def test_a_full_disk_at_checkpoint_ends_the_run_with_the_one_before_whole(
-    tmp_path: Path, sort_model: Path
-) -> None:
+def test_a_full_disk_ends_the_run_with_a_whole_checkpoint(tmp_path: Path, sort_model: Path) -> None:
     """The run directory lies on a file system of 3 MiB, which a few checkpoints fill: a checkpoint
     cannot be written, or, while one is half written, the metrics."""
     small = tmp_path / "small"

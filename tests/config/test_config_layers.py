@@ -90,9 +90,7 @@ def written(tmp_path: Path, text: str, name: str = "c.toml") -> Path:
         ("[loss]\nsurrogate = 'sapo'\nsapo_tau_neg = -1.0\n", "sapo_tau_neg: Expected `float` > 0"),
     ],
 )
-def test_a_key_that_nothing_reads_is_refused_at_its_line(
-    tmp_path: Path, text: str, said: str
-) -> None:
+def test_an_unread_key_is_refused_at_its_line(tmp_path: Path, text: str, said: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError, match=said) as caught:
         load.load(path)

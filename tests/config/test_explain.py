@@ -103,9 +103,7 @@ def test_an_unknown_key_gets_the_nearest(key: str, said: str) -> None:
     assert said in str(error.value)
 
 
-def test_show_says_where_each_value_came_from(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_show_names_each_values_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "c.toml"
     path.write_text(BARE + '\n[correction]\npreset = "tis"\n\n[reward]\ndeadline_s = 3\n')
     words = ("--set", "learner.steps=7", "--set", "task.columns={answer='a'}")

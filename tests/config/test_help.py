@@ -99,9 +99,7 @@ def test_every_command_is_found_under_its_name_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("group", ["config", "lab", "model", "task"])
-def test_a_group_without_a_command_prints_its_help(
-    group: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_group_alone_prints_its_help(group: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([group])
     text = capsys.readouterr().err
@@ -118,9 +116,7 @@ def test_a_group_without_a_command_prints_its_help(
     .replace("\n", ";")
     .split(";"),
 )
-def test_a_wrong_path_is_told_before_torch_is_imported(
-    command: str, small_model: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_path_is_told_before_torch(command: str, small_model: Path, tmp_path: Path) -> None:
     words = command.replace("MODEL", str(small_model)).split()
     done = run_command([sys.executable, "-c", SHOW_ALL, *words], cwd=tmp_path)
     assert "error: " in done.err and "nowhere" in done.err, done.err

@@ -254,18 +254,14 @@ CANNOT = [
 
 
 @pytest.mark.parametrize(("rows", "why"), CANNOT, ids=[c[1] for c in CANNOT])
-def test_what_a_tiny_model_cannot_be_built_for(
-    rows: list[dict[str, object]], why: str, tmp_path: Path
-) -> None:
+def test_what_no_tiny_model_can_be(rows: list[dict[str, object]], why: str, tmp_path: Path) -> None:
     task = prompts(tmp_path / "p.jsonl", *rows)
     with pytest.raises(ConfigError, match=why) as error:
         task.make_demonstrations(8, 0)
     assert "set model.path to your own model" in str(error.value)
 
 
-def test_the_model_knows_every_character_and_has_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_knows_every_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts(tmp_path / "p.jsonl", *({"prompt": f"{x}?", "answer": x} for x in "abcdef"))
     config = load.load(
         new.TEMPLATE / "config.toml",

@@ -97,9 +97,7 @@ TEMPLATES = [
 @pytest.mark.parametrize(
     ("template", "said"), [t[1:] for t in TEMPLATES], ids=[t[0] for t in TEMPLATES]
 )
-def test_messages_and_a_template_that_cannot_write_them(
-    template: str, said: str, tmp_path: Path
-) -> None:
+def test_a_template_that_cannot_write_messages(template: str, said: str, tmp_path: Path) -> None:
     path = with_template(tmp_path / "m", template)
     for tokenizer in (load_tokenizer(path), load_transformers_tokenizer(path)):
         with pytest.raises(ConfigError) as e:
@@ -295,7 +293,7 @@ def test_a_resume_on_other_prompts_is_refused_and_at_a_smaller_limit_reports_the
     assert second.json["lag"]["limit_now"] == 1
 
 
-def test_a_result_stays_the_last_line_when_an_error_follows(
+def test_a_result_is_the_last_line_before_an_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A claim that does not hold, say: its numbers are what a program wants, the error is on

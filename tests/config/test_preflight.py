@@ -384,9 +384,7 @@ def test_the_disk_must_hold_the_logs_and_the_recording_of_a_run(
         preflight.check_disk(subject)
 
 
-def test_the_command_says_a_line_each_and_exits_by_them(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_a_line_each(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def check(*words: str) -> int:
         with pytest.raises(SystemExit) as ended:
             main(["config", "check", str(project / "config.toml"), *words])

@@ -301,9 +301,7 @@ def test_a_method_before_the_colon_is_that_method() -> None:
     assert "staleness.max_lag = 16 (0)" in arms_made.format_differences(differs)
 
 
-def test_one_seed_runs_and_says_that_no_verdict_is_possible(
-    sort_model: Path, tmp_path: Path
-) -> None:
+def test_one_seed_runs_and_allows_no_verdict(sort_model: Path, tmp_path: Path) -> None:
     text = "--arm sync:staleness.max_lag=0 --arm async: --seeds 1 --set learner.steps=3"
     done = compare(sort_model, tmp_path / "c", *text.split()).check()
     assert (tmp_path / "c" / "runs" / f"sync-seed{RUN_SEED}" / "summary.json").exists(), (

@@ -166,9 +166,7 @@ def test_the_generation_of_a_synchronous_run_is_no_wait(tmp_path: Path, lag: flo
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("framework", NAMES)
-def test_each_fault_that_a_log_can_show_is_named(
-    framework: str, fault: str, tmp_path: Path
-) -> None:
+def test_each_fault_that_a_log_shows_is_named(framework: str, fault: str, tmp_path: Path) -> None:
     expected, roles, plant = FAULTS[fault]
     result = diagnose(write_jsonl(tmp_path / "m.jsonl", make_rows(framework, 1, plant), framework))
     found = names_of(result)
@@ -344,9 +342,7 @@ def test_a_pickle_is_refused_unread(name: str, tmp_path: Path) -> None:
         ('{"step": 1, "version_stats/sample_staleness_theta_avg": 2}\n', "", "can be judged"),
     ],
 )
-def test_a_file_that_says_nothing_is_one_error(
-    text: str, name: str, expected: str, tmp_path: Path
-) -> None:
+def test_an_empty_file_is_one_error(text: str, name: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(text)
     done = CliRunner().invoke(main, ["diagnose", str(path), "--as", name])
@@ -425,9 +421,7 @@ def write_tokens(folder: Path, framework: str, step: int, **settings: float) -> 
 
 
 @pytest.mark.parametrize("framework", ["nemo-rl", "prime-rl"])
-def test_token_files_show_a_truncated_sampler_a_mismatch_or_nothing(
-    framework: str, tmp_path: Path
-) -> None:
+def test_token_files_show_truncation_mismatch_or_nothing(framework: str, tmp_path: Path) -> None:
     cases: dict[str, tuple[dict[str, float], set[str]]] = {
         "healthy": ({"shift": 0.02}, set()),
         "exact": ({}, set()),
@@ -443,7 +437,7 @@ def test_token_files_show_a_truncated_sampler_a_mismatch_or_nothing(
         assert result["measured"]["token_ratio"] < 1.3 or name == "stale"
 
 
-def test_the_table_of_corrections_counts_what_the_learners_functions_exclude(
+def test_the_corrections_table_counts_what_the_learner_excludes(
     tmp_path: Path,
 ) -> None:
     write_tokens(tmp_path, "nemo-rl", 1, shift=0.4)

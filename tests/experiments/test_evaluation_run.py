@@ -222,9 +222,7 @@ def test_progress_says_how_long_it_takes() -> None:
     assert lines[0].endswith(" left")
 
 
-def test_sessions_are_followed_by_the_buffer_s_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_buffers_count_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c.toml").write_text(BASE)
     ended, said = threading.Event(), list[str]()
 

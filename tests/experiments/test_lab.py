@@ -153,9 +153,7 @@ def test_reshape_its_first_step_is_the_policy_gradient_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize("optimizer, rate", [("sgd", 5.0), ("adam", 0.1)])
-def test_reshape_v31_drifts_past_clip_and_a_budget_on_the_rate_holds_it(
-    optimizer: str, rate: float
-) -> None:
+def test_reshape_v31_drifts_past_clip_and_a_budget_holds_it(optimizer: str, rate: float) -> None:
     arms = ("clip", "v3.1", "A", "D learning rate")
     rows = {arm: trainer(arm, optimizer, rate).train(128, 7) for arm in arms}
     top = {arm: max(r["kl"] for r in x) for arm, x in rows.items()}

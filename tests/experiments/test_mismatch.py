@@ -74,9 +74,7 @@ def test_bypass_is_recompute_at_lag_0_in_exact_mode(sort_model: Path) -> None:
     "sets",
     [["exact=true"], ["lora.rank=2"], ["weights.in_flight=recompute_kv"], ["agent.serve=true"]],
 )
-def test_a_warm_process_keeps_its_engine_for_runs_that_need_the_same_one(
-    sort_model: Path, sets: list[str]
-) -> None:
+def test_a_warm_process_keeps_a_fitting_engine(sort_model: Path, sets: list[str]) -> None:
     """An exact arm, or one that trains adapters, beside a plain one has an engine of its own."""
 
     def engine(*more: str) -> Any:
@@ -90,9 +88,7 @@ def test_a_warm_process_keeps_its_engine_for_runs_that_need_the_same_one(
 
 
 @pytest.mark.parametrize("bits", [0, 1])
-def test_a_rounded_generator_shows_under_the_shipped_config(
-    asyncrl: Callable[..., Ended], bits: int
-) -> None:
+def test_a_rounded_generator_shows_as_shipped(asyncrl: Callable[..., Ended], bits: int) -> None:
     """configs/demo.toml divides by mu itself: what engine and learner compute differently is
     measured and said all the same."""
     done = asyncrl(

@@ -122,7 +122,7 @@ def late_runs(sort_model: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_ticket_order_waits_for_late_answers_and_loses_nothing(
+def test_ticket_order_waits_for_late_answers(
     late_runs: dict[str, dict[str, Any]],
 ) -> None:
     prompt, late = late_runs["prompt"], late_runs["pace"]

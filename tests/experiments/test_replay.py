@@ -177,9 +177,7 @@ def test_a_rate_of_zero_moves_nothing(
     assert now[3]["kl/behavior_target_k3"] > 10 * now[0]["kl/behavior_target_k3"]
 
 
-def test_from_weights_in_the_middle(
-    recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_from_middle_weights(recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     found = Typed(capsys, recorded["run_dir"], "--json", "--no-eval", "--from", 4).json
     assert found["reproduced"] and (found["from"], found["to"]) == (4, 6)
     assert found["weights_digest"] == recorded["digest"]
@@ -249,9 +247,7 @@ def test_what_a_replay_cannot_change(
     assert len(done.err.strip().splitlines()) == 1
 
 
-def test_no_recording_names_the_option_that_makes_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_recording_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no run directory" in Typed(capsys, tmp_path).err
     (tmp_path / "config.toml").write_text("")
     done = Typed(capsys, tmp_path)

@@ -73,9 +73,7 @@ def test_work_of_its_own_children_is_no_other_work(rounds: Any) -> None:
     assert others >= 0.0 and wall > 0.0
 
 
-def test_times_are_those_of_the_rounds_that_count(
-    rounds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_are_of_the_rounds_that_count(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     watching(rounds, monkeypatch, [0.0, 0.9, 0.0])
     ran: list[str] = []
     times = rounds.interleave({name: lambda n=name: ran.append(n) for name in "ab"}, 2)

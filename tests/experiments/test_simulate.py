@@ -41,7 +41,7 @@ def test_synchronous_each_side_idles_for_the_others_share(generators: int) -> No
     assert o.tickets_mean == pytest.approx(4 * 6.4 / 10.4)
 
 
-def test_a_generator_for_evaluations_neither_gets_nor_takes_a_share(
+def test_an_evaluating_generator_neither_gets_nor_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What it requests is granted, and what the window gets as free slots are those that wait."""

@@ -319,9 +319,7 @@ SETS_TEXT = (
 SETS = (f"seed={RUN_SEED}", "model.path=m", f"learner.steps={STEPS}", *SETS_TEXT.split())
 
 
-def test_a_cell_with_sessions_is_a_run_of_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sessions_make_a_run_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The record of one run stands for all cells, which are analyzed as those of warm runs are."""
     monkeypatch.chdir(tmp_path)
     build_model(tmp_path / "m", CalcTask.symbols, hidden=32, layers=1)

@@ -133,7 +133,7 @@ def test_every_backend_is_the_torch_learner(
     assert (mine["again"] >= 4) == ("gradient_checkpointing" in learner)
 
 
-def test_a_sample_split_into_rows_has_the_gradient_that_torch_has_of_the_unsplit_one(
+def test_a_sample_split_into_rows_has_torchs_unsplit_gradient(
     model_dir: Path,
 ) -> None:
     """By plain gradient steps at every stage and with FSDP2, for losses by token, by sequence,

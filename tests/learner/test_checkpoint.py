@@ -62,9 +62,7 @@ def test_a_checkpoint_written_on_a_gpu_is_read_without_one(
     assert torch.equal(weights(second), weights(whole))
 
 
-def test_the_last_k_are_kept_and_nothing_half_written_stays(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_the_last_k_are_kept_and_all_of_them_whole(model_dir: Path, tmp_path: Path) -> None:
     c, (_, directory) = core(model_dir), claimed(tmp_path)
     oldest = []
     for n in range(5):
@@ -139,9 +137,7 @@ def test_another_models_checkpoint_is_refused(model_dir: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("written_by", ["deepspeed", "fsdp2"])
-def test_another_backends_optimizer_is_refused(
-    model_dir: Path, tmp_path: Path, written_by: str
-) -> None:
+def test_other_backends_are_refused(model_dir: Path, tmp_path: Path, written_by: str) -> None:
     _, directory = claimed(tmp_path)
     mine = core(model_dir)
     checkpoint.save(directory, mine, EXTRA, 1)
@@ -194,9 +190,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_it(
     assert checkpoint.verify(directory / "number_0") == ""
 
 
-def test_a_new_life_links_its_origins_checkpoints_and_claims_once(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_new_life_links_its_origins_checkpoints(model_dir: Path, tmp_path: Path) -> None:
     first, directory = claimed(tmp_path)
     c = core(model_dir)
     for n in (2, 4):

@@ -62,9 +62,7 @@ def test_it_learns_to_say_the_reward(model_dir: Path, trunk: str) -> None:
 @pytest.mark.parametrize(
     "value", [{"trunk": "own"}, {"trunk": "shared"}, {"trunk": "own", "clip": 0.05}], ids=str
 )
-def test_micro_batches_change_neither_policy_nor_critic(
-    model_dir: Path, value: dict[str, Any]
-) -> None:
+def test_micro_batches_change_no_policy_or_critic(model_dir: Path, value: dict[str, Any]) -> None:
     found = []
     for tokens in (100_000, 30, 1):
         c = gae(model_dir, value, learner={"micro_batch_tokens": tokens, "epochs": 2})

@@ -88,9 +88,7 @@ def kl_to(student: PolicyModel, teacher: PolicyModel) -> float:
     return total / LENGTH
 
 
-def test_the_students_kl_to_its_teacher_falls_without_the_tasks_reward(
-    model_dir: Path, teacher: Path
-) -> None:
+def test_the_kl_to_a_teacher_falls_without_the_tasks_reward(model_dir: Path, teacher: Path) -> None:
     learner = distilling(model_dir, teacher, loss={"coefficient": 0.0})
     theirs = load_policy(teacher, device="cpu")
     before = kl_to(learner.model, theirs)
@@ -103,9 +101,7 @@ def test_the_students_kl_to_its_teacher_falls_without_the_tasks_reward(
     assert all("kl/gradient_share" not in row for row in found)
 
 
-def test_without_the_reward_its_value_changes_nothing_and_with_it_it_does(
-    model_dir: Path, teacher: Path
-) -> None:
+def test_a_reward_counts_unless_it_is_left_out(model_dir: Path, teacher: Path) -> None:
     def after(coefficient: float, reward: float | None) -> torch.Tensor:
         learner = distilling(
             model_dir,

@@ -47,9 +47,7 @@ def outcome(model: policy.PolicyModel, of: Any) -> list[torch.Tensor]:
     [samples((12, 300), (40, 290)), samples((200, 40)), samples((150, 400), (20, 30), (70, 1))],
     ids=["answers", "prompt", "both"],
 )
-def test_it_gives_what_padded_rows_give(
-    path: Path, monkeypatch: pytest.MonkeyPatch, of: Any
-) -> None:
+def test_it_gives_what_padding_gives(path: Path, monkeypatch: pytest.MonkeyPatch, of: Any) -> None:
     model = policy.load_policy(path)
     flash = outcome(model, of)
     alone = outcome(model, tuple(part[:1] for part in of))[0]

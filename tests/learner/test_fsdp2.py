@@ -116,9 +116,7 @@ def test_rank_0_runs_the_versions_of_tokens_without_the_others(rank: int, model_
 
 
 @pytest.mark.parametrize("two", [TWO, WHOLE, {"backend": "deepspeed", "ranks": 2, "zero_stage": 3}])
-def test_each_rank_averages_its_part_of_the_versions(
-    two: dict[str, Any], model_dir: Path, tmp_path: Path
-) -> None:
+def test_each_rank_averages_its_part(two: dict[str, Any], model_dir: Path, tmp_path: Path) -> None:
     """As torch does; a resumed learner of the same ranks has the same bits."""
     sections = {
         "correction": {"proximal": "ema"},

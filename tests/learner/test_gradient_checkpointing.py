@@ -35,9 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_the_packed_forward_has_the_same_bits(
-    exact: bool, model_dir: Path, calls: Counter[str]
-) -> None:
+def test_packing_has_the_same_bits(exact: bool, model_dir: Path, calls: Counter[str]) -> None:
     model = policy.load_policy(model_dir, "float32", "cpu")
     model.exact = exact
     draw = np.random.default_rng(0)
@@ -73,9 +71,7 @@ def test_the_packed_forward_has_the_same_bits(
     ],
     ids=str,
 )
-def test_a_step_has_the_same_bits(
-    sections: dict[str, Any], model_dir: Path, calls: Counter[str]
-) -> None:
+def test_bits_are_the_same(sections: dict[str, Any], model_dir: Path, calls: Counter[str]) -> None:
     found = []
     for again in (False, True):
         one = core(model_dir, learner={"gradient_checkpointing": again}, **sections)

@@ -441,9 +441,7 @@ def test_silence_counts_from_the_wait_and_ends_it_after_connect_s(life: Made) ->
 
 
 @pytest.mark.parametrize(("welcomed", "number"), [(False, STEPS), (True, STEPS - 1)])
-def test_a_run_that_has_ended_without_it_is_nothing_to_do(
-    life: Made, welcomed: bool, number: int
-) -> None:
+def test_a_run_that_ended_without_it_is_done(life: Made, welcomed: bool, number: int) -> None:
     one, _ = life()
     (one.run_dir / "buffer_summary.json").write_text(f'{{"finished": true, "steps": {STEPS}}}')
     (one.run_dir / "weights_digest").write_text("d")
@@ -702,7 +700,7 @@ def test_a_welcomed_life_that_is_fenced_ends(lives: Callable[..., bool]) -> None
     assert FakeLearner.made[0].closed
 
 
-def test_a_signal_stops_the_life_and_says_that_it_is_not_finished(
+def test_a_signal_stops_the_life_and_says_it_is_unfinished(
     lives: Callable[..., bool],
 ) -> None:
     def told(number: int) -> Callable[[FakeLearner], None]:
@@ -817,7 +815,7 @@ def test_the_model_is_exported_before_the_goodbye_is_sent(learner: MakeLearner) 
     assert one.socket.seen["LearnerHello"] == []
 
 
-def test_a_run_that_goes_on_past_its_end_has_no_final_weights_until_its_new_end(
+def test_a_run_past_its_end_has_no_final_weights_until_the_new_end(
     learner: MakeLearner,
 ) -> None:
     one = learner()
@@ -826,7 +824,7 @@ def test_a_run_that_goes_on_past_its_end_has_no_final_weights_until_its_new_end(
     assert one.welcomed and not (one.run_dir / "weights_digest").exists()
 
 
-def test_a_learner_whose_ring_was_removed_makes_it_anew_while_it_waits(
+def test_a_learner_makes_a_removed_ring_anew_while_it_waits(
     learner: MakeLearner,
 ) -> None:
     """A generator that is started then finds the weights, though no step has been made since."""
@@ -840,7 +838,7 @@ def test_a_learner_whose_ring_was_removed_makes_it_anew_while_it_waits(
     reader.close()
 
 
-def test_a_buffer_found_elsewhere_is_asked_at_once_for_all_that_was_not_answered(
+def test_a_moved_buffer_is_asked_again_for_the_unanswered(
     learner: MakeLearner,
 ) -> None:
     one = learner()

@@ -62,9 +62,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_micro_batches_accumulate_the_big_batchs_gradient(
-    model_dir: Path, variant: dict[str, Any]
-) -> None:
+def test_micro_batches_sum_to_the_big_gradient(model_dir: Path, variant: dict[str, Any]) -> None:
     moved, metrics = [], []
     for tokens in (100_000, 40, 1):
         c = core(model_dir, learner={"micro_batch_tokens": tokens}, **variant)
@@ -132,9 +130,7 @@ def test_equal_rewards_teach_nothing(model_dir: Path) -> None:
     assert torch.equal(weights(c), before)
 
 
-def test_bad_loss_is_skipped_and_the_third_in_a_row_saves_the_batch(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_bad_loss_is_skipped_and_a_third_saves_the_batch(model_dir: Path, tmp_path: Path) -> None:
     c = core(model_dir, tmp_path)
     before = weights(c)
     for n in range(2):
@@ -165,9 +161,7 @@ def test_same_batch_same_seed_bitwise(model_dir: Path) -> None:
     assert torch.equal(weights(runs[0]), weights(runs[1]))
 
 
-def test_prefix_full_is_the_plain_formula_on_both_models_logits(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_prefix_full_is_the_plain_formula_on_both_logits(model_dir: Path, tmp_path: Path) -> None:
     """With equal rewards the KL term is all there is: one SGD step is -lr grad of beta/N sum_k
     W_{1:k-1} KL_k, W with gradient too, written out on transformers' own logits.  The step KLs
     carry the temperature."""
@@ -355,9 +349,7 @@ def test_the_host_waits_once_a_step_however_many_micro_batches(
 
 
 @pytest.mark.parametrize("how", [*ANCHORS, ANCHORS[0] | {"learner": {"epochs": 2}}], ids=str)
-def test_the_instruments_read_the_learners_start_under_every_anchor(
-    model_dir: Path, how: dict[str, Any]
-) -> None:
+def test_the_start_is_measured_under_every_anchor(model_dir: Path, how: dict[str, Any]) -> None:
     """By hand from one forward before the batch: x = log pi_start - log mu over all tokens; ess,
     chi2, KL and the split of both."""
     c, packed = core(model_dir, **how), pack(batch())
@@ -583,7 +575,7 @@ def test_the_exact_kl_of_each_step_needs_both_models_packed(
         core(model_dir, kl={"loss": {"coefficient": 0.1, "off_policy": "prefix"}})
 
 
-def test_the_interpolated_anchor_leans_on_the_behaviour_policy_the_fresher_a_token_is(
+def test_the_fresher_a_token_the_nearer_its_anchor_to_the_behaviour(
     model_dir: Path,
 ) -> None:
     """1 / (lag + 1) of mu's log-probability, the rest the learner's own: mu itself at lag 0."""
@@ -600,9 +592,7 @@ def test_the_interpolated_anchor_leans_on_the_behaviour_policy_the_fresher_a_tok
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_an_average_of_the_versions_is_the_proximal_policy(
-    rank: int, model_dir: Path, tmp_path: Path
-) -> None:
+def test_an_average_of_versions_is_proximal(rank: int, model_dir: Path, tmp_path: Path) -> None:
     """By hand; a checkpoint continues it, of adapters too, and one without it is refused."""
     correction = {"proximal": "ema", "ema_half_life": 0.5}
     c, again, by_hand = (core(model_dir, correction=correction, lora={"rank": rank}) for _ in "123")

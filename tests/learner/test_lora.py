@@ -57,9 +57,7 @@ def lora_core(path: Path, **sections: Any) -> LearnerCore:
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["bare", "modules"])
-def test_the_gradient_is_that_of_transformers_with_peft(
-    model_dir: Path, tmp_path: Path, whole: bool
-) -> None:
+def test_the_gradient_is_that_of_peft(model_dir: Path, tmp_path: Path, whole: bool) -> None:
     model = adapted(model_dir, whole=whole)
     policy.export(model, tmp_path / "adapter")
     ours = logprobs(model)
@@ -273,9 +271,7 @@ def test_an_earlier_version_is_measured_in_place(model_dir: Path) -> None:
     assert not torch.equal(learner._forward(learner.model, packed, everyone), before)
 
 
-def test_a_checkpoint_is_the_adapter_and_goes_on_bit_for_bit(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_the_adapter_and_goes_on_bitwise(model_dir: Path, tmp_path: Path) -> None:
     adam = {"learner": {"optimizer": "adamw", "lr": 1e-2}}
     whole = lora_core(model_dir, **adam)
     whole.train(batch(0))

@@ -57,9 +57,7 @@ def test_muon_steps_the_layers_matrices_and_adamw_the_rest(model_dir: Path) -> N
         torch.testing.assert_close(parameter.data, copies[name].data, rtol=0, atol=0)
 
 
-def test_muon_resumes_to_the_bit_and_clipping_does_not_shrink_its_step(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_muon_resumes_bitwise_and_clipping_keeps_its_step(model_dir: Path, tmp_path: Path) -> None:
     made = core(model_dir, learner=MUON)
     smaller = core(model_dir, learner=MUON | {"clip_norm": 0.005})
     before = {name: p.detach().clone() for name, p in made.model.hf.named_parameters()}
@@ -82,9 +80,7 @@ def test_muon_resumes_to_the_bit_and_clipping_does_not_shrink_its_step(
 
 
 @pytest.mark.parametrize("written", ["adamw", "muon", "sgd"])
-def test_an_optimizer_does_not_go_on_from_another_s_state(
-    written: str, model_dir: Path, tmp_path: Path
-) -> None:
+def test_an_optimizer_refuses_anothers_state(written: str, model_dir: Path, tmp_path: Path) -> None:
     made = core(model_dir, learner={"optimizer": written})
     made.train(batch(0, seed=0))
     checkpoint.save(tmp_path, made, {}, 3)

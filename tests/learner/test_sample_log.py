@@ -24,9 +24,7 @@ def logged(c: Any, run_dir: Path, *batches: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / FILE).read_text().splitlines()]
 
 
-def test_a_row_has_every_token_with_what_the_learner_knows_of_it(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_row_has_all_that_the_learner_knows_of_a_token(model_dir: Path, tmp_path: Path) -> None:
     made = core(
         model_dir,
         learner={"minibatches": 2, "epochs": 2},

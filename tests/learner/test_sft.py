@@ -73,9 +73,7 @@ def trained(config: configs.SftConfig) -> dict[str, Any]:
     return found
 
 
-def test_every_assistant_turn_is_an_answer_behind_the_turns_before_it(
-    tmp_path: Path, model: Path
-) -> None:
+def test_every_assistant_turn_follows_the_turns_before_it(tmp_path: Path, model: Path) -> None:
     turns = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "yes?"},
@@ -470,9 +468,7 @@ def test_what_is_refused(
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
 
-def test_a_checkpoint_of_another_model_is_refused(
-    config: configs.SftConfig, tmp_path: Path
-) -> None:
+def test_another_models_checkpoint_is_refused(config: configs.SftConfig, tmp_path: Path) -> None:
     found = trained(config)
     other = tmp_path / "other"
     export(build_model(tmp_path / "small", SYMBOLS, hidden=16, heads=2), other)

@@ -179,7 +179,7 @@ def test_chunks_over_tcp_without_shared_memory(tmp_path: Path) -> None:
         server.close()
 
 
-def test_a_ring_whose_directory_was_removed_is_made_anew_with_all_that_it_held(
+def test_a_removed_ring_is_made_anew_with_all_that_it_held(
     tmp_path: Path,
 ) -> None:
     """Who mapped the old files finds that nothing new comes there, and opens the new ones; who
@@ -240,9 +240,7 @@ def test_parts_of_a_version_end_with_it(tmp_path: Path) -> None:
     r.close()
 
 
-def test_live_readers_hold_their_slots_and_others_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_readers_hold_their_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     r = ring(tmp_path, 3)
     now = time.monotonic()
     for name, slot, beat in (("a", 0, now), ("b", 1, now - weight_ring.PIN_S - 1), ("c", -1, now)):
@@ -273,9 +271,7 @@ def test_a_full_ring_says_who_holds_it_and_what_to_raise(tmp_path: Path) -> None
     assert r.directory.exists() and r.slots == []
 
 
-def test_without_room_for_the_slots_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room_for_slots_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: object, **more: object) -> None:
         raise OSError(28, "No space left on device")
 

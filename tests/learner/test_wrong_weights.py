@@ -117,9 +117,7 @@ WORDS = (
 )
 
 
-def test_three_steps_in_a_row_without_a_number_end_the_run(
-    tmp_path: Path, sort_model: Path
-) -> None:
+def test_three_bad_steps_in_a_row_end_the_run(tmp_path: Path, sort_model: Path) -> None:
     body = "calls = [0]\n\ndef weights(log_rho, *rest):\n    calls[0] += 1\n"
     body += "    return log_rho.exp() * (float('nan') if 2 <= calls[0] else 1.0)\n"
     (tmp_path / "own.py").write_text(body)

@@ -151,18 +151,14 @@ UNUSUAL: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("what", UNUSUAL)
-def test_what_is_unusual_is_left_to_transformers(
-    what: str, tmp_path: Path, small_model: Path
-) -> None:
+def test_the_unusual_is_left_to_transformers(what: str, tmp_path: Path, small_model: Path) -> None:
     path = shutil.copytree(small_model, tmp_path / "m")
     assert without_transformers.load(path, "float32") is not None
     UNUSUAL[what](path)
     assert without_transformers.load(path, "float32") is None
 
 
-def test_the_tokenizer_alone_does_what_transformers_class_does(
-    small_model: Path, tmp_path: Path
-) -> None:
+def test_the_bare_tokenizer_is_transformers(small_model: Path, tmp_path: Path) -> None:
     ours = load_tokenizer(small_model)
     theirs = transformers.AutoTokenizer.from_pretrained(small_model)
     assert isinstance(ours, PlainTokenizer)

@@ -213,9 +213,7 @@ def test_replay_of_the_own_experts_changes_no_bit(model: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_replay_removes_nearly_all_of_the_mismatch_of_a_bf16_engine(
-    seed: int, tmp_path: Path
-) -> None:
+def test_replay_removes_nearly_all_of_a_bf16_mismatch(seed: int, tmp_path: Path) -> None:
     """k3 at equal weights, an fp32 learner: at least 30 times lower."""
     path = build(tmp_path / "m", "qwen3_moe", seed=seed, layers=4, experts=16)
     learner = load(path)
@@ -264,9 +262,7 @@ def rolled(model: policy.PolicyModel) -> policy.PolicyModel:
 
 @pytest.mark.parametrize("in_flight", ["keep_kv", "recompute_kv"])
 @pytest.mark.parametrize("fixed", [False, True])
-def test_a_swap_keeps_the_experts_of_the_version_that_sampled(
-    model: Path, in_flight: str, fixed: bool
-) -> None:
+def test_a_swap_keeps_the_samplers_experts(model: Path, in_flight: str, fixed: bool) -> None:
     """Keys that are computed again are computed by the experts that the learner replays: else the
     later tokens were sampled by a policy that no learner computes."""
     second = rolled(load(model))
@@ -371,7 +367,7 @@ def test_any_transformers_mixture_records_and_replays(olmoe: policy.PolicyModel)
         assert float((own - other).abs().max()) > 1e-3
 
 
-def test_any_transformers_mixture_keeps_its_experts_across_a_swap(
+def test_any_mixture_keeps_its_experts_across_a_swap(
     olmoe: policy.PolicyModel,
 ) -> None:
     first = {name: weight.clone() for name, weight in policy.list_named_weights(olmoe)}

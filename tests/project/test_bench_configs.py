@@ -103,9 +103,7 @@ def test_every_part_is_started_until_it_works(
     assert [g["rounds"] for g in found["goals"]] == [1] * len(bench.GOALS)
 
 
-def test_every_plain_step_has_the_learners_gradient(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_steps_have_the_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = program("learner", monkeypatch)
     build_model(tmp_path, "0123456789abcdefghij", hidden=32, layers=2, heads=2)
     batch = bench.batch()

@@ -155,9 +155,7 @@ def test_an_end_of_a_part_is_one_line(
     assert outcome.result == ({} if error else {"a": 1})
 
 
-def test_a_part_that_hangs_takes_its_processes_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_hangs_ends_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = program("gpu_check", monkeypatch)
     monkeypatch.setattr(check, "ENDING_S", 0.3)
     child = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); "

@@ -34,9 +34,7 @@ def test_what_is_no_module_is_in_the_wheel(installed: Path) -> None:
     assert {f"asyncrl/{name}" for name in some} <= wanted
 
 
-def test_a_shipped_example_finds_its_prompts_and_its_reward_anywhere(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_a_shipped_example_finds_its_files_anywhere(installed: Path, tmp_path: Path) -> None:
     argv = [str(installed / "env" / "bin" / "asyncrl"), "task", "try"]
     done = called([*argv, "configs/file_example.toml", "-n", "1"], tmp_path).check()
     assert done.json["reward_of_answer"] == 0, "the task's own would say 1: it wants no `#`"

@@ -107,9 +107,7 @@ def test_modules_on_a_pythonpath_of_the_users_own_are_found_and_hide_nothing(
     assert seen["actors"] == str(ROOT / "actors" / "__init__.py") and "lib/python" in seen["queue"]
 
 
-def test_the_wheel_brings_one_name_and_runs(
-    installed: Path, folder: Path, small_model: Path
-) -> None:
+def test_the_wheel_has_one_name_and_runs(installed: Path, folder: Path, small_model: Path) -> None:
     (wheel,) = installed.glob("asyncrl-*.whl")
     with zipfile.ZipFile(wheel) as z:
         names = z.namelist()

@@ -55,9 +55,7 @@ def test_docstrings_and_comments_are_no_code_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_what_is_beyond_a_limit_is_found_with_its_place(
-    name: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_what_is_beyond_a_limit_is_found(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "one.py").write_text(BEYOND[name])
     (tmp_path / "part" / "two.py").write_text("")
@@ -83,9 +81,7 @@ def test_what_is_beyond_a_limit_is_found_with_its_place(
         assert beyond[0].places[0].startswith("part")
 
 
-def test_import_circles_are_found_in_functions_and_under_type_checking(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_import_circles_are_found_in_functions_and_types(tmp_path: Path, monkeypatch: Any) -> None:
     part = tmp_path / "part"
     part.mkdir()
     (part / "__init__.py").write_text("")

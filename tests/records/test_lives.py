@@ -104,7 +104,7 @@ def test_two_learners_live_side_by_side(run_dir: Path) -> None:
     assert two.end(0)
 
 
-def test_only_the_last_one_of_a_directory_is_the_last_and_those_who_come_wait_for_it(
+def test_only_the_last_of_a_directory_is_the_last_and_others_wait_for_it(
     run_dir: Path,
 ) -> None:
     first = process_log.ProcessIncarnation(run_dir, "buffer", alone=True)

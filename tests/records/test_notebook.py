@@ -102,9 +102,7 @@ def test_a_notebook_shows_a_run_s_text_as_text(first: asyncrl.LoadedRun) -> None
     )
 
 
-def test_the_rows_of_a_run_s_frame(
-    first: asyncrl.LoadedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_a_run_s_frame(first: asyncrl.LoadedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each value of metrics.jsonl once, in its row; without pandas they are there still."""
     table = first.rows()
     for name, one in first.metrics.items():
@@ -223,9 +221,7 @@ def going(folder: Path, model: Path, begin: str = "") -> tuple[subprocess.Popen[
     return process, run_dir
 
 
-def test_an_interrupt_writes_a_checkpoint_and_is_passed_on(
-    tmp_path: Path, small_model: Path
-) -> None:
+def test_an_interrupt_checkpoints_and_is_passed_on(tmp_path: Path, small_model: Path) -> None:
     process, run_dir = going(tmp_path, small_model, FORKED)
     process.send_signal(signal.SIGINT)
     err = process.communicate(timeout=1800)[1]

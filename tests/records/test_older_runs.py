@@ -46,9 +46,7 @@ def test_an_older_run_loads_in_python(older_run: Path) -> None:
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["ended", "buffer killed"])
-def test_a_run_too_short_for_a_report_has_the_rate_of_its_whole_time(
-    older_run: Path, killed: bool
-) -> None:
+def test_a_short_run_has_the_rate_of_its_whole_time(older_run: Path, killed: bool) -> None:
     """Generators report at intervals; a run may end before the first report."""
     name = "throughput/generator_tokens_per_s"
     path = older_run / "metrics.jsonl"

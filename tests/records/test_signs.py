@@ -134,9 +134,7 @@ def test_signs_are_said_once_while_a_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("largest", "lines"), [(0.0, 2), (1.0, 1)])
-def test_equal_rewards_are_said_of_the_first_batch_and_later_of_more(
-    largest: float, lines: int, tmp_path: Path
-) -> None:
+def test_equal_rewards_are_said_early_and_late(largest: float, lines: int, tmp_path: Path) -> None:
     told: list[str] = []
     watcher = runner.HealthWatcher(tmp_path, told.append)
     watcher.check(0, {})
@@ -208,9 +206,7 @@ def test_prompts_without_answers(tmp_path: Path) -> None:
     assert runner.find_task_signs(load("configs/demo.toml")) == []
 
 
-def test_a_run_with_nothing_to_learn_says_so_on_the_terminal_and_in_its_report(
-    tmp_path: Path, small_model: Path
-) -> None:
+def test_a_run_with_nothing_to_learn_says_so(tmp_path: Path, small_model: Path) -> None:
     """For real: prompts without answers, so that no answer is ever right."""
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": f"{i}{i}="}) for i in range(10, 40)))

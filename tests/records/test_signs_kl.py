@@ -452,9 +452,7 @@ def test_k1_in_the_reward_under_many_updates() -> None:
     assert apply_rules(held, config(*k1)) == [], "the settings alone are no sign"
 
 
-def test_sampling_that_is_cut_is_not_blamed_on_the_dtype(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_sampler_is_not_the_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a run of the demo with top_p = 0.9 measured it, with an engine that does not record what
     is kept: at the first batch, and under lag."""
     silent = msgspec.structs.replace(ENGINES["vllm"], records_support=False)

@@ -184,9 +184,7 @@ class Disk:
         return n
 
 
-def test_a_row_is_appended_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_is_appended_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, path = Disk(monkeypatch), tmp_path / "metrics.jsonl"
     file = jsonl.JsonlAppender(path)
     file.write({"step": 1})
@@ -401,7 +399,7 @@ def test_an_interrupt_leaves_no_part_of_a_directory(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-def test_a_directory_takes_the_place_of_another_and_of_what_a_killed_process_left(
+def test_a_directory_replaces_another_and_a_killed_process_remains(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "model"

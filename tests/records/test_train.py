@@ -49,9 +49,7 @@ def in_main(monkeypatch: pytest.MonkeyPatch, source: str, **names: Any) -> dict[
     return main.__dict__
 
 
-def test_a_function_is_written_with_what_it_uses(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_function_brings_what_it_uses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT + "print(reward)\n1 / 0\n")
     made = in_main(monkeypatch, SCRIPT, __file__=str(tmp_path / "script.py"))
     kept = tmp_path / "kept"
@@ -64,9 +62,7 @@ def test_a_function_is_written_with_what_it_uses(
     assert notebook._export_function(made["reward"], kept) == paths[0]
 
 
-def test_the_newest_cell_of_a_notebook_counts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_newest_cell_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cells = ["", "LIMIT = 1", "not python", "def reward(prompt, text): return LIMIT", "LIMIT = 3"]
     made = in_main(monkeypatch, "\n".join([cells[3], cells[4]]), In=cells)
     path = notebook._export_function(made["reward"], tmp_path)

@@ -298,9 +298,7 @@ def test_a_wrong_question_gets_one_line(client: TestClient, query: str, message:
     assert reply.status_code == 400 and message in reply.json()["error"]
 
 
-def test_a_run_that_begins_appears_and_one_being_deleted_is_said(
-    client: TestClient, run_dir: Path
-) -> None:
+def test_a_new_run_appears_and_a_deleted_one_is_said(client: TestClient, run_dir: Path) -> None:
     client.get("/api/runs")
     second = shutil.copytree(run_dir, run_dir.parent / "second")
     assert [run["id"] for run in client.get("/api/runs").json()] == ["first", "second"]
@@ -390,9 +388,7 @@ def test_a_generator_that_would_share_cores_is_proposed_with_them(tmp_path: Path
         assert ("cores" in line.try_this) == bool(told) and told in line.try_this
 
 
-def test_watch_report_and_doctor_begin_with_the_same_lines(
-    run_dir: Path, client: TestClient
-) -> None:
+def test_watch_report_and_doctor_begin_with_equal_lines(run_dir: Path, client: TestClient) -> None:
     values = {"is/ess": 0.3, "lag/mean": 3.0, WAITS[0]: 0.4, WAITS[1]: 0.05}
     write_lines(run_dir / "metrics.jsonl", [metric_row(step, **values) for step in range(20)])
     odd = Finding("odd", "it was odd", "nothing")
@@ -546,9 +542,7 @@ def test_an_evaluation_at_the_end_is_not_a_step(client: TestClient, run_dir: Pat
 
 
 @pytest.mark.parametrize("name", ["supervisor", "buffer"])
-def test_a_run_runs_while_its_supervisor_or_its_buffer_does(
-    client: TestClient, run_dir: Path, name: str
-) -> None:
+def test_a_run_runs_while_its_buffer_does(client: TestClient, run_dir: Path, name: str) -> None:
     states = lambda: [row["state"] for row in answer(client, "runs")]  # noqa: E731
     if name == "supervisor":
         held = rundir.RunLock(run_dir)
@@ -579,9 +573,7 @@ def test_settings_are_read_again_when_their_file_changes(run_dir: Path) -> None:
         run.config  # noqa: B018
 
 
-def test_a_run_in_progress_is_summed_up_beside_the_answers(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_progress_is_summed_up(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_view, "COMPOSE_S", 3600.0)
     run = RunView("first", run_dir)
     assert not run.describe_state()["summed_up"]
@@ -620,7 +612,7 @@ def test_a_run_that_cannot_be_summed_up_has_no_summary(run_dir: Path) -> None:
     )
 
 
-def test_the_health_checks_of_a_run_in_progress_are_those_of_its_composed_summary(
+def test_health_checks_of_a_run_in_progress_are_of_its_summary(
     run_dir: Path,
 ) -> None:
     run = RunView("first", run_dir)
@@ -842,9 +834,7 @@ def test_settings_of_runs_and_in_what_they_differ(client: TestClient, run_dir: P
     assert reply.status_code == 400 and reply.json()["error"].startswith(f"{path}: ")
 
 
-def test_logs_the_newest_attempt_first_and_their_end_alone(
-    client: TestClient, run_dir: Path
-) -> None:
+def test_logs_the_newest_attempt_first_and_their_end(client: TestClient, run_dir: Path) -> None:
     (run_dir / "logs" / "attempt_2").mkdir()
     long = run_dir / "logs" / "attempt_2" / "learner.log"
     long.write_bytes(b"begin\n" + b"x" * 3000 + b"\n" + b"\xff" * 70_000 + b"\nend")
@@ -1006,9 +996,7 @@ def test_links_out_of_a_run_are_no_logs(client: TestClient, run_dir: Path, tmp_p
         ("", "server.example:7860", 200),
     ],
 )
-def test_a_page_of_this_machine_is_asked_by_its_names(
-    run_dir: Path, host: str, header: str, status: int
-) -> None:
+def test_a_local_page_has_names(run_dir: Path, host: str, header: str, status: int) -> None:
     page = TestClient(WatchApp([run_dir], host=host).build_application())
     assert page.get("/api/runs", headers={"host": header}).status_code == status
 
@@ -1079,9 +1067,7 @@ def test_the_first_free_port_is_taken_where_none_was_chosen() -> None:
             assert again.accept()
 
 
-def test_the_page_is_served_at_the_announced_address(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_is_at_its_address(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = {"host": "this.machine"}
     with serving(monkeypatch, [run_dir]) as (url, runs):
         address, token = url.split("/?token=")
@@ -1099,9 +1085,7 @@ def test_the_page_is_served_at_the_announced_address(
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
-def test_an_address_of_six_is_written_in_brackets(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ipv6_is_written_in_brackets(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(monkeypatch, [run_dir], host="::1", token=False) as (url, _):
         assert url.startswith("http://[::1]:")
         assert httpx2.get(f"{url}api/runs").status_code == 200
@@ -1212,9 +1196,7 @@ def test_the_command_names_port_and_machine_of_an_address_that_needs_forwarding(
     assert result.stderr == f"watching 1 run:\nstop with Ctrl-C{forwarding}\n"
 
 
-def test_a_run_goes_on_where_its_page_cannot_start(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_without_its_page(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importing, "make_command", lambda *_: ["false"])
     said: list[str] = []
     with server.serve_page_beside(run_dir, said.append):

@@ -77,9 +77,7 @@ def page() -> Iterator[Page]:
         chromium.close()
 
 
-def test_every_page_opens_without_an_error_and_runs_no_foreign_script(
-    address: str, page: Page
-) -> None:
+def test_every_page_opens_without_errors_or_foreign_scripts(address: str, page: Page) -> None:
     errors: list[str] = []
     hosts: set[str] = set()
     page.on("pageerror", lambda error: errors.append(str(error)))
@@ -138,9 +136,7 @@ def test_a_plot_shows_values_zooms_and_hides_a_line(address: str, page: Page) ->
     assert figure.locator("path.line").count() == shown - 1
 
 
-def test_a_phone_scrolls_in_one_direction_and_keys_change_page_and_theme(
-    address: str, page: Page
-) -> None:
+def test_a_phone_scrolls_one_way_and_keys_change_the_page(address: str, page: Page) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
     page.goto(f"{address}/?token=secret")
     page.locator(".plot svg.canvas").first.wait_for()

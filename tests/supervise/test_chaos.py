@@ -253,9 +253,7 @@ def test_an_error_of_a_hook_is_no_end_that_a_run_recovers_from(tmp_path: Path) -
     assert chaos.own_errors(log) == "TypeError: on_acks() takes 2"
 
 
-def test_killed_processes_cost_no_sample_and_train_none_twice(
-    tmp_path: Path, sort_model: Path
-) -> None:
+def test_killed_processes_cost_no_sample_and_train_once(tmp_path: Path, sort_model: Path) -> None:
     """The program that benchmarks/kills.py runs with 24 kills, here with four."""
     import kills
 

@@ -265,9 +265,7 @@ def names(s: Supervisor) -> list[str]:
     return [c.name for c in s.children if c.name.startswith("generator")]
 
 
-def test_generators_are_added_and_leave_without_loss(
-    supervisor: Supervisor, said: list[str]
-) -> None:
+def test_generators_come_and_leave_without_loss(supervisor: Supervisor, said: list[str]) -> None:
     supervisor.status = RunStatus("r", 1, 9, 1, {}, {}, [], {"generator-2": 0.1}, False)
     assert supervisor.resize(4) == ""
     # 2 has joined by itself
@@ -284,9 +282,7 @@ def test_generators_are_added_and_leave_without_loss(
     assert maker(supervisor).newest("generator-1").code is None
 
 
-def test_who_does_not_leave_is_killed(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_stays_is_killed(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "END_S", -1.0)
     maker(supervisor).newest("generator-1").deaf = True
     supervisor.resize(1)
@@ -345,9 +341,7 @@ def test_a_request_is_answered_once_and_by_its_id(
 
 
 @pytest.mark.slow
-def test_a_machine_with_nothing_but_keys_joins_a_run_that_is_then_scaled(
-    tmp_path: Path, small_model: Path
-) -> None:
+def test_a_machine_with_keys_alone_joins_and_is_scaled(tmp_path: Path, small_model: Path) -> None:
     joined = JoinedRun(tmp_path)
     task = get_task(load.load(ROOT / "configs" / "demo.toml").task)
     rows = [task.prompt("train", index, 0) for index in range(64)]

@@ -250,7 +250,7 @@ def test_the_threads_on_the_learners_machine_follow_who_is_there(waiting: Any) -
     assert made.count_local_threads() == 1
 
 
-def test_who_wants_no_sample_is_told_of_versions_and_the_end_and_holds_nobody_up(
+def test_who_wants_no_sample_is_told_of_versions_and_end_alone(
     waiting: Any,
 ) -> None:
     made, sent = waiting(0)

@@ -122,9 +122,7 @@ placement.deadline_s=1800 placement.generator.count=2 placement.strategy='STRICT
 SETS = SETS_TEXT.split()
 
 
-def test_a_run_on_three_hosts_outlives_one_of_them(
-    cluster: Any, tmp_path: Path, small_model: Path
-) -> None:
+def test_a_run_on_three_hosts_outlives_one(cluster: Any, tmp_path: Path, small_model: Path) -> None:
     run_dir, log = tmp_path / "runs" / "r", tmp_path / "log"
     sets = [*SETS, f"model.path={str(small_model)!r}", f"runs={str(tmp_path / 'runs')!r}"]
     words = [word for each in sets for word in ("--set", each)]
@@ -261,9 +259,7 @@ def test_what_it_started_ends_with_the_driver(cluster: Any, tmp_path: Path) -> N
     child.wait(WAIT_S)
 
 
-def test_no_room_is_said_with_what_is_wanted_and_what_is_there(
-    cluster: Any, tmp_path: Path
-) -> None:
+def test_no_room_is_said_with_both_numbers(cluster: Any, tmp_path: Path) -> None:
     log = tmp_path / "log"
     sets = ["placement.generator.gpus=1", "placement.deadline_s=1", "generators=2"]
     sets += [f"runs={str(tmp_path / 'runs')!r}"]
@@ -309,9 +305,7 @@ def test_the_cluster_of_a_job_is_the_one_that_ray_names(monkeypatch: pytest.Monk
     assert asked == ["10.0.0.7:6379", "10.0.0.8:6379", "auto"]
 
 
-def test_a_host_tells_log_end_and_refusal_of_what_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_tells_of_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_ray, "LOG_BYTES", 10)
     monkeypatch.setattr(
         on_ray.importing, "make_command", lambda module, *words: [sys.executable, "-c", *words]

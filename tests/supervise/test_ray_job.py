@@ -105,9 +105,7 @@ SETS_TEXT = (
 SETS = [*SETS_TEXT.split()]
 
 
-def test_a_run_is_submitted_followed_and_stopped(
-    dashboard: str, tmp_path: Path, small_model: Path
-) -> None:
+def test_a_run_is_submitted_and_stopped(dashboard: str, tmp_path: Path, small_model: Path) -> None:
     run_dir = tmp_path / "runs" / "r"
     sets = [*SETS, f"model.path={str(small_model)!r}", f"runs={str(tmp_path / 'runs')!r}"]
     words = [word for each in sets for word in ("--set", each)]

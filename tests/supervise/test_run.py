@@ -90,9 +90,7 @@ def check_optimizer_steps(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["generator", "learner"])
-def test_a_killed_process_costs_only_its_time(
-    victim: str, tmp_path: Path, sort_model: Path
-) -> None:
+def test_a_killed_process_costs_its_time(victim: str, tmp_path: Path, sort_model: Path) -> None:
     process = start(
         tmp_path,
         sort_model,
@@ -115,9 +113,7 @@ def test_a_killed_process_costs_only_its_time(
 
 
 @pytest.mark.cold
-def test_parts_start_in_any_order_from_their_own_terminals(
-    tmp_path: Path, sort_model: Path
-) -> None:
+def test_parts_start_in_any_order_from_terminals(tmp_path: Path, sort_model: Path) -> None:
     run_dir = tmp_path / "runs" / "parts"
     words = (*FEW, "learner.steps=6", "name='parts'", "--run-dir", str(run_dir))
     parts = []

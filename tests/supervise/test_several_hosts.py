@@ -27,9 +27,7 @@ SMALL_TEXT = (
 SMALL = [*SMALL_TEXT.split()]
 
 
-def test_a_generator_with_a_directory_of_its_own_joins_over_tcp_with_keys(
-    tmp_path: Path, sort_model: Path
-) -> None:
+def test_a_generator_elsewhere_joins_over_tcp_with_keys(tmp_path: Path, sort_model: Path) -> None:
     made = asyncrl("keys", str(tmp_path / "keys"), "--json").check()
     copied = other_machine(tmp_path / "keys", tmp_path / "copied")
     assert [Path(x).name for x in made.json["copy"]] == [f"generator-{n}" for n in range(4)]
@@ -108,9 +106,7 @@ def test_only_keys_on_the_list_are_let_in(tmp_path: Path) -> None:
         buffer.close()
 
 
-def test_keys_are_not_made_twice_and_missing_ones_are_named(
-    tmp_path: Path, sort_model: Path
-) -> None:
+def test_keys_are_made_once_and_missing_ones_named(tmp_path: Path, sort_model: Path) -> None:
     make_keys(tmp_path / "keys")
     before = (tmp_path / "keys" / "server.key_secret").read_bytes()
     with pytest.raises(ConfigError, match="already has keys"):

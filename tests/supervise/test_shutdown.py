@@ -110,9 +110,7 @@ def test_doctor_says_who_waits_for_whom_and_until_when(tmp_path: Path, sort_mode
 
 
 @pytest.mark.parametrize("victim", ["learner", "generator", "buffer"])
-def test_a_process_that_stands_still_is_ended_and_started_again(
-    victim: str, tmp_path: Path, sort_model: Path
-) -> None:
+def test_a_stopped_process_is_replaced(victim: str, tmp_path: Path, sort_model: Path) -> None:
     """SIGSTOP, as a hanging device or file system looks from outside."""
     words = (
         *FEW,
@@ -142,9 +140,7 @@ def test_a_process_that_stands_still_is_ended_and_started_again(
     assert any(victim in line.rsplit(";", 1)[1] for line in ended), said
 
 
-def test_a_run_that_cannot_go_on_ends_and_says_who_was_waited_for(
-    tmp_path: Path, sort_model: Path
-) -> None:
+def test_a_stuck_run_ends_and_says_who_was_waited_for(tmp_path: Path, sort_model: Path) -> None:
     """No restarts left: exit code 3, the process, its deadline with the arithmetic, its log."""
     process = start(
         tmp_path,

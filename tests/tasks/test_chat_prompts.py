@@ -203,14 +203,12 @@ FORM = "for the chat template, `tools` must be a list of tools"
         ({"messages": [GO, {"role": "assistant"}]}, "`messages` must be a list"),
     ],
 )
-def test_a_chat_that_cannot_be_rendered_is_refused_at_its_line(
-    row: Any, problem: str, tmp_path: Path
-) -> None:
+def test_a_bad_chat_is_refused_at_its_line(row: Any, problem: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"chats\.jsonl:2: {problem}"):
         read([{"prompt": "1+1=", "answer": "2"}, row], tmp_path)
 
 
-def test_the_last_assistant_turn_is_the_answer_or_the_beginning_of_the_completion(
+def test_the_last_assistant_turn_is_the_answer_or_its_beginning(
     tmp_path: Path,
 ) -> None:
     rows = [{"messages": [GO, FOUR]}]
@@ -240,9 +238,7 @@ def test_chats_that_differ_in_tools_or_calls_are_different_problems(tmp_path: Pa
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_a_text_begins_as_the_tokenizer_begins_one_and_has_no_end(
-    begins: bool, tmp_path: Path
-) -> None:
+def test_a_text_begins_as_the_tokenizer_says_and_has_no_end(begins: bool, tmp_path: Path) -> None:
     ours = load_tokenizer(save_tokenizer(tmp_path, begins=begins))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for text in ("Hi", "a" * 40_000, "", "<s>Hi"):

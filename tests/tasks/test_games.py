@@ -52,9 +52,7 @@ OLDER = ["asyncrl.tasks.nim:Nim", "asyncrl.tasks.guess:Guess"]  # in configs of 
 
 
 @pytest.mark.parametrize("path", [*filter(None, BUNDLED), *OLDER])
-def test_the_environments_that_bundled_and_older_configs_name_exist(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environments_of_all_configs_exist(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "textarena", ModuleType("textarena"))
     monkeypatch.delitem(sys.modules, path.partition(":")[0], raising=False)
     assert callable(resolve(path).reset)
@@ -252,9 +250,7 @@ def test_a_process_of_environments_plays_it() -> None:
         ("agent_envs:Longer", ["no_such:f"], "the opponent no_such:f: importing it raised Module"),
     ],
 )
-def test_what_cannot_be_played_is_said_at_the_import(
-    env: str, opponents: list[str], said: str
-) -> None:
+def test_the_unplayable_is_said_at_the_import(env: str, opponents: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         EnvironmentHost(EnvironmentSetup(env, [], opponents))
 

@@ -86,7 +86,7 @@ def test_a_call_on_which_the_training_process_crashes_is_not_repeated(
         ({"learning_rate": 1e38, "weight_decay": 1e38}, "not finite: it was undone"),
     ],
 )
-def test_numbers_of_adamw_that_ruin_weights_are_refused(
+def test_adamw_numbers_that_ruin_weights_are_refused(
     server: LocalServer, service: tinker.ServiceClient, numbers: dict[str, float], message: str
 ) -> None:
     """The refused step changes nothing, and its gradient does not reach the next one."""

@@ -106,9 +106,7 @@ def test_bounded_records_close_the_ledger_after_a_restart(start: Start) -> None:
     assert (totals["never_trained"], totals["trained_once"]) == (4, 7)
 
 
-def test_a_restarted_server_continues_between_a_loss_and_its_step(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_continues_after_a_loss(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the calls that its predecessor accepted, and the results of those before."""
     monkeypatch.setattr(app, "POLL_S", 0.05)
     server = start()
@@ -146,9 +144,7 @@ def test_a_restarted_server_continues_between_a_loss_and_its_step(
     assert (model.version, model.awaited_call) == (1, 5)
 
 
-def test_pace_counts_sequences_within_the_limit(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pace_counts_lagging_sequences(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as max_lag + 1 steps of the last step's size train."""
     server = start("staleness.max_lag=1", "staleness.on_exceed=pace")
     pace, samplers = server.server.pace, server.server.samplers
@@ -359,9 +355,7 @@ def test_a_task_that_fails_ends_the_server(start: Start) -> None:
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
-def test_weights_that_change_while_a_request_waits_are_not_sampled(
-    start: Start, is_deleted: bool
-) -> None:
+def test_changed_weights_fail_a_request_that_waited(start: Start, is_deleted: bool) -> None:
     """The newer weights would be recorded as the older version."""
     server = start()
     samplers = server.server.samplers

@@ -183,9 +183,7 @@ def test_gradients_equal_the_learners(
     ],
     ids=["rejection", "interpolate", "reduction", "gmpo", "vespo"],
 )
-def test_keys_of_a_method_are_the_learners(
-    trainer: ServedModels, keys: dict[str, float | str]
-) -> None:
+def test_a_methods_keys_are_learners(trainer: ServedModels, keys: dict[str, float | str]) -> None:
     tables: dict[str, Any] = {"method": keys["method"]}
     for key, value in keys.items():
         section, _, name = key.partition(".")
@@ -411,9 +409,7 @@ def test_a_mask_says_what_was_sampled(ledger: SequenceLedger, trainer: ServedMod
     assert lags_of(ledger, masked)[0] == [-2, -2, -2, 1, 1, 1, 1]
 
 
-def test_spans_name_sequences_and_are_checked(
-    ledger: SequenceLedger, trainer: ServedModels, tmp_path: Path
-) -> None:
+def test_spans_are_checked(ledger: SequenceLedger, trainer: ServedModels, tmp_path: Path) -> None:
     """A span is compared with the part of the sequence that it names, also after a restart."""
     first, second, _ = datums(trainer)
     id = record(ledger, first, 4)
@@ -516,9 +512,7 @@ def test_supervised_tokens_are_counted_and_can_be_forbidden(
     assert (row["supervised"], row["unknown"], row["lags"]) == (3, 1, {"4": 2})
 
 
-def test_versions_of_other_models_count_only_before_the_fork(
-    ledger: SequenceLedger, trainer: ServedModels
-) -> None:
+def test_versions_count_only_before_the_fork(ledger: SequenceLedger, trainer: ServedModels) -> None:
     first, second, third = datums(trainer)
     record(ledger, first, 1, "parent")  # the model was loaded from its version 1
     record(ledger, second, 2, "parent")
@@ -569,9 +563,7 @@ def test_the_ledger_closes_and_equal_sequences_are_trained_once_each(
     }
 
 
-def test_totals_of_a_model_without_remembered_sequences_stay(
-    trainer: ServedModels, tmp_path: Path
-) -> None:
+def test_totals_without_remembered_sequences_stay(trainer: ServedModels, tmp_path: Path) -> None:
     ledger = SequenceLedger(tmp_path / "sequences.jsonl", remembered=1)
     first, second, third = datums(trainer)
     record(ledger, first, 0, "other")

@@ -299,9 +299,7 @@ def test_models_that_cannot_be_created(server: LocalServer, http: httpx.Client) 
     assert promise["model_id"] == f"{session}:train:0"
 
 
-def test_weights_are_saved_under_a_good_name_once(
-    http: httpx.Client, service: tinker.ServiceClient
-) -> None:
+def test_weights_are_saved_once_by_name(http: httpx.Client, service: tinker.ServiceClient) -> None:
     client = service.create_lora_training_client("tiny", rank=2).result()
     client.save_state("a").result()
     with pytest.raises(tinker.RequestFailedError, match="weights a exist already"):

@@ -134,9 +134,7 @@ def test_the_furthest_the_longest_and_one_at_random(tmp_path: Path) -> None:
     log.close()
 
 
-def test_every_tenth_version_until_the_file_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_tenth_version_to_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = log_of(tmp_path)
     assert [version for version in range(31) if log.is_due(version)] == [0, 10, 20, 30]
     assert sample_log.LIMIT_BYTES == 64 * 2**20

@@ -57,9 +57,7 @@ def tokens_of(result: SampleResult) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("more", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 3}])
-def test_weights_that_are_not_finite_fail_their_own_requests(
-    sampler: Sampler, more: dict[str, Any]
-) -> None:
+def test_weights_not_finite_fail_their_requests(sampler: Sampler, more: dict[str, Any]) -> None:
     """Keys and values that are not finite must not reach the requests after it either."""
     [before] = sample(sampler, sample_call(**more))
     assert isinstance(before, SampleResult)

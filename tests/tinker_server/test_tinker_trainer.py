@@ -221,9 +221,7 @@ def test_adapters_share_the_base(trainer: ServedModels) -> None:
     assert wrong == CallFailure("SampleCall is not a training call", "server")
 
 
-def test_an_adapter_has_the_servers_scale_and_the_clients_rank(
-    config: TinkerConfig, tmp_path: Path
-) -> None:
+def test_an_adapter_has_scale_and_rank_as_asked(config: TinkerConfig, tmp_path: Path) -> None:
     lora = TinkerLora(alpha=6.0, target_modules=["q_proj"])
     trainer = ServedModels(msgspec.structs.replace(config, lora=lora))
     trainer.handle(LoadModel("m", rank=4, seed=1))

@@ -96,9 +96,7 @@ NO_ASKS: list[list[bytes]] = [
 ]
 
 
-def test_what_is_no_ask_is_counted_and_the_rest_goes_on(
-    server: ChunkServer, ring: WeightRing
-) -> None:
+def test_what_is_no_ask_is_counted(server: ChunkServer, ring: WeightRing) -> None:
     peer = Peer(server)
     for frames in NO_ASKS:
         peer.socket.send_multipart(frames)
@@ -119,9 +117,7 @@ def test_an_address_that_cannot_be_opened_again_is_told_and_the_rest_goes_on(
     assert capsys.readouterr().err == "taken\\t\n"
 
 
-def test_an_ask_that_is_too_large_costs_its_connection(
-    server: ChunkServer, ring: WeightRing
-) -> None:
+def test_a_large_ask_costs_its_connection(server: ChunkServer, ring: WeightRing) -> None:
     peer = Peer(server)
     peer.socket.send(b"\0" * (chunks.REQUEST_BYTES + 1))
     fetched(server, ring)
@@ -159,9 +155,7 @@ def test_one_who_asks_and_does_not_read_holds_little(server: ChunkServer, ring: 
     assert grown < asks * CHUNK_BYTES / 4, f"{grown / 2**20:.0f} MiB"
 
 
-def test_a_broken_connection_costs_no_chunk_twice(
-    server: ChunkServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_break_costs_no_chunk_twice(server: ChunkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     first = ChunkClient(server.address, WAIT_S)
     digest = first.fetch(LABEL, "", memoryview(bytearray(SIZE)))
     first.close()

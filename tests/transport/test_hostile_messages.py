@@ -237,9 +237,7 @@ def test_an_answer_that_could_not_be_begun_and_rewards_given_for_some_tokens_are
 
 
 @pytest.mark.parametrize(("change", "said", "reason"), BAD)
-def test_an_answer_that_would_end_the_learner_is_refused(
-    change: dict[str, Any], said: str, reason: str
-) -> None:
+def test_a_deadly_answer_is_refused(change: dict[str, Any], said: str, reason: str) -> None:
     """In a durable run every later learner would end on it too."""
     good, bad = answer(3, 1), answer(3, 1, **change)
     checks.check_samples([good, good], m.ModelShape(5), LIMITS)

@@ -122,9 +122,7 @@ def test_heads_and_bodies_have_a_size_and_a_time(
                 assert is_closed(connection)
 
 
-def test_connections_without_a_key_keep_out_none_with_one(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unkeyed_connections_keep_out_no_keyed(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "CONNECTIONS", 4)
     connections = door.server.server.server_state.connections
     with ExitStack() as stack:
@@ -156,9 +154,7 @@ def test_connections_without_a_key_keep_out_none_with_one(
     until(lambda: not connections)
 
 
-def test_bodies_of_all_connections_have_a_bound(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bodies_of_all_connections_are_bounded(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client repeats the request after the seconds of Retry-After."""
     monkeypatch.setattr(http_server, "BODY_BYTES", door.limit)
     body = b"{" + b" " * (door.limit - 20) + b"}"

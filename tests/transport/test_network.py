@@ -34,7 +34,7 @@ def test_a_line_is_shared_and_delays_what_has_left_it() -> None:
     assert Line(Shape(delay_s=0.02)).arrival(1 << 30, now=3.0) == 3.02
 
 
-def test_the_relay_hands_on_everything_and_cuts_the_connection_that_carried_so_much(
+def test_the_relay_hands_on_all_and_cuts_what_carried_so_much(
     tmp_path: Path,
 ) -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -86,9 +86,7 @@ def test_where_no_namespaces_can_be_made_it_says_so(
 
 
 @pytest.mark.parametrize("gone", [True, False])
-def test_two_programs_may_remove_what_a_third_has_left(
-    gone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_may_share_removing_leftovers(gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     there = ["asyncrl-999999999-near", "asyncrl-1-far", "somebodys"]
 
     def stand_in(*words: str) -> str:
@@ -119,9 +117,7 @@ def left_of(pid: int) -> list[str]:
     return [name for name, owner in namespaces.ours().items() if owner == pid]
 
 
-def test_ctrl_c_leaves_nothing_and_what_a_killed_one_left_goes_with_the_next(
-    bench: Any, tmp_path: Path
-) -> None:
+def test_ctrl_c_leaves_nothing_and_the_next_removes_old_ones(bench: Any, tmp_path: Path) -> None:
     log = tmp_path / "log"
     for number in (signal.SIGKILL, signal.SIGINT):
         process = program("--quick", log=log)

@@ -323,9 +323,7 @@ def test_what_a_generator_spends_on_a_long_step_is_no_wait_for_the_link() -> Non
     assert waited(10.0, (10.0, 10.0), 13.0) == 3.0, "it stood by all the time"
 
 
-def test_a_slow_generator_draws_nothing_twice(
-    forked: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_slow_generator_draws_once(forked: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """A real run whose generator takes longer for each step than a lease lasts: it was slow, not
     dead, and there was nobody else to take its tickets."""
     sets = (

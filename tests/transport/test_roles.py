@@ -120,9 +120,7 @@ def test_weights_go_to_generators_alone(key_dir: Path, tmp_path: Path) -> None:
         server.close()
 
 
-def test_keys_are_for_this_user_alone_and_a_wider_secret_is_refused(
-    key_dir: Path, tmp_path: Path
-) -> None:
+def test_keys_are_private_and_a_wider_secret_is_refused(key_dir: Path, tmp_path: Path) -> None:
     secrets = sorted(key_dir.rglob("*.key_secret"))
     assert [str(p.relative_to(key_dir)) for p in secrets] == [
         *(f"{n}/client.key_secret" for n in ("gateway-0", "generator-0", "generator-1", "learner")),
@@ -249,9 +247,7 @@ class Authenticator:
         self.events.append(how)
 
 
-def test_servers_admit_the_keys_of_their_directory(
-    key_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_admit_the_keys_they_know(key_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zmq.auth.thread.ThreadAuthenticator", Authenticator)
     socket = Socket()
     guard = keys.KeyAuthenticator(socket, str(key_dir))  # type: ignore[arg-type]

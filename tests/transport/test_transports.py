@@ -92,9 +92,7 @@ class Copier:
         self.closed = True
 
 
-def test_a_way_is_chosen_by_its_row_and_told_of_every_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_way_is_chosen_by_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clients: list[tuple[Copier, WeightsSource]] = []
 
     def connect(config: Config, source: WeightsSource, name: str) -> Copier:
@@ -169,9 +167,7 @@ def answer(number: int, size: int) -> m.Trajectory:
 
 @pytest.mark.parametrize("curve", [False, True])
 @pytest.mark.parametrize("size", [64, IN_PLACE_BYTES])
-def test_what_is_sent_is_what_comes_though_its_sender_has_forgotten_it(
-    size: int, curve: bool, tmp_path: Path
-) -> None:
+def test_what_is_sent_comes_unchanged(size: int, curve: bool, tmp_path: Path) -> None:
     folder = ""
     if curve:
         from asyncrl.transport import keys

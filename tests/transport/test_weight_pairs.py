@@ -198,9 +198,7 @@ def test_the_mark_changes_with_every_bit_and_place() -> None:
     assert len(seen) == 21 and compute_mark(swapped.view(torch.uint8)) not in seen
 
 
-def test_in_a_run_with_kills_the_weights_come_out_as_through_shared_memory(
-    forked: Any, tmp_path: Path
-) -> None:
+def test_kills_leave_the_weights_of_shared_memory(forked: Any, tmp_path: Path) -> None:
     sets = ("exact=true", "staleness.max_lag=1", "staleness.inject=1", "generators=2")
     plain = forked(tmp_path / "plain", *sets)
     pairs = forked(

@@ -238,9 +238,7 @@ def test_an_exit_in_a_task_ends_its_session_and_not_the_loop(agent: Any) -> None
         ("CONSTANT", "raised TypeError: CONSTANT is not a function; write module:function"),
     ],
 )
-def test_a_function_that_is_none_is_refused_in_one_line(
-    name: str, why: str, tmp_path: Path
-) -> None:
+def test_a_function_that_is_none_is_refused(name: str, why: str, tmp_path: Path) -> None:
     file = tmp_path / f"refused_{tmp_path.name}.py"
     file.write_text(AGENT)
     served = Served(AgentSetup([], f"{file}:{name}", str(tmp_path / "agent.log")))
@@ -269,7 +267,7 @@ def test_without_the_hub_s_package_the_error_says_what_to_install(
     assert examine.examine("verifiers:words", {}, tmp_path) == {"error": str(error.value)}
 
 
-def test_a_package_of_that_name_that_is_another_one_is_named(
+def test_another_package_of_that_name_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = ModuleType("verifiers")
@@ -317,9 +315,7 @@ def test_an_environment_is_loaded_by_its_adapter_or_its_error_told(
     assert refuse(SystemExit(3)) == f"{begin}loading it called sys.exit(3)"
 
 
-def test_the_installed_version_chooses_the_adapter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_version_chooses_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = ModuleType("verifiers")
     package.__path__ = [str(tmp_path)]
     (tmp_path / "v1").mkdir()
@@ -389,9 +385,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Sequence[tuple[str, dict[str, Any
     return asked
 
 
-def test_the_prompts_of_an_environment_become_files(
-    loaded: Sequence[tuple[str, dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_prompts_become_files(loaded: Sequence[tuple[str, dict[str, Any]]], tmp_path: Path) -> None:
     assert SPLITS == ("train", "eval")
     counts = examine.examine("verifiers:words", {"seed": 3}, tmp_path)
     assert counts == {"train": 2, "eval": 1} and loaded == [("verifiers:words", {"seed": 3})]

@@ -198,9 +198,7 @@ def test_the_variables_that_every_program_inherits(monkeypatch: pytest.MonkeyPat
     ) == agent_programs.MODEL_VARIABLES
 
 
-def test_a_program_leads_its_own_session_and_is_interrupted_as_usual(
-    playing: Any, tmp_path: Path
-) -> None:
+def test_a_program_leads_its_session_and_is_interrupted(playing: Any, tmp_path: Path) -> None:
     code = f"cat /proc/self/status > {tmp_path}/status; ps -o sid= -p $$ > {tmp_path}/sid; echo $$"
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

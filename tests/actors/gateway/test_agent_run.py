@@ -54,9 +54,7 @@ def gated(argv: list[str], gate: Path) -> Iterator[SimpleNamespace]:
     assert process.returncode == 0, run.said[-3000:]
 
 
-def test_the_learner_finds_the_probabilities_that_the_calls_were_drawn_with(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_the_learner_finds_the_probabilities_of_the_calls(model_dir: Path, tmp_path: Path) -> None:
     """At limit 0 every token's probability under the row's forward pass is the recorded one, tools
     and all, and behind kept keys: the sessions stand in their second turn until the generator has
     told what it kept."""
@@ -86,9 +84,7 @@ def test_the_learner_finds_the_probabilities_that_the_calls_were_drawn_with(
     )
 
 
-def test_a_killed_generators_calls_are_drawn_by_its_next_life(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_killed_generators_calls_go_to_its_next_life(model_dir: Path, tmp_path: Path) -> None:
     """The sessions notice nothing: no sample is lost or written twice.  They stand in their second
     turn until the generator is stopped, and it is killed when their calls are with it."""
     run, gate = tmp_path / "killed", tmp_path / "gate"
@@ -110,9 +106,7 @@ def test_a_killed_generators_calls_are_drawn_by_its_next_life(
     assert ledger["duplicate"] == ledger["failed"] == 0
 
 
-def test_a_killed_learners_open_sessions_go_on_under_its_next_life(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_killed_learners_sessions_go_on_under_its_next(model_dir: Path, tmp_path: Path) -> None:
     """An environment holds its session until the next learner has said hello: its first call was
     drawn for the life before, its last for the next, and both are trained."""
     run, gate = tmp_path / "adopted", tmp_path / "gate"
@@ -187,9 +181,7 @@ def test_a_learner_held_up_by_an_endless_tool_is_told_of_it_and_freed_at_the_dea
     assert json.loads((run / "summary.json").read_text())["failures"] == {"data": 1}
 
 
-def test_an_agent_and_a_gateway_killed_amid_calls_cost_no_sample(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_killed_agents_and_gateways_cost_no_sample(model_dir: Path, tmp_path: Path) -> None:
     """Calls are held by a generator that stands still.  A program that waits for one is killed,
     then the gateway with all the others: their samples are written again, each is trained once.
     The programs of a later batch than the first, all of which are trained, wait for the gate."""

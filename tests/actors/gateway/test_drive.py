@@ -124,9 +124,7 @@ def test_sessions_share_a_process_and_nothing_else(drive: EnvironmentPool) -> No
 @pytest.mark.parametrize(
     ("kind", "why"), [("raises", "raised KeyError: 'gone' in step"), ("nan", "the reward is nan")]
 )
-def test_what_an_environment_raises_fails_its_session_alone(
-    drive: EnvironmentPool, kind: str, why: str
-) -> None:
+def test_an_exception_fails_its_session_alone(drive: EnvironmentPool, kind: str, why: str) -> None:
     drive.reset(reset(1, kind))
     drive.reset(reset(2))
     poll(drive, 2)

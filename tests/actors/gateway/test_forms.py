@@ -194,9 +194,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize("body, param, said", REFUSED)
-def test_what_cannot_be_decoded_under_is_refused(
-    body: dict[str, Any], param: str, said: str
-) -> None:
+def test_what_has_no_grammar_is_refused(body: dict[str, Any], param: str, said: str) -> None:
     with pytest.raises(CallRefused) as caught:
         grammar("chat", **body)
     refused = caught.value

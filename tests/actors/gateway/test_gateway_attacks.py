@@ -69,9 +69,7 @@ HALVES = [r'"\ud800"', r'"a\udc00b"', r'"\udc00\ud800"']
         ("/v1/messages/count_tokens", '{"messages": [{"role": "user", "content": %s}]}'),
     ],
 )
-def test_half_of_a_character_is_refused_at_the_door(
-    path: str, body: str, half: str, served: Served
-) -> None:
+def test_half_a_character_is_refused(path: str, body: str, half: str, served: Served) -> None:
     opened = served.do(served.service.open)
     said = post(served, opened, path, (body % half).encode())
     if path == "/beat":  # what it holds is not looked at

@@ -157,7 +157,7 @@ def test_a_session_is_one_row_of_its_calls_and_what_stood_between_them(world: Ma
     assert not w.gateway.held and not w.gateway.episodes
 
 
-def test_rewards_of_calls_stand_on_their_last_tokens_where_sessions_have_one_row(
+def test_rewards_of_calls_stand_on_their_last_tokens_in_one_row(
     world: MakeWorld,
 ) -> None:
     w = world(fork="end")
@@ -179,9 +179,7 @@ def of_side(w: World, side: int, kind: str = "") -> m.Ticket:
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_against_itself_one_side_is_trained_and_the_other_set_aside(
-    world: MakeWorld, side: int
-) -> None:
+def test_against_itself_one_side_is_trained_alone(world: MakeWorld, side: int) -> None:
     """Both sides' calls are the session's: the same minimum version, seed and ledger."""
     settings = {"max_new_tokens": 8, "context": 64}
     w = world(env="agent_envs:Longer", opponent="self", eval_opponent="random", generator=settings)
@@ -237,7 +235,7 @@ def test_evaluations_are_against_their_own_opponent(world: MakeWorld) -> None:
     assert (s.calls, s.aside, s.reward) == (3, 0, 1.0)
 
 
-def test_a_limit_of_both_sides_calls_is_an_outcome_once_the_policy_has_moved(
+def test_a_limit_of_calls_is_an_outcome_once_the_policy_has_moved(
     world: MakeWorld,
 ) -> None:
     """Before that nothing of the sample could be trained: it has failed."""
@@ -351,7 +349,7 @@ def test_a_session_lost_with_anothers_environment_begins_again(world: MakeWorld)
     assert found[11].failed and not found[12].failed and found[12].calls == 3
 
 
-def test_sessions_of_an_epoch_that_is_over_wait_and_go_on_under_the_next_grant(
+def test_sessions_of_an_earlier_epoch_go_on_under_the_next_grant(
     world: MakeWorld,
 ) -> None:
     """Nothing of theirs is drawn between; what they drew before stays with their first attempt."""
@@ -394,9 +392,7 @@ def test_sessions_of_an_epoch_that_is_over_wait_and_go_on_under_the_next_grant(
 
 
 @pytest.mark.parametrize("later", [0, 1])
-def test_an_evaluation_adopts_the_session_of_its_own_version_alone(
-    world: MakeWorld, later: int
-) -> None:
+def test_an_evaluation_adopts_its_own_versions_session(world: MakeWorld, later: int) -> None:
     """Two evaluations may be under way at once, with the same numbers of tickets: by the weights of
     one, nothing of the other's is drawn."""
     w = world(sessions=2)
@@ -718,7 +714,7 @@ TEMPLATE = (
 )
 
 
-def test_tools_are_called_through_the_template_and_the_reward_judges_the_last_answer(
+def test_tools_are_called_and_the_reward_judges_the_last_answer(
     tmp_path: Path,
 ) -> None:
     build_model(tmp_path / "m", "".join(map(chr, range(32, 127))), hidden=32, layers=1)

@@ -222,9 +222,7 @@ def refused(made: Session, prompt: np.ndarray, now: float = 0.0) -> CallRefused:
         (replace(FREE, fork="end"), "fork"),
     ],
 )
-def test_a_limit_ends_the_calls_and_leaves_time_for_the_reward(
-    limits: SessionLimits, limit: str
-) -> None:
+def test_a_limit_ends_the_calls_before_the_reward(limits: SessionLimits, limit: str) -> None:
     made = session(limits)
     answer(made, made.place_ids(ids(1), now=0.0), ids(5, 5))
     if limit != "fork":

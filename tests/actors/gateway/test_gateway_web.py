@@ -390,9 +390,7 @@ def test_the_clients_own_retries_join_the_call_and_lose_nothing(served: Served) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_socket_closed_at_any_byte_of_the_request_leaves_one_draw(
-    stream: bool, served: Served
-) -> None:
+def test_a_socket_closed_in_the_request_leaves_one_draw(stream: bool, served: Served) -> None:
     """Within the request: no call.  Behind it: one, which the next equal body joins."""
     _, opened = client(served)
     body = json.dumps({"model": "policy", "messages": GO, "stream": stream}).encode()
@@ -412,9 +410,7 @@ def test_a_socket_closed_at_any_byte_of_the_request_leaves_one_draw(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_socket_closed_at_any_byte_of_the_answer_loses_no_draw(
-    stream: bool, served: Served
-) -> None:
+def test_a_socket_closed_in_the_answer_loses_no_draw(stream: bool, served: Served) -> None:
     """The client reads so many bytes, closes, and repeats: it gets the answer it had begun."""
     _, opened = client(served)
     body = json.dumps({"model": "policy", "messages": GO, "stream": stream}).encode()

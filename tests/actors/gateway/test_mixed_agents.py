@@ -75,9 +75,7 @@ def test_each_part_has_its_own_agent_or_that_of_the_run() -> None:
     assert shared.agents[""].env == PLAY
 
 
-def test_the_mixture_of_the_page_loads_and_each_part_is_tried_alone(
-    model: Path, tmp_path: Path
-) -> None:
+def test_the_pages_mixture_loads_and_each_part_is_tried(model: Path, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "prompts.md").read_text().partition("# Environments and agents")[2]
     (block,) = re.findall(r"(?ms)^```toml\n(.*?)^```", page.partition("\n##")[0])
     file = tmp_path / "mixed.toml"

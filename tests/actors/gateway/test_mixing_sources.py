@@ -144,9 +144,7 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return state
 
 
-def test_an_environments_rows_become_the_tasks_files(
-    examined: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_environments_rows_become_task_files(examined: dict[str, Any], tmp_path: Path) -> None:
     task = prompt_files.write_task_files(TaskConfig(name="env"), ENV, tmp_path)
     assert Path(task.prompts).read_text() == "train\n" * 2 and task.heldout == ""
     assert Path(task.prompts).is_relative_to(tmp_path)
@@ -165,9 +163,7 @@ def test_an_environments_rows_become_the_tasks_files(
     assert str(error.value) == "agent.env = verifiers:words: it has no training data set"
 
 
-def test_an_environment_that_cannot_be_examined_says_why(
-    examined: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_environment_without_examples_says_why(examined: dict[str, Any], tmp_path: Path) -> None:
     def why() -> str:
         with pytest.raises(ConfigError) as error:
             prompt_files.examine(ENV, tmp_path)

@@ -94,9 +94,7 @@ def test_programs_are_told_their_session_and_their_last_line_is_its_reward(
     assert not list(tmp_path.glob("asyncrl-agent-*"))
 
 
-def test_what_a_program_starts_ends_with_it_and_no_sooner(
-    commands: Commands, tmp_path: Path
-) -> None:
+def test_a_programs_children_end_with_it_and_no_sooner(commands: Commands, tmp_path: Path) -> None:
     """Also in a session of its own and without a variable; another program's end is not its."""
     commands.begin(1, "keeps")
     commands.worker.flush()
@@ -110,9 +108,7 @@ def test_what_a_program_starts_ends_with_it_and_no_sooner(
     assert not alive(kept)
 
 
-def test_programs_do_not_outlive_a_process_of_theirs_that_is_killed(
-    commands: Commands, tmp_path: Path
-) -> None:
+def test_programs_end_with_the_process_that_is_killed(commands: Commands, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     commands.begin(1, "stubborn")
     commands.worker.flush()
@@ -259,9 +255,7 @@ def test_what_functions_return_ends_their_sessions(world: World, tmp_path: Path)
 
 
 @pytest.mark.parametrize("world", [{}, {"at_limit": "fail"}], indirect=True)
-def test_an_agent_that_fails_at_a_limit_of_its_session_is_judged(
-    world: World, tmp_path: Path
-) -> None:
+def test_a_failure_at_a_sessions_limit_is_judged(world: World, tmp_path: Path) -> None:
     """To write only those again would leave out the long ones."""
     gate = tmp_path / "gate"
     name = world.take("raises", gate=str(gate))
@@ -275,9 +269,7 @@ def test_an_agent_that_fails_at_a_limit_of_its_session_is_judged(
 
 
 @pytest.mark.parametrize("world", [{"at_once": 3}], indirect=True)
-def test_what_an_environment_scored_counts_also_where_a_limit_ended_it(
-    world: World, tmp_path: Path
-) -> None:
+def test_an_environments_score_counts_at_a_limit_too(world: World, tmp_path: Path) -> None:
     """Sampled again, a session that a limit ends would be missing from training."""
     gate = str(tmp_path / "never")
     limited, failed, cut = (world.begun(world.take("pays", gate=gate)) for _ in range(3))

@@ -107,7 +107,7 @@ def test_every_option_that_the_policy_cannot_follow_is_listed() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS_REFUSED)
-def test_an_option_that_the_policy_cannot_follow_is_refused_unless_it_has_no_effect(
+def test_an_option_with_an_effect_that_the_policy_lacks_is_refused(
     name: str,
 ) -> None:
     neutral, others, why = OPTIONS_REFUSED[name]
@@ -190,7 +190,7 @@ def test_ids_of_calls_and_defaults_of_requests() -> None:
     assert limited["message"] == "prompt: give token ids in [0, 9)"
 
 
-def test_a_long_grammar_is_refused_by_the_key_that_it_came_by(
+def test_a_long_grammar_is_refused_by_its_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     policy = {"forced": "constrain"}
@@ -517,9 +517,7 @@ def test_a_reply_byte_by_byte(line: dict[str, Any]) -> None:
         (503, "server_error", {"retry-after": "1"}),
     ],
 )
-def test_a_refusal_says_whether_to_ask_again(
-    status: int, kind: str, headers: dict[str, str]
-) -> None:
+def test_a_refusal_says_if_to_ask_again(status: int, kind: str, headers: dict[str, str]) -> None:
     body = {"error": {"message": "why", "type": kind, "param": "p", "code": "c"}}
     assert replies.build_error(CallRefused(status, "c", "why", "p")) == (body, headers)
 

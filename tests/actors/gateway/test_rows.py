@@ -54,9 +54,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_a_sample_split_into_rows_has_the_gradient_of_the_unsplit_one(
-    model_dir: Path, variant: dict[str, Any]
-) -> None:
+def test_a_split_sample_has_the_unsplit_gradient(model_dir: Path, variant: dict[str, Any]) -> None:
     moved = []
     for how in ("whole", "split", "shared"):
         learner = {"groups": GROUPS, "group_size": SIZE} | variant.get("learner", {})
@@ -129,9 +127,7 @@ def test_a_forked_session_has_its_reward_on_its_last_token_of_all() -> None:
     ],
     ids=str,
 )
-def test_what_needs_the_order_of_a_session_refuses_forked_ones(
-    model_dir: Path, variant: dict[str, Any]
-) -> None:
+def test_methods_of_order_refuse_forked_sessions(model_dir: Path, variant: dict[str, Any]) -> None:
     learner = {"groups": GROUPS, "group_size": SIZE}
     with pytest.raises(ConfigError, match=r'has forked.*agent\.fork = "end"'):
         core(model_dir, learner=learner, **variant).train(sessions("split"))

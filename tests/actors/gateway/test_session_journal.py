@@ -326,9 +326,7 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
     asyncio.run(play())
 
 
-def test_a_session_that_is_being_judged_is_judged_by_a_new_process(
-    config: Config, tmp_path: Path
-) -> None:
+def test_a_session_being_judged_is_judged_by_the_next(config: Config, tmp_path: Path) -> None:
     async def play() -> None:
         first = Process(config, tmp_path)
         first.gateway.accept_tickets([ticket(1)])

@@ -52,7 +52,7 @@ def begun(store: Store) -> Store:
         ["outside"] * 8 + ["crashed"],
     ],
 )
-def test_a_batch_that_lives_end_on_is_set_aside_and_the_next_takes_its_place(
+def test_a_deadly_batch_is_set_aside_and_the_next_takes_its_place(
     ends: list[str],
 ) -> None:
     store = begun(make(3, 2, 2))
