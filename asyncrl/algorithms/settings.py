@@ -101,8 +101,6 @@ else:
     OffPolicy = Literal[read_names("kl", "OFF_POLICY")]
 # surrogates whose ratio is pi_theta / mu as published
 ON_BEHAVIOR = read_names("surrogates", "ON_BEHAVIOR")
-# statistics of rejection that are never negative
-NOT_NEGATIVE = ("k2", "k3", "tv", "kb", "kb_mu")
 # advantages that compare the samples of one prompt
 BY_GROUP = read_names("advantages", "BY_GROUP")
 

@@ -19,9 +19,8 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import Differences, find_differences, flatten, read_table
 
 _TABLES: dict[str, dict[str, str]] = read_table(__file__)
-PAGES, KEYS_BY_UNIT, REASONS, TAGS, REFERENCE = _TABLES.values()
-# unit of a number by the end of its name, otherwise by its dotted key
-UNIT_ENDINGS = {"_s": "seconds", "_mib": "MiB", "_bytes": "bytes", "_tokens": "tokens"}
+# the unit of a number is that of the end of its name, otherwise that of its dotted key
+PAGES, KEYS_BY_UNIT, REASONS, TAGS, REFERENCE, UNIT_ENDINGS = _TABLES.values()
 REFERENCE_TABLE = "| key | meaning | values | default | read with |\n|---|---|---|---|---|\n"
 TOP_LEVEL = "top level"
 

@@ -22,7 +22,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import RawTable, flatten
 
 # earlier and foreign names of keys, with their replacements
-RENAMED, SPLIT, REMOVED, REMOVED_PRESETS = tomllib.loads(
+RENAMED, SPLIT, REMOVED, REMOVED_PRESETS, REMOVED_METHODS = tomllib.loads(
     Path(__file__).with_name("renamed.toml").read_text(encoding="utf-8")
 ).values()
 
@@ -172,7 +172,7 @@ def _apply_layers(
             f"{', '.join(methods.METHODS)}, or build it of advantage, loss, correction and kl: "
             "docs/methods.md"
         )
-        if instead := methods.REMOVED.get(name):
+        if instead := REMOVED_METHODS.get(name):
             problem = f"{name} was removed; write {instead}"
         raise ConfigError(f"{source.locate('method')}: method: {problem}")
     _drop_removed(flat, source)

@@ -37,15 +37,6 @@ METHODS: dict[str, Method] = read_table(__file__, dict[str, Method])
 FOR_OLD_SAMPLES = [name for name, method in METHODS.items() if method.stale]
 
 
-# names that earlier versions accepted -> their replacements
-REMOVED = {
-    "vcpo-length": 'method = "vcpo", which uses the true norms',
-    "vcpo-logits": 'method = "vcpo", which uses the true norms',
-    "k25": 'method = "dis" with loss.band_lo = 0.5, loss.band_hi = 2.0 and loss.pull = 0.1',
-    "m2po": 'method = "m2po-published", or your own weights by correction.function',
-}
-
-
 def simplify(name: str) -> str:
     """Return the name without case, separators and doubled letters, a plus as a p.
 

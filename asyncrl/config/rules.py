@@ -181,13 +181,6 @@ def _check_advantage(config: Config) -> Problems:
             f"loss.surrogate: {surrogate} takes its ratio against the behavior policy; set "
             "correction.proximal = behavior"
         )
-    for key in ("reject", "reject2"):
-        name, highest = (getattr(config.correction, key + ending) for ending in ("", "_hi"))
-        if name in settings.NOT_NEGATIVE and highest is not None and highest < 0:
-            yield (
-                f"correction.{key}_hi: {name} is never negative, so {highest:g} would reject "
-                "everything"
-            )
 
 
 def _check_prompt_sources(config: Config) -> Problems:

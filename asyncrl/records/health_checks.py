@@ -61,16 +61,17 @@ JUDGED = 9
 MOST_ALARM = 0.05  # replaces ALARM in a run that is too short for it
 CUT = 0.005  # is/chi2 below minus this: part of the policy was not sampled from
 ONCE = 1e-3  # the same for one batch in which no ratio is above 1
-REJECTED = 0.5
 JUMP = 2.0  # factor of the completions' length
 RUNAWAY = 0.05  # nats a token in one batch: healthy runs move 1e-4 to 0.02 (docs/log)
 MANY_UPDATES = 4
 SWINGS = 3  # turns of the held-out reward, each larger than chance
+TREATMENTS = ("rejected", "vetoed", "masked")  # of tokens that are excluded from the loss
 # metrics whose means over the last batches a rule judges
 RECENT = (
     "answer/truncated_share",
     "time/reward_wait_share",
     *("reward/queue", "reward/wait_s", "reward/call_s", "reward/workers"),
+    *(f"is/{treatment}_share" for treatment in TREATMENTS),
 )
 REWARDS = ("reward/min", "reward/max", "eval/heldout", "eval/ood")
 SOLVED = 0.0005  # share of the range of rewards: closer to its ends, none or all are solved
@@ -357,14 +358,14 @@ def add_reward_wait(values: dict[str, Any]) -> dict[str, Any]:
     Below it, completions wait for a core, and a change of the function would not help.
 
     >>> times = {"reward/queue": 120, "reward/wait_s": 20.0, "reward/call_s": 0.2}
-    >>> round(add_reward_wait(times | {"reward/workers": 1})["reward/explained"])
+    >>> round(add_reward_wait(times | {"reward/workers": 1})["explained"])
     20
     """
     queue, call, workers = (
         values.get(f"reward/{x}", math.nan) for x in ("queue", "call_s", "workers")
     )
     explained = max(queue / max(workers, 1.0), 1.0) * call
-    values["reward/explained"] = explained - EXPLAINED * values.setdefault("reward/wait_s", 0.0)
+    values["explained"] = explained - EXPLAINED * values.setdefault("reward/wait_s", 0.0)
     values["processes"] = f"{workers:.0f} process{'es' * (workers > 1)}"
     return values
 
@@ -592,24 +593,6 @@ def check_kl_runaway(rows: Rows) -> Finding | None:
     return None
 
 
-def check_rejected_share(rows: Rows) -> Finding | None:
-    """Find a correction that excludes most generated tokens from the loss."""
-    batches = select_recent_rows(rows)
-    shares = {
-        treatment: average(batches, f"is/{treatment}_share") or 0.0
-        for treatment in ("rejected", "vetoed", "masked")
-    }
-    excluded = sum(shares.values())
-    if excluded < REJECTED:
-        return None
-    parts = ", ".join(f"{x:.0%} {treatment}" for treatment, x in shares.items() if x)
-    return make_finding(
-        "batch_rejected",
-        f"{excluded:.0%} of the tokens of the last {len(batches)} batches are excluded from the "
-        f"loss ({parts})",
-    )
-
-
 def check_length_jump(rows: Rows) -> Finding | None:
     """Find completions that are suddenly at least twice or at most half as long as before."""
     batches = [r for r in rows if "answer/length" in r]
@@ -704,7 +687,6 @@ RULES: tuple[Callable[[Rows], Finding | None], ...] = (
     check_constant_rewards,
     check_generalization,
     check_kl_runaway,
-    check_rejected_share,
     check_length_jump,
     check_oscillating_reward,
     check_refused_messages,
@@ -730,11 +712,14 @@ def apply_rules(rows: Rows, facts: RunFacts | None = None, *, ended: bool = Fals
     batches = select_recent_rows(rows)
     averages = {name: average(batches, name) for name in RECENT}
     recent: dict[str, Any] = {name: x for name, x in averages.items() if x is not None}
+    shares = {name: recent.get(f"is/{name}_share", 0.0) for name in TREATMENTS}
+    recent |= {"batches": len(batches), "excluded": sum(shares.values())}
+    recent["parts"] = ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share)
     findings = [rule(rows) for rule in (*RULES, *(END_RULES if ended else ()))]
     findings.append(check_growing_mismatch(rows, facts))
     findings += [rule(rows, facts) for rule in KNOWN_RULES] if facts is not None else []
     return [
         *match_rules("latest", newest),
-        *match_rules("recent", add_reward_wait(recent) | {"batches": len(batches)}),
+        *match_rules("recent", add_reward_wait(recent)),
         *(s for s in findings if s is not None),
     ]

@@ -146,7 +146,6 @@ def list_missing(state: JsonObject) -> list[str]:
 def advise(run_dir: Path, state: JsonObject) -> str:
     """Recommend the next step in one line."""
     running = {p["name"] for p in state["processes"] if p["alive"]}
-    config_path = run_dir / "config.toml"
     missing = list_missing(state)
     if state["ended"]:
         return (
@@ -160,7 +159,7 @@ def advise(run_dir: Path, state: JsonObject) -> str:
         )
     if running and missing:
         start = [
-            f"asyncrl {n.partition('-')[0]} {config_path} --run-dir {run_dir}"
+            f"asyncrl {n.partition('-')[0]} {run_dir / 'config.toml'} --run-dir {run_dir}"
             + (f" --index {n[10:]}" if n[10:] else "")
             for n in missing
         ]

@@ -91,12 +91,8 @@ def format_cells(result: Summary) -> list[list[str]]:
     rows = []
     for cell in result["cells"]:
         against = cell["difference"]
-        difference = {
-            "mean": against["mean"],
-            "interval": format_interval(against["interval"], "+.3f"),
-            "p": against["p"],
-        }
-        rows.append(format_row(CELL_COLUMNS, cell | difference))
+        interval = {"interval": format_interval(against["interval"], "+.3f")}
+        rows.append(format_row(CELL_COLUMNS, cell | against | interval))
     return rows
 
 

@@ -219,7 +219,7 @@ def state_verdict(name: str, base: str, difference: PairedDifference, measure: s
     measured = f"{measure} {difference.mean:+.3f}, 95 % interval over seeds {interval}"
     if difference.is_different:
         return (
-            f"{name} is {'better' if difference.mean > 0 else 'worse'} than {base}: {measured}, "
+            f"{name} is {difference.choose_word()} than {base}: {measured}, "
             f"p = {difference.adjusted:.3f} with Holm's correction"
         )
     needed = count_needed_seeds(difference.mean, difference.sd)

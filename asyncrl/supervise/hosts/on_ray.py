@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 import asyncrl
-from asyncrl.config import load
+from asyncrl.config import load, rules
 from asyncrl.config.tree import Config, WiresConfig
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
@@ -356,10 +356,8 @@ class RayLauncher(ProcessLauncher):
 
 def adapt_config(config: Config) -> Config:
     """Adapt the config to a cluster.  Raises ConfigError for settings that need one machine."""
-    if (transport := config.weights.transport) not in ("auto", "tcp"):
-        raise ConfigError(
-            f"--on ray: weights.transport = {transport} only works on one machine; use auto"
-        )
+    for problem in rules.apply_table("hosts", config):
+        raise ConfigError(f"--on ray: {problem}")
     count = config.placement.generator.count or config.generators
     return replace(config, generators=count)
 

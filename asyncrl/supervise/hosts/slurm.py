@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.config import rules
 from asyncrl.config.placement import HostPlacement
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
@@ -81,10 +82,8 @@ def render_script(config: Config, source: str, sets: Sequence[str], run_dir: Pat
     """Return the batch script for `asyncrl run SOURCE --set ...`.
 
     Raises ConfigError for a config that cannot run on several hosts or needs only one."""
-    if (transport := config.weights.transport) not in ("auto", "tcp"):
-        raise ConfigError(
-            f"--on slurm: weights.transport = {transport} only works on one machine; use auto"
-        )
+    for problem in rules.apply_table("hosts", config):
+        raise ConfigError(f"--on slurm: {problem}")
     joining = (config.placement.generator.count or config.generators) - 1
     if joining < 1:
         raise ConfigError(
