@@ -1,5 +1,4 @@
-"""What goes wrong at a user's desk, typed as the user types it: one clear line, a non-zero exit
-code, nothing half-written."""
+"""What goes wrong at a user's desk: one clear line, an exit code, nothing half-written."""
 
 import os
 import re
@@ -161,8 +160,7 @@ def test_on_error_stop_ends_at_the_first_failure(tmp_path: Path, sort_model: Pat
 
 
 def test_a_reward_that_fails_at_times_is_never_a_zero(tmp_path: Path, sort_model: Path) -> None:
-    """One call in nine fails, whatever its text, which the same weights would write again: the
-    answer is written again; every reward that is trained on is 1."""
+    """One call in nine fails: the answer is written again; every reward that is trained on is 1."""
     body = (
         "    reward.calls = getattr(reward, 'calls', 0) + 1\n"
         "    if reward.calls % 9 == 0:\n        raise ValueError('now and then')\n"
@@ -299,8 +297,7 @@ def test_commands_typed_wrong(argv: list[str], code: int, said: str) -> None:
 
 
 def test_a_full_disk_ends_the_run_with_a_whole_checkpoint(tmp_path: Path, sort_model: Path) -> None:
-    """The run directory lies on a file system of 3 MiB, which a few checkpoints fill: a checkpoint
-    cannot be written, or, while one is half written, the metrics."""
+    """A file system of 3 MiB, which a few checkpoints fill: a checkpoint or the metrics fail."""
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(

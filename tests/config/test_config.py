@@ -1,5 +1,4 @@
-"""Configs, typed as a user types them: every mistake is one line that says where, what and what to
-do, and exit code 2."""
+"""Configs as a user types them: every mistake is one line, where, what and what to do."""
 
 import json
 import math
@@ -248,9 +247,8 @@ def test_sessions_that_fork_have_no_order_for_some_methods(
 def test_every_key_says_what_it_means() -> None:
     """The schema that editors show: every key is in it, with its default."""
     schema = json.loads((ROOT / "configs" / "schema.json").read_text())
-    assert schema == json.loads(json.dumps(load.build_schema())), (
-        "stale: asyncrl config schema > configs/schema.json"
-    )
+    # stale: asyncrl config schema > configs/schema.json
+    assert schema == json.loads(json.dumps(load.build_schema()))
     config_keys = load.list_keys()
     named = {p for d in schema["$defs"].values() for p in d["properties"]}
     assert "method" in schema["$defs"]["Config"]["properties"]
@@ -263,8 +261,7 @@ def test_presets_fill_only_what_is_not_given(tmp_path: Path) -> None:
 
 
 def test_a_preset_on_the_command_line_acts_on_a_resolved_config(tmp_path: Path) -> None:
-    """As `asyncrl run --resume --set correction.preset=mis` needs it: RUN/config.toml gives every
-    key."""
+    """As `asyncrl run --resume --set correction.preset=mis` needs it: the file gives every key."""
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(
         load.dump(
@@ -403,8 +400,7 @@ def test_what_is_not_finite_has_no_row(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_layers_hold() -> None:
-    """The import contracts of pyproject.toml: the mathematics knows no wire, the buffer no torch,
-    the parts not each other."""
+    """The import contracts of pyproject.toml: mathematics, wire, buffer and parts are apart."""
     done = run_command(
         [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
     )

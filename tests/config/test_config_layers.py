@@ -1,5 +1,4 @@
-"""Keys that a config's methods do not read: an error where their own layer gives them, dropped
-where a later layer chooses another method; and methods that are set whole by one key."""
+"""Keys that a config's methods do not read are errors, or dropped for a later layer's choice."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""The GPU configs on a machine without one: what they would start, which GPU each process would
-see, and that nothing starts."""
+"""The GPU configs on a machine without one: what they would start, and that nothing starts."""
 
 import json
 import os
@@ -185,8 +184,7 @@ def test_what_cannot_work_is_refused(sets: list[str], said: str) -> None:
 
 
 def test_on_one_gpu_weights_go_through_the_hosts_memory(tmp_path: Path) -> None:
-    """NCCL makes no group of two ranks on one GPU: the config's own way is the ring, a copy to the
-    host and one back, and NCCL by hand is refused."""
+    """NCCL makes no group of two ranks on one GPU: the config's own way is the ring."""
     config = load.load(ROOT / "configs" / "gpu_one.toml")
     assert config.weights.transport == "auto" and not config.learner.gpus
     receiver = WeightsReceiver(config, "generator-0")

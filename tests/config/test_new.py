@@ -1,5 +1,4 @@
-"""`asyncrl new`: what is written loads, judges and trains, wherever it is called from; and the warm
-start of a file's task, which it rests on."""
+"""`asyncrl new`: what is written loads, judges and trains, wherever it is called from."""
 
 import asyncio
 import json
@@ -191,8 +190,7 @@ def commands(text: str) -> list[str]:
 
 
 def test_every_command_of_the_pages_runs(tmp_path: Path) -> None:
-    """The part on a project of docs/getting-started.md, then the project's README in the project;
-    runs are cut short, and from a model that has hardly learned."""
+    """The project of docs/getting-started.md, then its README; runs are cut short."""
     page = (ROOT / "docs" / "getting-started.md").read_text().partition("## Your own project")[2]
     readme = (new.TEMPLATE / "README.md").read_text().replace("NAME", "four")
     # fetching a model is tests/models/test_real_model.py's; `new --agent` and `--model`, which have

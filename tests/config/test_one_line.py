@@ -1,5 +1,4 @@
-"""What used to end in a traceback, or in no word at all: one line with the key and the remedy, with
---json as JSON too."""
+"""What used to end in a traceback: one line with key and remedy, with --json as JSON too."""
 
 import codecs
 import errno

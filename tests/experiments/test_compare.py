@@ -1,5 +1,4 @@
-"""`asyncrl compare` on real runs: the same data, bitwise twins, resuming, the page and its numbers,
-and what it refuses."""
+"""`asyncrl compare` on real runs: data, bitwise twins, resuming, page, numbers, refusals."""
 
 import errno
 import json
@@ -304,9 +303,8 @@ def test_a_method_before_the_colon_is_that_method() -> None:
 def test_one_seed_runs_and_allows_no_verdict(sort_model: Path, tmp_path: Path) -> None:
     text = "--arm sync:staleness.max_lag=0 --arm async: --seeds 1 --set learner.steps=3"
     done = compare(sort_model, tmp_path / "c", *text.split()).check()
-    assert (tmp_path / "c" / "runs" / f"sync-seed{RUN_SEED}" / "summary.json").exists(), (
-        "its speed is compared with a real run's"
-    )
+    # its speed is compared with a real run's
+    assert (tmp_path / "c" / "runs" / f"sync-seed{RUN_SEED}" / "summary.json").exists()
     # of three batches only the first measures the KL, before any update
     assert re.search(r"arm +OOD start +OOD end *\n", done.out)
     assert "sync: staleness.max_lag=0" in done.out
@@ -343,9 +341,8 @@ def test_signs_of_warm_runs(tmp_path: Path) -> None:
         "ood": [[0.0, 20.0], [0.4, 0.1]],
         "curve": lost[:20],
     }
-    assert [s.name for s in make_warm_cell("a", 0, early, k3).signs] == ["out_of_distribution"], (
-        "given up: its last evaluation is its end"
-    )
+    # given up: its last evaluation is its end
+    assert [s.name for s in make_warm_cell("a", 0, early, k3).signs] == ["out_of_distribution"]
     middle = record | {"ood": [[0.0, 20.0], [0.4, 0.2]]}
     assert make_warm_cell("a", 0, middle, k3).signs == [], "ten prompts say little"
     still = record | {"accuracy": [[0.0, 50.0], [0.4, 0.41]], "ood": [[], []]}

@@ -1,5 +1,4 @@
-"""The verdict is calibrated: equal arms are seldom called different, planted differences are found
-as often as theory says."""
+"""Equal arms are seldom called different, planted differences as often as theory says."""
 
 import math
 import random

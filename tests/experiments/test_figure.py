@@ -1,6 +1,4 @@
-"""`asyncrl figure` and `asyncrl ls`: their points, files and errors.
-
-test_compare.py and test_sweep.py draw real comparisons and sweeps, test_notebook.py real runs."""
+"""`asyncrl figure` and `asyncrl ls`: their points, files and errors; other tests draw real runs."""
 
 import csv
 import json

@@ -1,5 +1,4 @@
-"""The lab's own claims on a smaller model (2 symbols, 3 tokens), its gradients against autograd,
-and the command line."""
+"""The lab's claims on a smaller model (2 symbols, 3 tokens), its gradients, the command line."""
 
 import json
 from pathlib import Path
@@ -78,8 +77,7 @@ def test_no_gradient_is_zero_coefficients() -> None:
 
 
 def test_bias_truncation_and_discount_trade(tmp_path: Path) -> None:
-    """(1, inf) is exact, discount 0 on mu's samples the token level; a lower cut never has more
-    variance."""
+    """(1, inf) is exact, discount 0 the token level; a lower cut never has more variance."""
     measured = run_lab("bias --vocabulary 2 --length 3 --seeds 2 --draws 60", tmp_path)
     assert max(measured["identities"].values()) < 1e-9
     for which, curve in measured["curve"].items():

@@ -105,9 +105,8 @@ def test_a_rounded_generator_shows_as_shipped(asyncrl: Callable[..., Ended], bit
     assert [r["step"] for r in split] == [0, 1, 2, 3]
     assert all(r["split/coverage"] == 1 for r in split)
     aged = [r for r in split if r["lag/mean"] > 0]
-    assert aged and all(r["kl/behavior_start_k3"] > 1e-9 and r["is/ess"] < 1 for r in aged), (
-        "staleness is measured, not a constant"
-    )
+    # staleness is measured, not a constant
+    assert aged and all(r["kl/behavior_start_k3"] > 1e-9 and r["is/ess"] < 1 for r in aged)
     # older keys and values are a mismatch of their own
     alone = [r["by_age/mismatch_k3_0"] for r in split if "by_age/mismatch_k3_0" in r]
     assert alone, "no token was drawn on keys and values of its own version"

@@ -1,5 +1,4 @@
-"""The order in which the buffer serves groups (`staleness.order`), and answers that come late on
-purpose (`staleness.delay`)."""
+"""`staleness.order`, and answers that come late on purpose (`staleness.delay`)."""
 
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,8 @@ def test_freshest_with_drop_sends_again_what_it_passed_over_for_too_long() -> No
     write(store, b)  # of version 0
     write(store, c)  # of version 1, served first
     train(store, 1)
-    assert not store.ask(1, 2)[0] and store.sum_ledger()["dropped_stale"]["tokens"] == 4, (
-        "b would train two versions late"
-    )
+    # b would train two versions late
+    assert not store.ask(1, 2)[0] and store.sum_ledger()["dropped_stale"]["tokens"] == 4
     again, _ = store.grant("g", 1, 9, 0.0)
     assert again.ticket == b.ticket and again.min_version == Label(1, 2)
 

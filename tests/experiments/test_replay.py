@@ -1,5 +1,4 @@
-"""`asyncrl replay` on recordings of real runs: the same bits with nothing changed, the difference
-with something changed, cuts, damage, refusals."""
+"""`asyncrl replay` of real runs: the same bits, differences, cuts, damage, refusals."""
 
 import json
 import shutil
@@ -153,12 +152,10 @@ def test_a_change_is_shown_on_the_same_data(
     assert found["reproduced"] is None and not found["equal"]
     assert found["first_difference"]["step"] == 0 and found["first_other_weights"] == 1
     was, now = train_rows(recorded["rows"]), train_rows(metrics.read(where))
-    assert [now[n]["reward/mean"] for n in range(6)] == [was[n]["reward/mean"] for n in range(6)], (
-        "not the recorded data"
-    )
-    assert now[5]["optim/early_stops"] == 6 and was[5]["optim/early_stops"] == 0, (
-        "one step of two, then over the budget, in every batch"
-    )
+    # not the recorded data
+    assert [now[n]["reward/mean"] for n in range(6)] == [was[n]["reward/mean"] for n in range(6)]
+    # one step of two, then over the budget, in every batch
+    assert now[5]["optim/early_stops"] == 6 and was[5]["optim/early_stops"] == 0
     assert now[0]["kl/loss_beta"] == 0.5 and now[5]["loss/kl"] > 0 and was[0]["kl/loss_beta"] == 0
     page = (where / "report.html").read_text()
     titles = ("Gradient norm", "Effective sample size", "KL from behavior to target")

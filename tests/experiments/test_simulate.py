@@ -29,8 +29,7 @@ GENERATE = 0.64  # seconds of a batch, when all its answers are written at once
 
 @pytest.mark.parametrize("generators", [1, 2])
 def test_synchronous_each_side_idles_for_the_others_share(generators: int) -> None:
-    """6.4 s of generation, 4 s of learning. Two generators work at once, for as long as one alone
-    would: calls take the same for 8 rows and 16."""
+    """6.4 s of generation, 4 s of learning; two generators take as long: 8 rows cost what 16 do."""
     known = change(BARE, step=0.1, train=4.0)
     o = run(known, "staleness.max_lag=0", f"generators={generators}")
     assert o.step_s == pytest.approx(10.4)
@@ -69,8 +68,7 @@ def test_an_evaluating_generator_neither_gets_nor_takes(
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_where_the_learner_limits_the_lag_is_the_limit(limit: int) -> None:
-    """Generation is far faster: when batch n is committed, the tickets of batch n + 1 + k go out
-    with version n + 1."""
+    """When batch n is committed, the tickets of batch n + 1 + k go out with version n + 1."""
     o = run(change(BARE, step=1e-4, train=1.0), f"staleness.max_lag={limit}", "generator.slots=256")
     assert o.step_s == pytest.approx(1.0, rel=0.01) and o.idle_learner < 0.01
     assert o.lag_closed_form == pytest.approx(o.lag_mean, rel=0.02)
@@ -99,16 +97,13 @@ def test_weights_swapped_in_mid_answer_split_its_lag() -> None:
     sets = ("staleness.max_lag=1", "generator.slots=33")
     o = run(change(BARE, train=0.30), *sets)
     assert o.lag_histogram == pytest.approx({0: (1 + 9 / 2) / 20, 1: (10 + 9 / 2) / 20})
-    assert o.step_s == pytest.approx((GENERATE + 0.30 + 0.08) / 2, rel=0.03), (
-        "two batches for an answer, an update, and one call that answers linger for"
-    )
+    # two batches for an answer, an update, and one call that answers linger for
+    assert o.step_s == pytest.approx((GENERATE + 0.30 + 0.08) / 2, rel=0.03)
     drained = run(change(BARE, train=0.30), *sets, "weights.in_flight='between_groups'")
-    assert drained.lag_histogram == pytest.approx({0: 1 / 20, 1: 19 / 20}), (
-        "between_groups: no answer has two versions"
-    )
-    assert drained.step_s == pytest.approx(GENERATE, rel=0.03), (
-        "and a batch waits until the one before it has ended"
-    )
+    # between_groups: no answer has two versions
+    assert drained.lag_histogram == pytest.approx({0: 1 / 20, 1: 19 / 20})
+    # and a batch waits until the one before it has ended
+    assert drained.step_s == pytest.approx(GENERATE, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -703,8 +698,7 @@ def test_the_gateways_sessions_bound_what_is_open_and_rows_what_is_drawn() -> No
 
 
 def test_each_call_is_drawn_with_the_newest_weights_and_keeps_its_version() -> None:
-    """Sessions of 2.14 s over updates of 0.2 s: whole sessions, each call at or after the version
-    of the one before."""
+    """Whole sessions over several updates, each call at or after the version of the one before."""
     changed = of("staleness.max_lag=4", "learner.checkpoint_every=100")
     simulated = Simulation(changed, change(KNOWN, train=0.2), 0, evaluate=False)
     assert simulated.run()["lag_max"] <= 4

@@ -1,5 +1,4 @@
-"""`asyncrl sweep`: its cells, early abandonment, resuming, the limit it suggests, and what it
-refuses."""
+"""`asyncrl sweep`: cells, early abandonment, resuming, the limit it suggests, refusals."""
 
 import json
 import re
@@ -60,15 +59,13 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
     cells = {(c["correction"], c["limit"]): c for c in found["cells"]}
     assert set(cells) == {(n, x) for n in ("configured", "other") for x in ("0", "2")}
     assert found["missing"] == 0
-    assert cells["configured", "0"]["arm"] == "sync", (
-        "limit 0 as configured is the synchronous run itself, not made twice"
-    )
+    # limit 0 as configured is the synchronous run itself, not made twice
+    assert cells["configured", "0"]["arm"] == "sync"
     assert [cells[n, "2"]["lag_max"] for n in ("configured", "other")] == [2, 2]
     assert cells["other", "0"]["lag_max"] == 0
     assert cells["other", "2"]["digests"] != cells["configured", "2"]["digests"]
-    assert len({tuple(c["trained_ids"]) for c in cells.values()}) == 1, (
-        "every cell trains the same samples in the same order"
-    )
+    # every cell trains the same samples in the same order
+    assert len({tuple(c["trained_ids"]) for c in cells.values()}) == 1
     assert [c["ood_each"] for c in cells.values()] == [[0.0, 0.0]] * 4
     assert found["sync"]["ood_end"] == found["sync"]["ood_start"] == 0
     assert found["speed"]["2"] >= found["speed"]["0"] == 1
@@ -164,9 +161,8 @@ def test_every_correction_is_a_valid_config_at_every_limit() -> None:
     names = [n for n in CORRECTIONS if n not in ("configured", filtering)]
     # some correct by the weights of every version that the lag spans
     p = plan_rle(" ".join(names), 0.0, 4.0, sets=["weights.slots=6"])
-    assert len({load.dump(c) for c in p.arms.values()}) == len(p.arms) == 2 * len(names), (
-        "sync is ppo at limit 0"
-    )
+    # sync is ppo at limit 0
+    assert len({load.dump(c) for c in p.arms.values()}) == len(p.arms) == 2 * len(names)
     assert p.arms["tis-limit4"].correction.hi == 2.0
     assert p.arms["none-limit4"].loss.surrogate == "vanilla"
     assert p.arms["mis-limit4"].staleness.inject == 4

@@ -1,5 +1,4 @@
-"""Who lives in a run directory and how the others ended: the rows and locks, and what doctor and
-report make of them."""
+"""Who lives in a run directory and how the others ended: rows, locks, doctor and report."""
 
 import fcntl
 import itertools

@@ -1,5 +1,4 @@
-"""What the pages say beside their curves: how sure an accuracy is, what a band is, which colour is
-which work; and that nothing is empty."""
+"""What pages say beside their curves: intervals, bands, colors of work; and nothing is empty."""
 
 import json
 from collections.abc import Callable

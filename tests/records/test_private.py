@@ -88,9 +88,8 @@ def test_a_directory_that_others_may_write_to_or_a_link_to_one_is_not_used(tmp_p
     with pytest.raises(ConfigError, match=r"wide has mode 0777: other users may have put"):
         private.create_directory(tmp_path / "wide")
     (tmp_path / "mine").mkdir(mode=0o755)
-    assert mode(private.create_directory(tmp_path / "mine")) == 0o700, (
-        "nobody else could write to it"
-    )
+    # nobody else could write to it
+    assert mode(private.create_directory(tmp_path / "mine")) == 0o700
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     with pytest.raises(ConfigError, match="link is a link"):
         private.create_directory(tmp_path / "link")

@@ -103,8 +103,7 @@ def test_accuracy_that_moves_less_than_its_interval() -> None:
 
 
 def test_the_interval_follows_the_range_of_the_rewards() -> None:
-    """Rewards of -10 to 10 around 0 vary by up to 10: 1.96 sqrt(2 x 100 / 100) = 2.77, where shares
-    of 1 would give 0."""
+    """Rewards of -10 to 10 around 0 vary by up to 10: 1.96 sqrt(2 x 100 / 100) = 2.77."""
     wide = {"reward_min": -10.0, "reward_max": 10.0}
     got = names(apply_rules(evaluated(0.0, 2.7, 100, **wide), ended=True))
     assert got == ["unmoved_accuracy"]

@@ -1,5 +1,4 @@
-"""Runs that drift, collapse or overfit say so by name: rules over rows like those of real runs
-(docs/log), and over healthy ones; and signs of the policy and its engine."""
+"""Runs that drift, collapse or overfit say so by name; signs of the policy and its engine."""
 
 import itertools
 import json
@@ -64,8 +63,7 @@ def noise(seed: int, n: int, spread: float = 0.5, carry: float = 0.0) -> list[fl
 
 @pytest.mark.parametrize(("spread", "carry"), [(0.5, 0.0), (1.5, 0.0), (0.3, 0.5)])
 def test_noise_without_trend_is_seldom_called_growing(spread: float, carry: float) -> None:
-    """1,000 series of 15 to 200 values; a look may be wrong once in 1,000, so 3 or fewer with a
-    chance of 98 %."""
+    """1,000 series; a look may be wrong once in 1,000, so 3 or fewer with a chance of 98 %."""
     got = sum(
         find_growth(noise(i, 15 + 37 * i % 186, spread, carry)) is not None for i in range(1000)
     )
@@ -73,8 +71,7 @@ def test_noise_without_trend_is_seldom_called_growing(spread: float, carry: floa
 
 
 def test_growth_is_found() -> None:
-    """Fivefold over the run in noise; or late, as before a collapse.  What does not double is no
-    growth, and neither are spikes."""
+    """Fivefold in noise, or late. What does not double is no growth, and neither are spikes."""
 
     def share(shape: Any) -> float:
         return (
@@ -117,9 +114,8 @@ def test_a_growing_mismatch_is_said(name: str) -> None:
     assert name.replace("__", "/") in sign.said
     assert "from 1.6e-04 to 1.2e-03" in sign.said
     assert "learner.lr" in sign.try_this and "exact" in sign.try_this
-    assert apply_rules(rows(60, **{name: [1e-9 * math.exp(0.05 * i) for i in range(60)]})) == [], (
-        "too small to matter"
-    )
+    # too small to matter
+    assert apply_rules(rows(60, **{name: [1e-9 * math.exp(0.05 * i) for i in range(60)]})) == []
     assert apply_rules(rows(60, **{name: noise(3, 60)})) == []
     assert apply_rules(rows(60, **{name: [1e-6] * 40 + [9.9e-6] * 20})) == []
     assert names(apply_rules(rows(60, **{name: [1e-6] * 40 + [1e-5] * 20}))) == [
@@ -143,9 +139,8 @@ def test_an_engine_that_differs() -> None:
     assert "above 0.001" in sign.said
     assert "generator.dtype" in sign.try_this
     assert fired(rows(6, mismatch__k3_at_lag_0=[1e-3])) == [] == fired(rows(6))
-    assert fired(rows(6, mismatch__k3_at_lag_0=[1e-13, 2e-3])) == [], (
-        "one batch with few tokens says little"
-    )
+    # one batch with few tokens says little
+    assert fired(rows(6, mismatch__k3_at_lag_0=[1e-13, 2e-3])) == []
     late = rows(60, mismatch__k3_at_lag_0=[1e-5] * 41 + [0.01] * 11)
     assert (
         health_checks.check_engine_mismatch(late[:45], config()) is None
@@ -188,9 +183,8 @@ def test_drift_under_k1_in_the_loss() -> None:
     ):
         got = fired(rows(48, kl__target_ref_k3=[0.0] * 16 + [middle] * 16 + [late] * 16), *K1_LOSS)
         assert got == said, (middle, late)
-    assert fired(rows(14, kl__target_ref_k3=[0.1 * x for x in range(14)]), *K1_LOSS) == [], (
-        "too early"
-    )
+    # too early
+    assert fired(rows(14, kl__target_ref_k3=[0.1 * x for x in range(14)]), *K1_LOSS) == []
     assert fired(rows(15, kl__target_ref_k3=[0.1 * x for x in range(15)]), *K1_LOSS) == ["kl_drift"]
     for other in (
         K3_LOSS,
@@ -252,8 +246,7 @@ def test_collapse_under_k3_in_the_reward() -> None:
 
 
 def test_good_in_distribution_and_poor_out_of_distribution() -> None:
-    """`rlenarrow` without KL: 0.38 to 0.88 on what is trained, 0.35 to 0.07 on what is not; 3
-    sqrt(.35 .65 / 256 + .07 .93 / 256) = 0.102."""
+    """`rlenarrow` without KL; 3 sqrt(.35 .65 / 256 + .07 .93 / 256) = 0.102."""
     near = evals("heldout", 512, (0, 0.38), (60, 0.88))
     far = evals("ood", 256, (0, 0.35), (60, 0.07))
     half = 3 * math.sqrt((0.35 * 0.65 + 0.07 * 0.93) / 256)
@@ -265,9 +258,8 @@ def test_good_in_distribution_and_poor_out_of_distribution() -> None:
     )
     assert expected in sign.said
     assert "kl.reward.coefficient" in sign.try_this
-    assert apply_rules([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.11)), *rows()]) == [], (
-        "half = 0.116 there"
-    )
+    # half = 0.116 there
+    assert apply_rules([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.11)), *rows()]) == []
     values = names(apply_rules([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.13)), *rows()]))
     assert values == ["out_of_distribution"]
     got = apply_rules([*near, *evals("ood", 256, (0, 0.07), (60, 0.35)), *rows()])
@@ -279,14 +271,12 @@ def test_good_in_distribution_and_poor_out_of_distribution() -> None:
         == apply_rules([*near, *far])
     )
     worse = evals("heldout", 512, (0, 0.38), (60, 0.2))
-    assert apply_rules([*worse, *far, *rows()]) == [], (
-        "a run that gets worse at everything is another matter"
-    )
+    # a run that gets worse at everything is another matter
+    assert apply_rules([*worse, *far, *rows()]) == []
 
 
 def test_a_checker_that_is_fooled_shows_out_of_distribution() -> None:
-    """`rlehack` without KL: training reward 0.5 to 0.83, exact held-out 0.38 to 0.13, out of
-    distribution 0.14 to 0.01."""
+    """`rlehack` without KL: training reward 0.5 to 0.83, exact held-out 0.38 to 0.13."""
     ends = [
         *evals("heldout", 512, (0, 0.38), (50, 0.13)),
         *evals("ood", 256, (0, 0.14), (50, 0.01)),
@@ -309,17 +299,15 @@ def test_a_coefficient_without_effect() -> None:
     assert "a KL of 0.05 nats" in sign.said
     assert "kl.loss.coefficient = 0.1" in sign.try_this
     assert fired(rows(kl__target_ref_k3=moved, kl__gradient_share=[0.01] * 50), *K3_LOSS) == []
-    assert fired(rows(kl__target_ref_k3=[0.019] * 50, kl__gradient_share=none), *K3_LOSS) == [], (
-        "nothing to hold"
-    )
+    # nothing to hold
+    assert fired(rows(kl__target_ref_k3=[0.019] * 50, kl__gradient_share=none), *K3_LOSS) == []
     for share, kl, said in ((0.0099, 0.02, ["kl_without_effect"]), (0.01, 0.02, [])):
         got = fired(rows(kl__target_ref_k3=[kl] * 50, kl__gradient_share=[share] * 50), *K3_LOSS)
         assert got == said
     values = fired(rows(20, kl__target_ref_k3=moved, kl__gradient_share=none), *K3_LOSS)
     assert values == ["kl_without_effect"]
-    assert fired(rows(19, kl__target_ref_k3=moved, kl__gradient_share=none), *K3_LOSS) == [], (
-        "too early"
-    )
+    # too early
+    assert fired(rows(19, kl__target_ref_k3=moved, kl__gradient_share=none), *K3_LOSS) == []
     assert fired(
         rows(kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 30 + none[:20]), *K3_LOSS
     ) == ["kl_without_effect"]
@@ -371,9 +359,8 @@ def test_the_summary_keeps_them(tmp_path: Path) -> None:
     assert found["signs"][0]["said"].startswith("KL to the reference rises")
     assert (found["heldout_start"], found["ood_start"]) == (0.3, 0.2)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ends[3:]))
-    assert runner.write_summary(load.load("configs/demo.toml"), tmp_path)["ood_start"] is None, (
-        "the end is not the start"
-    )
+    # the end is not the start
+    assert runner.write_summary(load.load("configs/demo.toml"), tmp_path)["ood_start"] is None
 
 
 HEALTHY = json.loads((Path(__file__).parents[1] / "data" / "healthy_demos.json").read_text())

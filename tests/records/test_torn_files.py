@@ -1,5 +1,4 @@
-"""A run's files of rows after a power cut or on a full disk: read past what is torn, never
-half-written, one clear line; and files of an older version."""
+"""Rows after a power cut or on a full disk: read past what is torn, one clear line; older files."""
 
 import errno
 import json

@@ -1,6 +1,4 @@
-"""`record.trackers`: the real packages in their offline or local mode.
-
-wandb is part of the development environment. `make trackers` runs this file with all three."""
+"""`record.trackers`, offline or local; `make trackers` runs this file with all three packages."""
 
 import importlib.util
 import json

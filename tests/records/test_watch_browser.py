@@ -245,8 +245,7 @@ def test_the_report_of_a_long_run_is_one_small_file(gain: Ended, tmp_path: Path)
 
 
 def test_both_sides_were_busy_at_once(gain: Ended) -> None:
-    """The timeline's claim, from the spans themselves: the learner trained while the generator
-    decoded."""
+    """The timeline's claim, from the spans: the learner trained while the generator decoded."""
     events = json.loads((Path(gain.json["run_dir"]) / "trace.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
 

@@ -1,5 +1,4 @@
-"""benchmarks/chaos.py: its checker finds what is wrong with histories made by hand, and a short run
-of real processes, killed and stopped at points of their work, has nothing wrong."""
+"""benchmarks/chaos.py: its checker finds planted faults, and a short run of processes has none."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""The checker of `benchmarks/chaos.py` falls for each mechanism that is switched off, and for
-nothing while all are on: the product's store, journal, outbox, cursor and fence in one process,
-with messages lost and doubled, kills, and a second learner."""
+"""benchmarks/chaos.py's checker falls for each mechanism that is off, for none while all are on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The supervisor's rules with a maker that starts nothing: whoever starts the processes, they are
-the same."""
+"""The supervisor's rules, with a launcher that starts nothing."""
 
 import ctypes
 import os

@@ -1,5 +1,4 @@
-"""The supervisor's rules, with children of one line: what is started again, what ends the run, what
-no longer matters at its end."""
+"""The supervisor's rules, with children of one line: restarts, ends, what matters no longer."""
 
 import sys
 import time
@@ -62,8 +61,7 @@ def make(tmp_path: Path) -> object:
 
 
 def run(s: Supervisor, until: Callable[[], bool] = lambda: False) -> bool:
-    """poll, as the live view does, until it says the end or `until` holds; whatever poll raises
-    comes out."""
+    """poll, as the live view does, until the end or `until` holds; what poll raises comes out."""
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         if s.poll():

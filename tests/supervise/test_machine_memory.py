@@ -1,5 +1,4 @@
-"""Free memory and kills for want of it, as the kernel's files say them; and the process that was
-killed for it."""
+"""Free memory and kills for want of it, as the kernel's files say them."""
 
 from pathlib import Path
 

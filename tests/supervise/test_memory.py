@@ -1,5 +1,4 @@
-"""The learner stays flat over many small batches, in a process of its own whose resident memory is
-read (the engine: test_speed.py); what is freed there is not faulted in again."""
+"""The learner stays flat over many small batches; what is freed is not faulted in again."""
 
 import importlib
 import platform

@@ -1,5 +1,4 @@
-"""A run on a Ray cluster of three raylets on this machine, one of which is lost; what a placement
-asks for, and what it says when there is no room."""
+"""A run on a Ray cluster of three raylets, one of which is lost; placements and refusals."""
 
 import functools
 import importlib.util

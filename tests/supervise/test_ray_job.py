@@ -75,8 +75,7 @@ def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def job(dashboard: str, verb: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """`ray job`, again where the node's agent, which takes a job, is not there yet: the dashboard
-    waits 10 s for it."""
+    """`ray job`, again where the node's agent, which takes a job, is not there yet (10 s)."""
     until = time.monotonic() + WAIT_S
     while True:
         done = job_once(dashboard, verb, *words)

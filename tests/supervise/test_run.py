@@ -1,5 +1,4 @@
-"""The main job, for real: buffer, generator and learner as separate processes, started as a user
-starts them."""
+"""The main job, for real: buffer, generator and learner as a user starts them."""
 
 import os
 import signal
@@ -68,9 +67,8 @@ def test_synchronous_runs_repeat_bitwise_also_after_stop_and_resume(
     resumed = asyncrl("run", "--resume", str(run_dir)).check()
     assert resumed.json["weights_digest"] == first["weights_digest"]
     whole = tmp_path / "runs" / "one" / "optimizer_steps.jsonl"
-    assert (run_dir / "optimizer_steps.jsonl").read_bytes() == whole.read_bytes(), (
-        "kept over the resume, none doubled and none lost"
-    )
+    # kept over the resume, none doubled and none lost
+    assert (run_dir / "optimizer_steps.jsonl").read_bytes() == whole.read_bytes()
     check_optimizer_steps(run_dir)
 
 

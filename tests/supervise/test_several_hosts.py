@@ -1,5 +1,4 @@
-"""A run whose generator shares nothing with the others but a tcp address and keys, as on another
-machine."""
+"""A run whose generator shares only a tcp address and keys, as on another machine."""
 
 import json
 import subprocess

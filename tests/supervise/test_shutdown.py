@@ -1,5 +1,4 @@
-"""Whatever ends a run, nothing of it survives: no process, no socket, no shared memory.  And a run
-that stands still is ended by rule."""
+"""Whatever ends a run, nothing of it survives; a run that stands still is ended by rule."""
 
 import json
 import os
@@ -75,8 +74,7 @@ def test_nothing_survives_the_end(how: str, code: int, tmp_path: Path, sort_mode
 
 
 def test_doctor_says_who_waits_for_whom_and_until_when(tmp_path: Path, sort_model: Path) -> None:
-    """A generator stands still: the learner waits for it by name; the deadline is a multiple of the
-    run's own median."""
+    """A generator stands still: the learner waits for it by name, by the run's own median."""
     process, run_dir = under_way(
         tmp_path, sort_model, "watchdog.floor_s=3600.0", "wires.lease_s=3600.0"
     )

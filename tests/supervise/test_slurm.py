@@ -1,5 +1,4 @@
-"""The batch script of `asyncrl run --on slurm`, with commands in place of Slurm's and ours: what it
-starts, where, with which keys, and what it does when the job's time is over."""
+"""The batch script of `--on slurm`, with commands in place of Slurm's and ours."""
 
 import contextlib
 import os

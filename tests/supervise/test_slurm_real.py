@@ -1,5 +1,4 @@
-"""The batch script of `asyncrl run --on slurm` in a real Slurm: a controller and two nodes of this
-machine, with a configuration of their own in a temporary directory."""
+"""The batch script of `--on slurm` in a real Slurm: a controller and two nodes of this machine."""
 
 import json
 import os

@@ -277,8 +277,7 @@ def test_a_process_says_why_it_cannot_begin(env: str, why: str) -> None:
 
 
 class Cards:
-    """A game of two as textarena has them: each is dealt a card, names a number, the higher card
-    wins; no number, twice, loses."""
+    """As textarena has them: each names a number, the higher card wins; no number, twice, loses."""
 
     def reset(self, num_players: int, seed: int) -> None:
         if num_players != 2:

@@ -1,5 +1,4 @@
-"""A mixture of tasks: its prompts and rewards, what is refused, and a run in processes and by
-turns."""
+"""A mixture of tasks: prompts, rewards, refusals, and a run in processes and by turns."""
 
 import json
 from collections.abc import Callable

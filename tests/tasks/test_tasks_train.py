@@ -64,8 +64,7 @@ def rle_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_decoupled_makes_several_updates_with_weights(sort_model: Path) -> None:
-    """Decoupled PPO: a clip on target / start that acts, and weights start / behavior that are not
-    all 1."""
+    """Decoupled PPO: a clip on target / start that acts, and weights that are not all 1."""
     sets = [*short(sort_model.parent, 8), f"model.path={str(sort_model)!r}", "task.name='sort'"]
     sets += ["learner.groups=8", "learner.lr=0.003"]
     config = load.load(ROOT / "configs" / "decoupled.toml", sets)
