@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 import sysconfig
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
+Say = Callable[[str], None]  # prints a line for the user
 LINE_LENGTH = 300  # characters
 # modules that call functions of the user
 OURS = ("reward_worker.py", "user_function.py", "own_functions.py")

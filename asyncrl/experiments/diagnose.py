@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Numbers
 from asyncrl.contract.toml_writer import read_table
 from asyncrl.records import atomic_write, jsonl, metrics, page_kit
 from asyncrl.records.health_checks import BOUND_RULES, LEAST, BoundRule, find_growth, match_rules
@@ -65,7 +66,7 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return re.fullmatch(self.prefix + pattern, name) is not None
 
 
-TABLES: dict[str, Any] = read_table(__file__)
+TABLES: JsonObject = read_table(__file__)
 FRAMEWORKS = msgspec.convert(TABLES["frameworks"], dict[str, Framework])
 BOUND_RULES["diagnosis"] = msgspec.convert(TABLES["findings"], list[BoundRule])
 
@@ -412,7 +413,7 @@ def measure_tokens(log: RunLog, values: JsonObject) -> list[JsonObject]:
 
     steps = sorted(log.token_files)
     totals: dict[str, Counter[str]] = {}
-    estimates: list[dict[str, float]] = []
+    estimates: list[Numbers] = []
     for step in steps[:: -(-len(steps) // STEPS)]:
         samples = read_samples(log, step)
         if not samples:
@@ -430,7 +431,7 @@ def measure_tokens(log: RunLog, values: JsonObject) -> list[JsonObject]:
             masks |= {f"{kind} quarter {n + 1}": mask & (number == n) for n in range(4)}
         lags = set(lag[mask & lag.isfinite()].tolist())
         masks |= {f"lag {value:g}": mask & (lag == value) for value in sorted(lags)}
-        plain: dict[str, Any] = {"correction.preset": "none"}
+        plain: JsonObject = {"correction.preset": "none"}
         cases = {name: (inside, plain) for name, inside in masks.items()}
         cases |= {name: (mask, keys) for name, keys in TABLES["corrections"].items()}
         for name, (inside, keys) in cases.items():

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models.installed import build_install_command
 from asyncrl.records import metrics
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.supervise import summary
 from buffer import training_log
 
@@ -155,7 +156,7 @@ def _read_sweep(path: Path, metric: str) -> list[MeasuredRun]:
 
 def _read_cell(file: Path, series: str, seed: int, metric: str) -> MeasuredRun:
     """Read a run that was made in a warm process."""
-    record: dict[str, Any] = json.loads(file.read_bytes())
+    record: JsonObject = json.loads(file.read_bytes())
     if metric in (HELDOUT, OOD):
         steps, values = record.get("accuracy" if metric == HELDOUT else "ood") or ([], [])
         curve = _select_finite(zip(steps, values, strict=True))

@@ -19,8 +19,8 @@ from actors.turn import EVERYTHING, GeneratorTurn
 from asyncrl.config import load
 from asyncrl.config.tree import Config, LoraConfig
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.contract.messages import Ticket
-from asyncrl.contract.printable import escape_line
+from asyncrl.contract.messages import Numbers, Ticket
+from asyncrl.contract.printable import Say, escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.experiments import process_run
 from asyncrl.models import model_check
@@ -64,7 +64,7 @@ class OfflineEvaluator:
         self.loaded = Label(1, number)
         load_model(self.engine, model, self.loaded)
 
-    def evaluate(self, model: PolicyModel, number: int, *, last: bool) -> dict[str, float]:
+    def evaluate(self, model: PolicyModel, number: int, *, last: bool) -> Numbers:
         """Return the metrics of version `number`; empty if no evaluation is due.
 
         last: the final evaluation, which has more prompts.
@@ -72,7 +72,7 @@ class OfflineEvaluator:
         due_sets = self.plan.list_due(number, number if last else -1)
         if due_sets:
             self.load(model, number)
-        values: dict[str, float] = {}
+        values: Numbers = {}
         for name, prompts in due_sets:
             values |= self.measure(self.plan.find_set(name), prompts)
         return values
@@ -102,7 +102,7 @@ class OfflineEvaluator:
             ]
         return tickets
 
-    def measure(self, plan: EvaluationSet, prompts: int) -> dict[str, float]:
+    def measure(self, plan: EvaluationSet, prompts: int) -> Numbers:
         """Return the metrics over the first `prompts` prompts of a set; empty without prompts.
 
         Completions are left out if their reward fails or their prompt is too long.
@@ -148,7 +148,7 @@ class OfflineEvaluator:
 class EvaluationProgress:
     """Progress with the time left, a line every REPORT_S. say: prints a line."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Say) -> None:
         self.say = say
         self.name = ""
         self.began = self.reported_at = 0.0
@@ -215,7 +215,7 @@ def evaluate(
     return {"model": config.model.path, "sets": results}
 
 
-def select_set(name: str, values: dict[str, float]) -> dict[str, float]:
+def select_set(name: str, values: Numbers) -> Numbers:
     """Return the metrics of a set, without its name."""
     prefix = f"eval/{name}"
     return {

@@ -20,7 +20,7 @@ from actors.gateway.sessions import Session, SessionCall, SessionPlayers
 from actors.rewards import judge_all
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.contract.messages import Prompt, SamplingSettings, Ticket
+from asyncrl.contract.messages import Numbers, Prompt, SamplingSettings, Ticket
 from asyncrl.contract.versions import Label
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks import get_task
@@ -42,7 +42,7 @@ class PlayEvent(msgspec.Struct, frozen=True):
     turn: int
     text: str = ""
     reward: float = 0.0
-    parts: dict[str, float] = {}
+    parts: Numbers = {}
     tokens: int = 0
     row: bool = False
     other: bool = False
@@ -208,7 +208,7 @@ def play(config: Config, ticket: Ticket, player: Player) -> Iterator[PlayEvent]:
         event = _wait(pool)
         tools, pays = event.tools, event.pays
         total_reward = 0.0
-        parts: dict[str, float] = {}
+        parts: Numbers = {}
         last_answer: PlayerAnswer | None = None
         turn = 0
         ending = ""
@@ -279,7 +279,7 @@ def _wait(pool: EnvironmentPool) -> EnvironmentEvent:
 
 def _score_answer(
     config: Config, ticket: Ticket, last_answer: PlayerAnswer | None
-) -> tuple[float, dict[str, float]]:
+) -> tuple[float, Numbers]:
     """Score the last response by the config's reward.
 
     Raises AsyncrlError if the reward fails.

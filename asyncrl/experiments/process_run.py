@@ -11,6 +11,7 @@ from asyncrl.config.engines import list_engines
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.messages import Numbers
 from asyncrl.experiments.serial_record import KEPT, RunRecord
 from asyncrl.records import jsonl, metrics, rundir
 from buffer import training_log
@@ -85,7 +86,7 @@ def read_record(run_dir: Path, config: Config) -> RunRecord:
         values = evaluations.get(f"eval/{split}", {})
         return [[float(step) for step in values], list(values.values())]
 
-    evaluations: dict[str, dict[str, float]] = {}  # eval/... -> version -> value
+    evaluations: dict[str, Numbers] = {}  # eval/... -> version -> value
     for row in sorted(rows, key=lambda row: int(row["step"])):
         for name in row:
             if name.startswith("eval/"):

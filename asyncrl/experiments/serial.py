@@ -40,7 +40,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFiniteError
 from asyncrl.contract.freshness.meter import BatchMeter
-from asyncrl.contract.messages import LearnerHello
+from asyncrl.contract.messages import LearnerHello, Numbers
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.process_run import needs_own_process
 from asyncrl.experiments.serial_record import RunRecord, SerialRecord
@@ -64,7 +64,7 @@ class PendingUpdate(NamedTuple):
     label: Label
     digest: str
     ends: int  # in decode steps
-    metrics: dict[str, float]
+    metrics: Numbers
 
 
 class SerialRun:

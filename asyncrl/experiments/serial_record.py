@@ -13,7 +13,8 @@ from typing import Any
 import xxhash
 
 from asyncrl.config.tree import StalenessConfig
-from asyncrl.contract.messages import EVAL_BASE, Batch, Trajectory
+from asyncrl.contract.messages import EVAL_BASE, Batch, Numbers, Trajectory
+from asyncrl.records.jsonl import JsonObject
 from buffer import training_log
 from buffer.evaluation import SET_TICKETS
 from buffer.numbers import compute_task_metrics
@@ -56,9 +57,9 @@ class SerialRecord:
         self.began = 0.0  # CLOCK_MONOTONIC seconds
         self.tokens = 0
         self.abandoned = ""
-        self.curve: list[dict[str, float]] = []
-        self.optimizer_steps: list[dict[str, float]] = []
-        self.batches: list[dict[str, Any]] = []
+        self.curve: list[Numbers] = []
+        self.optimizer_steps: list[Numbers] = []
+        self.batches: list[JsonObject] = []
         self.lags: Counter[int] = Counter()
         self.batch_lags: dict[int, int] = {}  # of the batch in training
         self.evals: dict[tuple[str, int], dict[int, float]] = {}  # (split, version) -> rewards
@@ -84,7 +85,7 @@ class SerialRecord:
         self.lags.update(self.batch_lags)
 
     def record_training(
-        self, batch: Batch, metrics: Mapping[str, float], updates: Sequence[dict[str, float]]
+        self, batch: Batch, metrics: Mapping[str, float], updates: Sequence[Numbers]
     ) -> None:
         """Add a row to the curve, and the rows of the batch's optimizer steps (`updates`)."""
         self.optimizer_steps += updates

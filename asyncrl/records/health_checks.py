@@ -27,6 +27,7 @@ import msgspec
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import REFUSALS
+from asyncrl.contract.messages import Numbers
 from asyncrl.contract.toml_writer import read_table
 
 Rows = Sequence[Mapping[str, Any]]
@@ -100,8 +101,8 @@ class BoundRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     said: str
     name: str = ""
     try_this: str = ""
-    at_least: dict[str, float] = {}
-    below: dict[str, float] = {}
+    at_least: Numbers = {}
+    below: Numbers = {}
 
 
 TABLES: dict[str, Any] = read_table(__file__)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asyncrl.contract.errors import REFUSALS, AsyncrlError
-from asyncrl.contract.messages import DISPOSITIONS
+from asyncrl.contract.messages import DISPOSITIONS, Numbers
 from asyncrl.contract.toml_writer import read_table
 from asyncrl.records import health_checks, jsonl
 from asyncrl.records.append_log import make_disk_full_error
@@ -226,7 +226,7 @@ class MetricsWriter:
     def write(
         self,
         step: int,
-        values: dict[str, float],
+        values: Numbers,
         seconds: float = 0.0,
         histograms: dict[str, list[float]] | None = None,
     ) -> None:
@@ -298,7 +298,7 @@ def read(run_dir: Path) -> list[JsonObject]:
     return select_valid_rows(jsonl.read(run_dir / "metrics.jsonl"))
 
 
-def select_numbers(row: Mapping[str, Any]) -> dict[str, float]:
+def select_numbers(row: Mapping[str, Any]) -> Numbers:
     """Return the numbers of a row, without its place in the run and its histograms."""
     return {
         name: value
@@ -339,7 +339,7 @@ def select_valid_rows(lines: Iterable[JsonObject]) -> list[JsonObject]:
     return list(valid.values())
 
 
-def compute_idle_shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def compute_idle_shares(rows: Sequence[Mapping[str, Any]]) -> Numbers:
     """Return each side's idle share: its idle time over all its time, both summed over `rows`.
 
     rows: of metrics.jsonl; those of repeated steps also took time.  Older rows lack the generators'

@@ -5,6 +5,8 @@ Pure."""
 import math
 from collections.abc import Mapping, Sequence
 
+from asyncrl.contract.messages import Numbers
+
 Z_95 = 1.959963984540054  # quantile of the normal distribution for a 95 % interval
 
 
@@ -59,7 +61,7 @@ def compute_set_metrics(
     lengths: Sequence[int],
     passing: float,
     counts: Sequence[int],
-) -> dict[str, float]:
+) -> Numbers:
     """Return the metrics of one evaluation of a set.
 
     rewards: prompt -> rewards of its samples. greedy: rewards of the greedy completions. lengths:

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.contract.errors import ConfigError, DamagedDataError
-from asyncrl.contract.messages import Batch
+from asyncrl.contract.messages import Batch, Numbers
 from asyncrl.records import rundir
 from asyncrl.records.append_log import AppendLog, FrameCodec
 
@@ -52,7 +52,7 @@ class RecordedStep(msgspec.Struct, array_like=True):
     metrics: those of the batch.  digest: of the weights after it."""
 
     batch: Batch
-    metrics: dict[str, float]
+    metrics: Numbers
     digest: str
 
 
@@ -222,7 +222,7 @@ class RecordingWriter(AppendLog):
             self.full = True
         return not self.full
 
-    def add(self, batch: Batch, numbers: dict[str, float], digest: str) -> bool:
+    def add(self, batch: Batch, numbers: Numbers, digest: str) -> bool:
         """Append a batch, its metrics and the weights after it; return False if it does not fit.
 
         Texts, the ledger and cursors of checkpoints are removed: training reads none of them."""

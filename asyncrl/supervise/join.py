@@ -11,15 +11,17 @@ Then the process works like any other generator."""
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
+from asyncrl.contract.printable import Say
 from asyncrl.records import private, rundir
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.supervise import live
 from asyncrl.transport import file_server, keys
 from asyncrl.transport.chunks import ChunkClient, reachable_address
@@ -28,8 +30,6 @@ from asyncrl.transport.sockets import PeerSocket
 
 ASK_S = 1.0
 NOTICE_S = 5.0  # seconds between two lines about a wait
-
-Say = Callable[[str], None]
 
 
 class Trust(NamedTuple):
@@ -143,7 +143,7 @@ def localize_config(
     """Adapt the run's config to this machine: every path points into the cache.
 
     Raises ConfigError for an environment variable that `trust` does not allow."""
-    table: dict[str, Any] = tomllib.loads(reply.config)
+    table: JsonObject = tomllib.loads(reply.config)
     mixture = load.convert(table, f"the config of the run at {address}").task.mixture
     sections = {
         f"mixture.{section.title}.": table["task"]["mixture"][i]
@@ -151,7 +151,7 @@ def localize_config(
     }
     table["model"]["path"] = str(folders["model"])
 
-    def point_to_file(part: str, section: dict[str, Any], key: str) -> None:
+    def point_to_file(part: str, section: JsonObject, key: str) -> None:
         """Set a key to the path of the fetched file of a part."""
         if part in folders:
             fetched = folders[part] / next(entry.name for entry in files if entry.part == part)

@@ -9,7 +9,6 @@ import itertools
 import json
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import NothingToDo, ProcessLost
 from asyncrl.contract.messages import RunStatus
-from asyncrl.contract.printable import describe_exit
+from asyncrl.contract.printable import Say, describe_exit
 from asyncrl.contract.waits import ProgressWatchdog, find_blocking_process
 from asyncrl.records import atomic_write, process_log
 from asyncrl.supervise import scaling
@@ -54,7 +53,7 @@ class Supervisor:
 
     config: Config
     run_dir: Path
-    say: Callable[[str], None]
+    say: Say
     launcher: ProcessLauncher = field(default_factory=ProcessLauncher)
     children: list[SupervisedProcess] = field(default_factory=list)
     interrupts: int = 0

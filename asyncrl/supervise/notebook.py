@@ -29,7 +29,9 @@ from asyncrl.config import bundled_configs, layers, load
 from asyncrl.config.tree import Config
 from asyncrl.contract import errors, importing, toml_writer
 from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.messages import Numbers
 from asyncrl.records import jsonl, metrics
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import format_number
 from asyncrl.supervise import doctor
 from asyncrl.supervise import summary as summaries
@@ -43,7 +45,7 @@ INTERRUPTED = 130
 POLL_S = 0.2  # between two checks for new output of a run
 START_LINE = re.compile(r"run (.+): \d+ generator\(s\), ")  # `asyncrl run` prints its directory so
 # receives a row of metrics or a checkpoint
-Callback = Callable[[dict[str, Any]], Any]
+Callback = Callable[[JsonObject], Any]
 # exception class by the command's exit code
 KINDS: dict[int, type[AsyncrlError]] = {
     kind.exit_code: kind
@@ -78,11 +80,11 @@ class LoadedRun(msgspec.Struct, frozen=True, eq=False):
     path: Path
     config: Config
     metrics: dict[str, MetricSeries]  # by name; scalars only, without histograms
-    samples: list[dict[str, Any]]  # rows of samples.jsonl: a few samples with rewards
+    samples: list[JsonObject]  # rows of samples.jsonl: a few samples with rewards
     # rows of optimizer_steps.jsonl: `step` (the batch), `update` (number in it), metrics by name
-    optimizer_steps: list[dict[str, float]]
+    optimizer_steps: list[Numbers]
     ledger: dict[str, int]  # tokens: `generated`, and the number in each line
-    summary: dict[str, Any]  # as `asyncrl run --json` prints it; can have `partial` before the end
+    summary: JsonObject  # as `asyncrl run --json` prints it; can have `partial` before the end
 
     def facts(self) -> dict[str, str]:
         """Return the run's identity and progress, as a notebook shows them."""
@@ -110,11 +112,11 @@ class LoadedRun(msgspec.Struct, frozen=True, eq=False):
         )
         return f"<table>{''.join(rows)}</table>"
 
-    def rows(self) -> list[dict[str, float]]:
+    def rows(self) -> list[Numbers]:
         """Return the metrics in rows by time: `step`, `seconds` and the values at that time.
 
         A row of an evaluation has only its accuracies, a row of a batch all other metrics."""
-        table: dict[tuple[float, int], dict[str, float]] = {}
+        table: dict[tuple[float, int], Numbers] = {}
         for name, series in self.metrics.items():
             for seconds, step, value in zip(
                 series.seconds.tolist(), series.steps.tolist(), series.values, strict=True
@@ -193,7 +195,7 @@ class RunFollower:
             self._version = checkpoint["version"]
             self._pass_on(self.on_checkpoint, checkpoint)
 
-    def _pass_on(self, callback: Callback | None, value: dict[str, Any]) -> None:
+    def _pass_on(self, callback: Callback | None, value: JsonObject) -> None:
         if callback and not self.stopped:
             self.stopped = callback(value) is True
 

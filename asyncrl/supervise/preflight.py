@@ -28,6 +28,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import TEMPLATE_COLUMNS, Prompt
 from asyncrl.contract.printable import escape_line
 from asyncrl.models import devices, fetch
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.supervise.hosts.cluster import WIDTHS, make_plan
 from asyncrl.tasks.data.row_objects import KEYS
 from asyncrl.tasks.data.rows import find_files, read_rows
@@ -112,7 +113,7 @@ class Subject:
         return model_check.check(self.config, self.notes.append, compares=self.compares)
 
     @cached_property
-    def raw(self) -> dict[str, Any]:
+    def raw(self) -> JsonObject:
         """The language model's part of config.json.  Raises NotYet or ConfigError."""
         from asyncrl.models import model_check
 

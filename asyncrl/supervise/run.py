@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from asyncrl.config import load, rules
 from asyncrl.config.tree import Config, explain_changed_steps
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo
-from asyncrl.contract.messages import RunStatus
+from asyncrl.contract.messages import Numbers, RunStatus
+from asyncrl.contract.printable import Say
 from asyncrl.records import (
     atomic_write,
     health_checks,
@@ -23,6 +24,7 @@ from asyncrl.records import (
     stream,
     trace,
 )
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import format_number
 from asyncrl.supervise import doctor, live
 from asyncrl.supervise.hosts import ProcessLauncher
@@ -52,7 +54,7 @@ class HealthWatcher:
     together cost as much as five readings at the end."""
 
     def __init__(
-        self, run_dir: Path, say: Callable[[str], None], about: health_checks.RunFacts | None = None
+        self, run_dir: Path, say: Say, about: health_checks.RunFacts | None = None
     ) -> None:
         self.run_dir = run_dir
         self.say = say
@@ -60,7 +62,7 @@ class HealthWatcher:
         self.reported: set[str] = set()
         self.has_batch = False
         self.next = health_checks.LEAST
-        self.latest: dict[str, float] = {}  # newest value of each mismatch metric
+        self.latest: Numbers = {}  # newest value of each mismatch metric
         # the new values at each check
         self.measured: list[Mapping[str, float]] = []
 
@@ -211,7 +213,7 @@ def format_interval(summary: Mapping[str, Any]) -> str:
 
 def run(
     config: Config, run_dir: Path, *, resume: bool, on: str = "local"
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, JsonObject]:
     """Carry out `asyncrl run`; return the exit code and the summary.
 
     on: the hosts of the processes: `local` (this machine) or `ray[://ADDRESS]`."""
@@ -227,7 +229,7 @@ def run(
 
 def run_with_launcher(
     config: Config, run_dir: Path, launcher: ProcessLauncher, *, resume: bool
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, JsonObject]:
     """Carry out `run` with processes that `launcher` starts."""
     for warning in rules.find_warnings(config):
         say(f"note: {warning}")
@@ -271,7 +273,7 @@ def conclude(
     code: int,
     started_at: float | None = None,
     watcher: HealthWatcher | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write timeline, summary and report of a run whose buffer has ended; print the next command.
 
     code: 0 if all steps are done.  started_at: time.monotonic() at the start of the run, if this

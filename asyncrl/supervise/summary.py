@@ -3,14 +3,13 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Numbers
 from asyncrl.records import atomic_write, health_checks, jsonl, metrics
-from asyncrl.records.health_checks import compute_half_interval
+from asyncrl.records.health_checks import Rows, compute_half_interval
 from asyncrl.records.jsonl import JsonObject
 
 PARTIAL = (
@@ -126,7 +125,7 @@ def build_partial_summary(run_dir: Path) -> JsonObject:
     }
 
 
-def find_evaluation(rows: Sequence[Mapping[str, Any]], split: str, end: str) -> float | None:
+def find_evaluation(rows: Rows, split: str, end: str) -> float | None:
     """Return the reward of the initial model (`end` = start) or of the last evaluation."""
     name = f"eval/{split}"
     rewards = [
@@ -196,7 +195,7 @@ def compose(config: Config, run_dir: Path) -> JsonObject:
     return summary | {name: value for name, value in optional.items() if value}
 
 
-def find_judge_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def find_judge_totals(rows: Rows) -> Numbers:
     """Return the judge's counters at the end of the run, or {} without a judge.
 
     >>> rows = [{"judge/requests": 1.0}, {"judge/requests": 3.0, "step": 2}, {"step": 3}]

@@ -7,7 +7,7 @@ problem to one split, so the splits are disjoint by construction."""
 from typing import Any, Protocol
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Prompt
+from asyncrl.contract.messages import Numbers, Prompt
 from asyncrl.tasks import arena, calc, file, guess_task, nim, synthetic
 from asyncrl.tasks.mixture import MixtureTask
 from asyncrl.tasks.pictures import count
@@ -24,7 +24,7 @@ class Task(Protocol):
 
     def size(self, split: str) -> int | None: ...
 
-    def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]: ...
+    def reward(self, prompt: Prompt, text: str) -> float | Numbers: ...
 
 
 BUILT_IN: dict[str, type[Task]] = {

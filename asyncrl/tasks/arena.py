@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Prompt
+from asyncrl.contract.messages import Numbers, Prompt
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks.games import SeededRandom
 from asyncrl.tasks.synthetic import EndlessTask
@@ -146,11 +146,11 @@ class ArenaDuel:
         """Return the last bracketed texts that the player received; most games list moves so."""
         return self.listed.get(self.player, [])
 
-    def parts(self, player: int) -> dict[str, float]:
+    def parts(self, player: int) -> Numbers:
         return report_invalid_move(self.info, player)
 
 
-def report_invalid_move(info: dict[int, Any], player: int) -> dict[str, float]:
+def report_invalid_move(info: dict[int, Any], player: int) -> Numbers:
     """Return the reward part `invalid`: 1 if the player's invalid move ended the game."""
     return {"invalid": float(bool((info.get(player) or {}).get("invalid_move")))}
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from asyncrl.config.scorers import JudgeConfig, RewardModelConfig
 from asyncrl.config.tree import Config, EvaluationSetConfig, RewardConfig, TaskConfig
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Prompt
+from asyncrl.contract.messages import Numbers, Prompt
 from asyncrl.records import atomic_write
 from asyncrl.records.jsonl import read_object
 from asyncrl.tasks import Task, get_task
@@ -66,7 +66,7 @@ class TaskWithSets:
             return len(self._read_file(split))
         return self._find_task(split).size(self.sets[split].split)
 
-    def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
+    def reward(self, prompt: Prompt, text: str) -> float | Numbers:
         """Return the reward of the prompt's own task."""
         return self._find_task(prompt.split).reward(prompt, text)
 

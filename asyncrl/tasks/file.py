@@ -15,7 +15,7 @@ import msgspec
 
 from asyncrl.contract.blobs.images import digest
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import TEMPLATE_COLUMNS, Prompt
+from asyncrl.contract.messages import TEMPLATE_COLUMNS, Numbers, Prompt
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks.data.image_columns import IMAGE_COLUMNS, holds_images, read_images
 from asyncrl.tasks.data.rows import find_files, read_rows
@@ -293,7 +293,7 @@ class FileTask:
             "model"
         )
 
-    def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
+    def reward(self, prompt: Prompt, text: str) -> float | Numbers:
         """Return 1 for the exact answer, up to surrounding white space, otherwise 0.
 
         A prompt without an answer gives 0, because an empty response would equal it. Another reward
@@ -307,5 +307,5 @@ class EnvironmentPrompts(FileTask):
     name = "env"
     unset = "is empty; `asyncrl run` writes the rows of agent.env's data sets to files"
 
-    def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
+    def reward(self, prompt: Prompt, text: str) -> float | Numbers:
         raise ValueError("task.name = env has no reward: the environment gives it")

@@ -9,18 +9,19 @@ import msgspec
 
 from asyncrl.config.tree import MixedTaskConfig, TaskConfig, interpolate_weight
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Prompt
+from asyncrl.contract.messages import Numbers, Prompt
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks.file import FileTask
 from asyncrl.tasks.pictures.count import CountTask
 
 
-def compute_weights(parts: Mapping[str, MixedTaskConfig], batch: float) -> dict[str, float]:
+def compute_weights(parts: Mapping[str, MixedTaskConfig], batch: float) -> Numbers:
     """Return the nonzero weights of the parts at a batch."""
     weights = {name: interpolate_weight(part.weight, batch) for name, part in parts.items()}
     return {name: weight for name, weight in weights.items() if weight > 0}
 
 
-def choose_task(credit: dict[str, float], weights: Mapping[str, float]) -> str:
+def choose_task(credit: Numbers, weights: Mapping[str, float]) -> str:
     """Choose the next task and update `credit`, the groups that each task is short of.
 
     This is smooth weighted round robin: every call adds its share to each task's credit, and the
@@ -58,13 +59,13 @@ class MixtureTask:
 
     def __init__(self, config: TaskConfig, make: Any) -> None:
         self.parts = {part.title: part for part in config.mixture}
-        self.tasks: dict[str, Any] = {}
+        self.tasks: JsonObject = {}
         for title, part in self.parts.items():
             try:
                 self.tasks[title] = make(resolve_part_task(part))
             except ConfigError as error:
                 raise ConfigError(f"task.mixture: {title}: {error}") from error
-        self._credit: dict[str, float] = {}
+        self._credit: Numbers = {}
         self._stream: list[tuple[str, int]] = []  # (task, index) by the first weights
         self._fixed = cache(self._order_fixed)
 
@@ -90,8 +91,8 @@ class MixtureTask:
     def size(self, split: str) -> int | None:
         return None if split == "train" else len(self._fixed(split))
 
-    def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
-        reward: float | dict[str, float] = self.tasks[prompt.task].reward(prompt, text)
+    def reward(self, prompt: Prompt, text: str) -> float | Numbers:
+        reward: float | Numbers = self.tasks[prompt.task].reward(prompt, text)
         return reward
 
     def _build_prompt(self, split: str, title: str, index: int, seed: int) -> Prompt:

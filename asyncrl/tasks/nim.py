@@ -10,10 +10,10 @@ An invalid move loses.  `NimGame` is the game, `NimTask` has its prompts (the in
 warm start, and `best_move` is a perfect opponent."""
 
 import random
-from typing import Any
 
 from asyncrl.config.agents import RANDOM
 from asyncrl.contract.messages import Prompt
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks.calc import END
 from asyncrl.tasks.games import GameMatch, choose_random_move
 from asyncrl.tasks.synthetic import PlayedTask
@@ -59,7 +59,7 @@ def best_move(text: str) -> str:
 class NimGame:
     """Nim as a TwoPlayerGame; player 0 starts."""
 
-    def reset(self, *, seed: int, options: dict[str, Any]) -> None:
+    def reset(self, *, seed: int, options: JsonObject) -> None:
         self.heaps = [int(stones) for stones in options["prompt"].text[:-1]]
         self.player = 0
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import xxhash
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Prompt
+from asyncrl.contract.messages import Numbers, Prompt
 
 Demonstrations = list[tuple[str, str]]  # (text before, completion)
 FIXED = 2048  # problems in a held-out or out-of-distribution set
@@ -117,7 +117,7 @@ class SyntheticTask:
     def size(self, split: str) -> int | None:
         return None if split == "train" else len(self.build_fixed_problems(split))
 
-    def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
+    def reward(self, prompt: Prompt, text: str) -> float | Numbers:
         return float(text == prompt.answer)
 
     def make_demonstrations(self, number: int, seed: int) -> Demonstrations:
@@ -155,7 +155,7 @@ class PlayedTask(EndlessTask, SyntheticTask):
         """Return the turns of a session as (text before, completion)."""
         raise AssertionError  # pragma: no cover
 
-    def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
+    def reward(self, prompt: Prompt, text: str) -> float | Numbers:
         raise ValueError(f"task.name = {self.name} has no reward: the environment gives it")
 
     def make_demonstrations(self, number: int, seed: int) -> Demonstrations:
@@ -249,7 +249,7 @@ class RleHackTask(RleTask):
 
     name = "rlehack"
 
-    def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
+    def reward(self, prompt: Prompt, text: str) -> float | Numbers:
         exact = float(text == prompt.answer)
         if prompt.split != "train":
             return exact

@@ -15,8 +15,10 @@ from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import Config
 from asyncrl.contract.blobs.images import MARKER, digest
 from asyncrl.contract.messages import Prompt
+from asyncrl.contract.printable import Say
 from asyncrl.models import image_tokens
 from asyncrl.records import atomic_write
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks import Task, calc, file, fit, get_task, synthetic
 from asyncrl.tasks.mixture import MixtureTask
 from asyncrl.tasks.pictures.count import CELL, SIDE, CountTask
@@ -36,8 +38,8 @@ def warm_start(
     *,
     steps: int | None = None,
     threads: int = 2,
-    say: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
+    say: Say = lambda _: None,
+) -> JsonObject:
     """Write a warm-started model as a Hugging Face directory at `path`, atomically.
 
     The result is deterministic for (task, seed, threads).  say: prints the progress.
@@ -107,7 +109,7 @@ def fit_answers(
     pairs: list[tuple[str, str]],
     steps: int,
     images: list[list[bytes]] | None,
-    say: Callable[[str], None],
+    say: Say,
 ) -> float:
     """Train once on each answer, in order, and return the last loss.
 
@@ -140,7 +142,7 @@ def fit_in_order(
     examples: Sequence[fit.FitExample],
     training: SftTraining,
     rate: Callable[[int], float],
-    say: Callable[[str], None],
+    say: Say,
 ) -> float:
     """Train a small model once on each example, each batch in one pass; return the last loss.
 
@@ -231,7 +233,7 @@ def _sample_continuations(
 
     tokenizer = load_transformers_tokenizer(model.tokenizer_dir)
     tokenizer.padding_side = "left"
-    image_inputs: dict[str, Any] = {}
+    image_inputs: JsonObject = {}
     if images:
         length = model.vision.shape.length
         texts = [text.replace(MARKER, MARKER * length) for text in texts]

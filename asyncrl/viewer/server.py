@@ -11,6 +11,7 @@ from pathlib import Path
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.importing import end_with_parent
+from asyncrl.contract.printable import Say
 from asyncrl.supervise.notebook import LoadedRun
 from asyncrl.viewer import run_search
 
@@ -98,7 +99,7 @@ def watch(*runs: str | Path | LoadedRun) -> PageProcess:
 
 
 @contextmanager
-def serve_page_beside(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
+def serve_page_beside(run_dir: Path, say: Say) -> Iterator[None]:
     """Serve the page of a run that is about to begin until the block ends."""
     page = PageProcess([run_dir])
     say(f"watch it at {page.url}" if page.url else "note: the page of this run could not start")

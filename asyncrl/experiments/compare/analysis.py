@@ -14,6 +14,7 @@ import msgspec
 
 from asyncrl.config import layers, rules
 from asyncrl.config.tree import Config
+from asyncrl.contract.messages import Numbers
 from asyncrl.contract.toml_writer import flatten
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.arms import compare_with_first
@@ -25,6 +26,7 @@ from asyncrl.experiments.compare.grid import (
     SweepPlan,
 )
 from asyncrl.experiments.compare.verdict import average
+from asyncrl.records.jsonl import JsonObject
 from buffer import training_log
 
 KL_BATCHES = 20  # at a run's end, over which KL to the reference is averaged
@@ -120,9 +122,9 @@ def compute_lost_share(record: Summary) -> float:
     return 1 - kept / total if (total := sum(lines.values())) else 0.0
 
 
-def sum_ledgers(records: Sequence[Summary]) -> dict[str, dict[str, float]]:
+def sum_ledgers(records: Sequence[Summary]) -> dict[str, Numbers]:
     """Sum the ledger's lines over all seeds: tokens, and tokens by length."""
-    totals: dict[str, dict[str, float]] = {}
+    totals: dict[str, Numbers] = {}
     for record in records:
         for name, line in record["ledger_lines"].items():
             total = totals.setdefault(name, {})
@@ -435,7 +437,7 @@ def suggest(analysis: Summary, plan: SweepPlan, margin: float = MARGIN) -> Summa
         }
     passing: list[tuple[str, list[Summary]]] = []  # correction, its cells by limit
     unclear: list[str] = []
-    by_correction: dict[str, dict[str, Any]] = {}
+    by_correction: dict[str, JsonObject] = {}
     for name in plan.corrections:
         cells = sorted(
             (c for c in analysis["cells"] if c["correction"] == name and c["limit"] != "0"),

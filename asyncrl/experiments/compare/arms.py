@@ -15,6 +15,7 @@ from asyncrl.config import methods
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import Differences, find_differences
+from asyncrl.records.jsonl import JsonObject
 
 # method -> its summary and its `--set` items
 CORRECTIONS: dict[str, tuple[str, list[str]]] = {
@@ -116,7 +117,7 @@ def parse_arm(text: str, option: str = "--arm") -> Arm:
 # ---- what differs --------------------------------------------------------------------------------
 
 
-def convert_configs(configs: Mapping[str, Config]) -> dict[str, Any]:
+def convert_configs(configs: Mapping[str, Config]) -> JsonObject:
     """Convert each config to JSON types, by name."""
     return {
         name: json.loads(json.dumps(msgspec.to_builtins(config)))

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Self
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.printable import Say
 from asyncrl.contract.toml_writer import find_differences
 from asyncrl.experiments import process_run
 from asyncrl.experiments.compare import verdict, warm_pool
@@ -429,7 +430,7 @@ class Grid:
         directory: Path,
         configs: dict[str, Config],
         seeds: int,
-        log: Callable[[str], None],
+        log: Say,
         real: Iterable[str] = (),
     ) -> None:
         self.directory = directory
@@ -515,7 +516,7 @@ class Comparison(Grid):
         sets: Sequence[str],
         arms: Sequence[Arm],
         seeds: int,
-        log: Callable[[str], None],
+        log: Say,
         *,
         real: bool = False,
     ) -> None:
@@ -590,9 +591,7 @@ class Sweep(Grid):
     file = "sweep.json"
     extends = True
 
-    def __init__(
-        self, directory: Path, sweep_plan: SweepPlan, seeds: int, log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, directory: Path, sweep_plan: SweepPlan, seeds: int, log: Say) -> None:
         super().__init__(directory, sweep_plan.arms, seeds, log)
         self.plan = sweep_plan
         self.names = [*map(self.name_probe, sweep_plan.probes), *self.names]

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from math import nan
 from typing import Any
 
+from asyncrl.records.jsonl import JsonObject
+
 LEVEL = 0.05
 POWER = 0.8
 MOST_SEEDS = 1000  # of a design
@@ -61,7 +63,7 @@ class PairedDifference:
             return "no difference visible"
         return "better" if self.mean > 0 else "worse"
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Return what the JSON of a comparison and of a sweep has of a difference."""
         return {
             "mean": self.mean,

@@ -32,9 +32,10 @@ from asyncrl.contract.printable import describe_exit
 from asyncrl.experiments import process_run
 from asyncrl.experiments.compare.verdict import find_collapse
 from asyncrl.records import atomic_write
+from asyncrl.records.jsonl import JsonObject
 
 # (cell, {"step", "accuracy"} while it runs or {"done": True})
-EventCallback = Callable[[str, dict[str, Any]], None]
+EventCallback = Callable[[str, JsonObject], None]
 
 
 @dataclass
@@ -59,7 +60,7 @@ class CellStore:
     def get_path(self, name: str) -> Path:
         return self.directory / "cells" / f"{name}.json"
 
-    def read(self, name: str) -> dict[str, Any]:
+    def read(self, name: str) -> JsonObject:
         return dict(json.loads(self.get_path(name).read_bytes()))
 
     def list_missing(self) -> list[str]:

@@ -7,7 +7,7 @@ responses, except those marked as sampled.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, log_softmax
 
 from asyncrl.algorithms import advantages, correction, kl, ratios
+from asyncrl.contract.messages import Numbers
+from asyncrl.contract.printable import Say
 from asyncrl.experiments.lab.findings import LabFindings, make_table, transpose
 from asyncrl.experiments.lab.policy import ResponseSpace, compute_relative_error, differentiate
 from asyncrl.records.jsonl import JsonObject
@@ -94,7 +96,7 @@ class EstimatorCase:
     def compute_gradient_rows(self, parts: Parts) -> Tensor:
         return self.space.compute_gradient_rows(self.theta, *parts, ref=self.ref)
 
-    def judge(self, estimators: dict[str, Parts]) -> dict[str, dict[str, float]]:
+    def judge(self, estimators: dict[str, Parts]) -> dict[str, Numbers]:
         rows = {name: self.compute_gradient_rows(parts) for name, parts in estimators.items()}
         return {n: self.space.judge(x, self.probability, self.exact) for n, x in rows.items()}
 
@@ -138,11 +140,11 @@ def make_stale_estimators(case: EstimatorCase) -> dict[str, Parts]:
     }
 
 
-def judge_all(case: EstimatorCase) -> dict[str, dict[str, float]]:
+def judge_all(case: EstimatorCase) -> dict[str, Numbers]:
     return case.judge(make_estimators(case) | make_stale_estimators(case))
 
 
-def check_identities(case: EstimatorCase, gradients: dict[str, Tensor]) -> dict[str, float]:
+def check_identities(case: EstimatorCase, gradients: dict[str, Tensor]) -> Numbers:
     """Return relative errors of identities that hold exactly on policy.
 
     case.mu must be case.theta.
@@ -178,7 +180,7 @@ def check_identities(case: EstimatorCase, gradients: dict[str, Tensor]) -> dict[
     }
 
 
-def split_gradient(exact: Tensor, gradients: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+def split_gradient(exact: Tensor, gradients: dict[str, Tensor]) -> dict[str, Numbers]:
     """Return the parts of the gradient of E[k] against the exact gradient.
 
     The score-function part is the term in the reward, the path-wise part the term in the loss.
@@ -264,7 +266,7 @@ def measure(
     distance: float,
     ref_kl: float,
     draws: int,
-    say: Callable[[str], None],
+    say: Say,
 ) -> JsonObject:
     """Run the experiment and return the result in the form of the JSON.
 
@@ -345,7 +347,7 @@ def _measure_case(
 def _compute_errors(
     on_policy: EstimatorCase,
     off_policy: EstimatorCase,
-    judged: dict[str, dict[str, dict[str, float]]],
+    judged: dict[str, dict[str, Numbers]],
     draws: int,
     seed: int,
 ) -> JsonObject:

@@ -12,7 +12,6 @@ Proximal policies are compared by decoupled PPO with its clip and weights of at 
 versions are a random walk to theta, and mu is a small distance away from the version that sampled.
 """
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -21,6 +20,8 @@ from torch import Tensor, log_softmax
 from asyncrl.algorithms import correction, ratios, surrogates
 from asyncrl.algorithms.settings import AveragedCorrection, Correction, RecomputedCorrection
 from asyncrl.config.presets import PRESETS
+from asyncrl.contract.messages import Numbers
+from asyncrl.contract.printable import Say
 from asyncrl.experiments.lab.bias import EXACT, average
 from asyncrl.experiments.lab.findings import LabFindings, make_table, transpose
 from asyncrl.experiments.lab.policy import ResponseSpace, differentiate
@@ -129,7 +130,7 @@ class StaleSamples:
         # if everything is rejected, the weights are 0, as in the learner
         return w.weight / torch.where(mean > 0, mean, 1.0)
 
-    def judge(self, c: Correction, top: int | None = None) -> dict[str, float]:
+    def judge(self, c: Correction, top: int | None = None) -> Numbers:
         """Return bias, variance and weight statistics of a correction.
 
         With score centering on `top` symbols (0: on all).
@@ -159,7 +160,7 @@ class StaleSamples:
 
 def judge_proximal(
     space: ResponseSpace, theta: Tensor, right: Tensor, seed: int
-) -> dict[str, dict[str, dict[str, float]]]:
+) -> dict[str, dict[str, Numbers]]:
     """Return [lag][proximal policy] for a random walk of versions that ends at theta."""
     versions = [theta]  # newest first
     for age in range(LAGS[-1] + HISTORY):
@@ -183,7 +184,7 @@ def judge_proximal(
     return by_lag
 
 
-def measure(vocabulary: int, length: int, seeds: int, say: Callable[[str], None]) -> JsonObject:
+def measure(vocabulary: int, length: int, seeds: int, say: Say) -> JsonObject:
     """Return estimators[length][distance][name].
 
     Values are means over `seeds` random policies, directions of mu, and rewards.

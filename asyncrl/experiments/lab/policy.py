@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, log_softmax
 
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Numbers
 
 LARGEST = 400_000  # tokens N: a few seconds for each pass over them
 
@@ -152,7 +153,7 @@ class ResponseSpace:
             0, self.place, weight[self.seq, None] * rows
         )
 
-    def judge(self, rows: Tensor, probability: Tensor, exact: Tensor) -> dict[str, float]:
+    def judge(self, rows: Tensor, probability: Tensor, exact: Tensor) -> Numbers:
         """Return bias and variance of an estimator of the gradient `exact`.
 
         - relative_bias: |E g - exact| / |exact|

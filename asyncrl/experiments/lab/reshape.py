@@ -19,6 +19,8 @@ from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms import ratios
 from asyncrl.config import load
 from asyncrl.config.tree import Config
+from asyncrl.contract.messages import Numbers
+from asyncrl.contract.printable import Say
 from asyncrl.contract.toml_writer import read_table
 from asyncrl.experiments.lab.corrections import draw_rewards
 from asyncrl.experiments.lab.findings import LabFindings, make_table
@@ -92,7 +94,7 @@ class TabularTrainer:
             truncated=torch.zeros(samples, dtype=torch.bool),
         )
 
-    def train(self, samples: int, seed: int) -> list[dict[str, float]]:
+    def train(self, samples: int, seed: int) -> list[Numbers]:
         """Train all epochs of one batch; return a row for every optimizer step.
 
         The state is the one after the step. Skipped steps have no gradient values.
@@ -101,7 +103,7 @@ class TabularTrainer:
         sampled, batch = self.sample_batch(samples, seed)
         prep = step_loss.prepare(batch, self.c)
         rows = []
-        row: dict[str, float] | None = None
+        row: Numbers | None = None
         parts = self.c.learner.minibatches
         order = torch.Generator().manual_seed(seed)
         groups = arange(samples).reshape(-1, GROUP)
@@ -113,9 +115,7 @@ class TabularTrainer:
                 rows.append(row | self._measure_state(mu, prep, sampled))
         return rows
 
-    def _measure_state(
-        self, mu: Tensor, prep: step_loss.PreparedBatch, sampled: Tensor
-    ) -> dict[str, float]:
+    def _measure_state(self, mu: Tensor, prep: step_loss.PreparedBatch, sampled: Tensor) -> Numbers:
         """Measure the policy, exactly and by the batch's k3 estimate."""
         theta, s = self.theta.detach(), self.space
         lp = self.compute_logprobs(sampled).detach()
@@ -131,7 +131,7 @@ class TabularTrainer:
 
     def _make_step(
         self, prep: step_loss.PreparedBatch, sampled: Tensor, minibatch: Tensor
-    ) -> dict[str, float]:
+    ) -> Numbers:
         """Make one optimizer step as the learner does; {} if early stopping skips it."""
         logprobs = self.compute_logprobs(sampled)
         has_stepped = prep.steps > 0
@@ -168,8 +168,8 @@ def measure(
     batches: int,
     minibatches: int,
     samples: int,
-    rates: dict[str, float],
-    say: Callable[[str], None],
+    rates: Numbers,
+    say: Say,
 ) -> JsonObject:
     """Run the experiment.
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Numbers
 from asyncrl.contract.toml_writer import find_differences
 from asyncrl.experiments.compare.grid import CellResult
 from asyncrl.experiments.compare.page import CURVES, plot_curves
@@ -17,7 +18,7 @@ from asyncrl.records import atomic_write, metrics, page_kit, rundir
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import PlotBlock, TextBlock
 
-MetricsByStep = dict[int, dict[str, float]]
+MetricsByStep = dict[int, Numbers]
 # metrics of speed and waiting, which do not depend on the computation
 MACHINE = (
     "time/",

@@ -13,7 +13,7 @@ import json
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,8 @@ import torch
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteError
+from asyncrl.contract.messages import Numbers
+from asyncrl.contract.printable import Say
 from asyncrl.contract.toml_writer import find_differences, read_table
 from asyncrl.experiments.compare.arms import format_changes
 from asyncrl.experiments.compare.verdict import average, list_instabilities
@@ -183,9 +185,7 @@ class Replay:
                 del self.flat[old]
         return digest
 
-    def run(
-        self, directory: Path, log: Callable[[str], None], *, evaluate: bool = True
-    ) -> ReplayResult:
+    def run(self, directory: Path, log: Say, *, evaluate: bool = True) -> ReplayResult:
         """Train, and write metrics and the last weights to `out`.
 
         An update that stays non-finite ends the replay and is part of the result.
@@ -199,7 +199,7 @@ class Replay:
         writer = metrics.MetricsWriter(directory)
         start = reported = time.monotonic()
 
-        def write(step: int, values: dict[str, float]) -> None:
+        def write(step: int, values: Numbers) -> None:
             result.rows.setdefault(step, {}).update(values)
             writer.write(step, values, time.monotonic() - start)
 
@@ -272,7 +272,7 @@ def create_replay_directory(run_dir: Path, directory: Path | None) -> Path:
 def replay(
     run_dir: Path,
     sets: Sequence[str],
-    log: Callable[[str], None],
+    log: Say,
     *,
     out: Path | None = None,
     start: int | None = None,

@@ -19,7 +19,7 @@ import statistics
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -188,7 +188,7 @@ def parse(base: TimeModel, items: Sequence[str]) -> TimeModel:
 
     VALUE is a TOML value, or a distribution without quotes.
     """
-    table: dict[str, Any] = {}
+    table: JsonObject = {}
     for item in items:
         key, equals, value = item.partition("=")
         if not equals:
@@ -200,7 +200,7 @@ def parse(base: TimeModel, items: Sequence[str]) -> TimeModel:
     return merge_times(base, table, "--time")
 
 
-def merge_times(base: TimeModel, table: dict[str, Any], source: str) -> TimeModel:
+def merge_times(base: TimeModel, table: JsonObject, source: str) -> TimeModel:
     fields = TimeModel.__struct_fields__
     if unknown := [key for key in table if key not in fields]:
         raise ConfigError(f"{source}: unknown time `{unknown[0]}`; choose from {', '.join(fields)}")

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asyncrl.contract.messages import Numbers
 from asyncrl.contract.toml_writer import flatten
 from asyncrl.records import atomic_write, jsonl, metrics, rundir
 
@@ -34,7 +35,7 @@ class Tracker(NamedTuple):
     """
 
     id: str
-    log: Callable[[int, dict[str, float]], Any]
+    log: Callable[[int, Numbers], Any]
     finish: Callable[[], Any]
 
 

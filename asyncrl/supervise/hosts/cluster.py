@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Numbers
 
 WIDTHS = {"float32": 4, "bfloat16": 2}  # bytes per number
 GIB = 1 << 30
@@ -35,10 +36,10 @@ class ClusterPlan(NamedTuple):
 
     placement: list[PlacedProcesses]
     parameters: int
-    learner_gpu: dict[str, float]  # bytes by use
-    server_gpu: dict[str, float]
-    swap: dict[str, float]  # bytes that an update moves
-    times: dict[str, float]  # see `asyncrl.experiments.simulate.times.TimeModel`
+    learner_gpu: Numbers  # bytes by use
+    server_gpu: Numbers
+    swap: Numbers  # bytes that an update moves
+    times: Numbers  # see `asyncrl.experiments.simulate.times.TimeModel`
 
 
 def place_processes(config: Config) -> list[PlacedProcesses]:
@@ -88,7 +89,7 @@ def count_parameters(shape: Any) -> tuple[int, int]:
     return layer, tables * shape.vocab_size * hidden + hidden
 
 
-def plan_memory(config: Config, shape: Any) -> tuple[dict[str, float], dict[str, float]]:
+def plan_memory(config: Config, shape: Any) -> tuple[Numbers, Numbers]:
     """Return the bytes by use on a learner rank's GPU and on a server's, without activations."""
     from actors.engine_vllm import choose_dtype, count_cache_bytes
     from asyncrl.models.model_check import list_references
@@ -172,6 +173,6 @@ def make_plan(config: Config) -> ClusterPlan:
     )
 
 
-def describe_bytes(used: dict[str, float]) -> str:
+def describe_bytes(used: Numbers) -> str:
     """Describe bytes by use, in GiB."""
     return ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in used.items() if size)

@@ -24,7 +24,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +36,10 @@ from asyncrl.config import load, rules
 from asyncrl.config.tree import Config, WiresConfig
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
+from asyncrl.contract.messages import Numbers
+from asyncrl.contract.printable import Say
 from asyncrl.records import atomic_write, jsonl, private, rundir
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.supervise import join
 from asyncrl.supervise.hosts import LocalProcess, ProcessHandle, ProcessLauncher, ProcessSpec
 from asyncrl.transport import keys
@@ -67,7 +70,7 @@ class RayHost:
         self.running: dict[int, LocalProcess] = {}
         self.sent: dict[int, int] = {}  # bytes of a log on its own disk that were sent
 
-    def describe_host(self, ports: int) -> dict[str, Any]:
+    def describe_host(self, ports: int) -> JsonObject:
         """Return address, node, version and `ports` free ports of this host."""
         import ray
 
@@ -248,14 +251,14 @@ class RayHostHandle:
                 process.code = -signal.SIGKILL
 
 
-def list_bundles(config: Config) -> list[dict[str, float]]:
+def list_bundles(config: Config) -> list[Numbers]:
     """Return the resources of each bundle: the learner's, then one per generator."""
     placement = config.placement
     hosts = [placement.learner, *[placement.generator] * config.generators]
     return [{"CPU": host.cpus} | ({"GPU": host.gpus} if host.gpus else {}) for host in hosts]
 
 
-def format_resources(resources: dict[str, float], missing: str = "") -> str:
+def format_resources(resources: Numbers, missing: str = "") -> str:
     """Format the CPUs and GPUs among resources.
 
     >>> format_resources({"CPU": 1.0, "memory": 5.0, "GPU": 2}), format_resources({}, "no CPU")
@@ -370,7 +373,7 @@ def list_addresses(wires: WiresConfig) -> list[str]:
 
 @contextlib.contextmanager
 def place_on_cluster(
-    config: Config, run_dir: Path, on: str, say: Callable[[str], None]
+    config: Config, run_dir: Path, on: str, say: Say
 ) -> Iterator[tuple[Config, RayLauncher]]:
     """Place bundles on the cluster that `on` names and free them at the end."""
     if importlib.util.find_spec("ray") is None:
@@ -410,9 +413,7 @@ def connect(on: str) -> None:
         ) from error
 
 
-def place_bundles(
-    config: Config, run_dir: Path, on: str, say: Callable[[str], None]
-) -> tuple[Config, RayLauncher]:
+def place_bundles(config: Config, run_dir: Path, on: str, say: Say) -> tuple[Config, RayLauncher]:
     """Find a host for every bundle; return the config with the addresses, and a launcher.
 
     Raises PeerUnreachable with requested and available resources when the group is not placed

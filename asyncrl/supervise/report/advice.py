@@ -3,7 +3,7 @@
 docs/watch.md lists what the rules find.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,8 @@ import numpy as np
 
 from asyncrl.config.tree import Config
 from asyncrl.records import jsonl, process_log, trackers
-from asyncrl.records.health_checks import Finding, exceeds_chance, make_finding, match_rules
+from asyncrl.records.health_checks import Finding, Rows, exceeds_chance, make_finding, match_rules
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.supervise.report.series import Series
 
 PREDICTION = "what_if.json"  # predictions of `asyncrl simulate`, written by `asyncrl report`
@@ -74,10 +75,10 @@ def average_recent(facts: Facts, name: str, time_name: str = "") -> float | None
     return float(values[known] @ weights[known] / max(weights[known].sum(), 1e-9))
 
 
-def collect_values(facts: Facts) -> dict[str, Any]:
+def collect_values(facts: Facts) -> JsonObject:
     """Collect what the rules on speed and staleness compare, and the texts that they name."""
     averages = {key: average_recent(facts, *names) for key, names in AVERAGES.items()}
-    values: dict[str, Any] = {key: x for key, x in averages.items() if x is not None}
+    values: JsonObject = {key: x for key, x in averages.items() if x is not None}
     limit = facts.max_lag
     if limit is not None:
         values["limit"] = limit
@@ -142,7 +143,7 @@ def apply_rules(facts: Facts) -> list[Finding]:
     ]
 
 
-def list_fired_checks(run_dir: Path, signs: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def list_fired_checks(run_dir: Path, signs: Rows) -> list[Finding]:
     """Return the health checks that fired, each once, with the step if it is known.
 
     signs: the health checks in the run's summary.
@@ -168,7 +169,7 @@ def list_advice(
     *,
     ended: bool,
     series: Series | None = None,
-    signs: Sequence[Mapping[str, Any]] | None = None,
+    signs: Rows | None = None,
 ) -> tuple[list[Finding], list[Finding]]:
     """Return the first lines about a run: advice, and the health checks that fired.
 

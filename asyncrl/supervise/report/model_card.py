@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -11,6 +10,7 @@ import asyncrl
 from asyncrl.config import load
 from asyncrl.config.tree import Config, TaskSource
 from asyncrl.records import health_checks, metrics
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import format_number
 from asyncrl.supervise import summary as summaries
 
@@ -115,7 +115,7 @@ def list_tasks(config: Config) -> list[tuple[str, ...]]:
     ]
 
 
-def list_results(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, ...]]:
+def list_results(run_dir: Path, summary: JsonObject) -> list[tuple[str, ...]]:
     """Return a row for each held-out set: name, first and last reward, number of prompts."""
     rows = metrics.read(run_dir)
     names = dict.fromkeys(

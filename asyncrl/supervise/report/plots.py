@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from asyncrl.contract.toml_writer import read_table
+from asyncrl.records.health_checks import Rows
 from asyncrl.records.metrics import METRICS
 from asyncrl.records.page_kit import PagePlot, PlotLine
 from asyncrl.supervise.live import label_set
@@ -151,7 +151,7 @@ def _are_equal(line: PlotLine, other: PlotLine) -> bool:
     return np.allclose(points, other_points, rtol=1e-6, atol=1e-12)
 
 
-def plot_lag_over_time(rows: Sequence[Mapping[str, Any]]) -> PagePlot:
+def plot_lag_over_time(rows: Rows) -> PagePlot:
     """Plot the lag histogram over time from trained.jsonl as stacked shares of tokens.
 
     Batches are averaged over at most 120 bins.

@@ -4,11 +4,11 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, jsonl, page_kit, process_log, rundir, trace
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import (
     ListBlock,
     PagePlot,
@@ -41,7 +41,7 @@ SAMPLES_SHOWN = 16  # number of first and newest samples whose tokens a report c
 SAMPLE_BYTES = 500_000  # most bytes of them in a report
 
 
-def build_plots(series: Series, steps: Series, summary: dict[str, Any]) -> list[PagePlot]:
+def build_plots(series: Series, steps: Series, summary: JsonObject) -> list[PagePlot]:
     """Build the plots of a report: those of `asyncrl watch`, and the histogram of lags.
 
     steps: the metrics of optimizer_steps.jsonl.
@@ -90,7 +90,7 @@ def plot_timeline(spans: Mapping[str, Sequence[trace.TraceSpan]]) -> tuple[PageP
     return plot, shown_s
 
 
-def describe_unfinished(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[str]:
+def describe_unfinished(config: Config, run_dir: Path, summary: JsonObject) -> list[str]:
     """Describe how an unfinished run ended; [] for a finished run."""
     if summary["steps"] >= config.learner.steps and not summary.get("partial"):
         return []

@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -18,7 +18,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.toml_writer import flatten, read_table
 from asyncrl.records import jsonl, metrics, process_log, rundir
-from asyncrl.records.health_checks import Finding, match_rules
+from asyncrl.records.health_checks import Finding, Rows, match_rules
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import (
     Block,
@@ -185,9 +185,7 @@ class RunView:
             CardBlock(build_cards(self.series, summary)),
         ]
 
-    def list_advice(
-        self, signs: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[Finding], list[Finding]]:
+    def list_advice(self, signs: Rows) -> tuple[list[Finding], list[Finding]]:
         """Return the first lines of the page: advice, and the health checks that fired."""
         config, ended = None, False
         with contextlib.suppress(AsyncrlError, OSError):
@@ -320,7 +318,7 @@ def format_item(finding: Finding) -> ListItem:
     return ListItem(finding.remedy, bold=finding.said)
 
 
-def list_early_stops(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+def list_early_stops(rows: Rows) -> list[float]:
     """Return the KL of each batch that early stopping ended before its last step.
 
     >>> stops = [(0, 0.0), (1, 0.03), (1, 0.01), (2, 0.05)]
@@ -372,7 +370,7 @@ def build_cards(series: Series, summary: JsonObject) -> list[tuple[str, str, str
     ]
 
 
-def describe_limit_moves(rows: Sequence[Mapping[str, Any]]) -> str:
+def describe_limit_moves(rows: Rows) -> str:
     """Describe the last changes of an adaptive lag limit and their reasons; "" without any.
 
     >>> row = {"step": 9, "limit/now": 2.0, "limit/before": 1.0, "limit/ess": 0.9}

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy import ndarray
 
+from asyncrl.contract.messages import Numbers
 from asyncrl.records import health_checks, jsonl, metrics
 from asyncrl.records.jsonl import JsonObject
 
@@ -139,11 +140,11 @@ class Series:
         column = self.columns.get(name, Column())
         return _fill_dense((column.rows, column.values), self.rows, missing)
 
-    def read_latest(self) -> dict[str, float]:
+    def read_latest(self) -> Numbers:
         """Return the newest value of each metric."""
         return {name: float(column.values[-1]) for name, column in self.columns.items()}
 
-    def select_rows(self, name: str) -> list[dict[str, float]]:
+    def select_rows(self, name: str) -> list[Numbers]:
         """Return the rows that have a metric: their steps and their metrics of its family."""
         column = self.columns.get(name, Column())
         steps = self.axes["step"].values[column.rows].tolist()

@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks.data.rows import drop_added_fields
 
 FOLDER = ".prompts"  # name of the folder of these files, in the folder of all runs
@@ -53,7 +54,7 @@ def dump_rows(key: str, rows: Any) -> str:
     return "".join(lines)
 
 
-def find_prompt_keys(table: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+def find_prompt_keys(table: Mapping[str, Any]) -> Iterator[tuple[str, JsonObject, str]]:
     """Yield (full name, section, key) for every key of a config's table that names prompts."""
     task = table.get("task")
     mixture = task.get("mixture", []) if isinstance(task, dict) else []
@@ -67,7 +68,7 @@ def find_prompt_keys(table: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, 
             yield f"evaluation.sets[{number}].file", section, "file"
 
 
-def write_objects(table: dict[str, Any], folder: Path) -> None:
+def write_objects(table: JsonObject, folder: Path) -> None:
     """Replace the objects in a config's table by the paths of files with their rows.
 
     The files are named by their content, so that a resumed run reads the same rows. Raises

@@ -14,6 +14,7 @@ from typing import Any
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import TEMPLATE_COLUMNS
+from asyncrl.records.jsonl import JsonObject
 
 LocatedRow = tuple[str, Any]  # FILE:LINE or the like, and the row
 # JSON's escape of a lone surrogate, which UTF-8 text cannot contain otherwise
@@ -88,7 +89,7 @@ def _read_arrow(path: Path) -> Iterator[LocatedRow]:
         yield f"{path}: row {number}", drop_added_fields(row)
 
 
-def drop_added_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+def drop_added_fields(row: Mapping[str, Any]) -> JsonObject:
     """Drop the null fields of chat turns and tools: Arrow adds those that other rows have."""
     return {
         name: _drop_nulls(value)
