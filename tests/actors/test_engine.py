@@ -318,9 +318,7 @@ def test_rows_are_cut_into_even_blocks_of_at_most_a_number_of_queries() -> None:
     assert cut(64, 47, "cpu") == [32, 64] and cut(40, 1, "cpu") == [16, 32, 40]
 
 
-def test_prompts_are_encoded_together_up_to_a_number_of_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_encoded_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drawn is the same, and a long prompt pads no short ones."""
     model = policy.build_model(tmp_path / "m", "0123456789")
     prompts = [[3 + (at + i) % 9 for i in range(length)] for at, length in enumerate((9, 2, 30, 3))]

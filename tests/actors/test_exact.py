@@ -61,9 +61,7 @@ def test_answers_entering_and_leaving_the_engine_have_the_learners_logprobs_bitw
 
 
 @pytest.mark.parametrize("family,kv,tied", FAMILIES)
-def test_operators_do_not_see_their_neighbours(
-    tmp_path: Path, family: str, kv: int, tied: bool
-) -> None:
+def test_operators_see_no_neighbours(tmp_path: Path, family: str, kv: int, tied: bool) -> None:
     rows = exact_check.check_operators(
         policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
     )

@@ -388,7 +388,7 @@ def test_one_that_was_not_told_ends_by_the_files_of_the_end(
     assert g.over
 
 
-def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_announced(
+def test_weights_of_a_gone_learner_are_waited_for_or_others_announced(
     make: MakeGenerator,
 ) -> None:
     g = make()

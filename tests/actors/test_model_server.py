@@ -84,9 +84,7 @@ def test_the_context_is_that_of_the_model_and_bounded_without_an_option(tmp_path
         build_config(str(path), context=MOST_CONTEXT + 2, threads=1, **keys)
 
 
-def test_a_prompt_is_scored_with_its_most_likely_tokens(
-    client: openai.OpenAI, directory: Path
-) -> None:
+def test_a_prompt_is_scored_with_likeliest_tokens(client: openai.OpenAI, directory: Path) -> None:
     tokenizer = load_tokenizer(directory)
     texts = ["abcd", "hgfea"]
     done = client.completions.create(

@@ -544,9 +544,7 @@ def _gone(pid: int) -> bool:
         return True
 
 
-def test_a_thread_that_breaks_is_said_at_the_next_look(
-    runner: MakeRewardRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_thread_is_said(runner: MakeRewardRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards, "STUCK_S", 600.0)
     r = runner("mine:reward")
     judge(r, "2")
@@ -571,9 +569,7 @@ def test_a_thread_that_breaks_is_said_at_the_next_look(
         ("dies:reward", "3 processes ended"),
     ],
 )
-def test_a_function_that_cannot_be_had_is_a_config_error(
-    path: str, why: str, runner: MakeRewardRunner
-) -> None:
+def test_an_absent_function_is_config_error(path: str, why: str, runner: MakeRewardRunner) -> None:
     with pytest.raises(ConfigError, match=why):
         judge(runner(path), "2")
 

@@ -91,9 +91,7 @@ def test_tokens_are_the_same_without_exact_mode(model: Any) -> None:
 
 
 @pytest.mark.parametrize("guess", ["right", "wrong", "half"])
-def test_any_draft_leaves_the_bits_alone(
-    model: Any, guess: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_leave_bits_alone(model: Any, guess: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = requests(2, 2)
     plain = run(engine(model, fixed=True), wanted)
 
@@ -117,9 +115,7 @@ def test_any_draft_leaves_the_bits_alone(
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_an_answer_across_a_swap_is_the_one_swapped_at_the_same_token(
-    model: Any, tmp_path: Path, exact: bool
-) -> None:
+def test_answers_across_a_swap_are_those_of_tokens(model: Any, tmp_path: Path, exact: bool) -> None:
     """Rows advance by different numbers of tokens, and each span says where its swap came."""
     in_flight = "recompute_kv" if exact else "keep_kv"
     other = dict(policy.list_named_weights(repetitive(tmp_path, seed=5)))

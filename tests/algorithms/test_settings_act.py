@@ -251,9 +251,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("section", "struct", "field"), cases())
-def test_a_key_that_is_accepted_acts(
-    models: dict[str, Path], section: str, struct: Any, field: Any
-) -> None:
+def test_accepted_keys_act(models: dict[str, Path], section: str, struct: Any, field: Any) -> None:
     key = f"{section}.{field.name}"
     around = context(struct, section, field, key)
     if section == "reshape":

@@ -89,9 +89,7 @@ def line_of(text: str) -> int:
     return FUNCTIONS[: FUNCTIONS.index(text)].count("\n") + 1
 
 
-def test_what_raised_is_said_with_its_line_prompt_and_response(
-    config: Callable[..., Config], tmp_path: Path
-) -> None:
+def test_errors_have_line_prompt_and_answer(config: Callable[..., Config], tmp_path: Path) -> None:
     made = config("fails")
     runner = RewardRunner(made, get_task(made.task), tmp_path)
     try:

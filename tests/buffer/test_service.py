@@ -140,9 +140,7 @@ def test_a_commit_that_is_told_again_is_answered_again_and_counted_once(begin: A
     ("mode", "todo"),
     [("memory", r"continue with `asyncrl run --resume .*run`"), ("process", "start a new run")],
 )
-def test_a_learner_whose_newer_checkpoints_are_damaged_is_told_what_to_do(
-    begin: Any, mode: str, todo: str
-) -> None:
+def test_damaged_newer_checkpoints_are_said_with_remedy(begin: Any, mode: str, todo: str) -> None:
     run = begin(f"durability.mode={mode!r}")
     peer = run.peer()
     ask(peer, run.hello(1, number=5), m.Welcome)
@@ -394,9 +392,7 @@ def test_under_disk_no_reply_precedes_the_disk(begin: Any, monkeypatch: pytest.M
     assert wait(learner, m.Welcome) == m.Welcome(1, 0)
 
 
-def test_a_buffer_without_memory_ends_the_peers_of_the_one_before(
-    begin: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_forgetful_buffer_ends_older_peers(begin: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Its tickets and samples are lost with it: one line says what to do, to all of them."""
     first = begin()
     generator, learner = first.peer(), first.peer()

@@ -82,9 +82,7 @@ def test_of_two_takers_one_gets_the_number(tmp_path: Path, monkeypatch: pytest.M
         others[0].check()
 
 
-def test_a_run_is_not_taken_from_another_host_by_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_run_is_taken_from_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffer_leadership.socket, "gethostname", lambda: "far")
     far = buffer_leadership.take_leadership(tmp_path, HERE)
     monkeypatch.setattr(buffer_leadership.socket, "gethostname", lambda: "near")
@@ -388,9 +386,7 @@ def test_a_buffer_that_cannot_listen_takes_nothing_over(service: BufferService) 
     assert service.store.journal.term == service.term.number  # type: ignore[attr-defined]
 
 
-def test_a_supervised_buffer_follows_one_of_another_host(
-    service: BufferService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_buffer_follows_another(service: BufferService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffer_leadership.socket, "gethostname", lambda: "near")
     monkeypatch.setenv("ASYNCRL_SUPERVISED", "1")
     assert BufferService(service.config, service.run_dir).close() == ""

@@ -75,9 +75,7 @@ def test_a_prompt_longer_than_the_context(asyncrl: Call, tmp_path: Path) -> None
         (['{"prompt": "1="}', '{"prompt": "1="}'], "cannot be both trained on and held out"),
     ],
 )
-def test_a_malformed_file_of_prompts(
-    lines: list[str], said: str, asyncrl: Call, tmp_path: Path
-) -> None:
+def test_a_bad_prompts_file(lines: list[str], said: str, asyncrl: Call, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(lines))
     done = asyncrl("run", "task.name='file'", f"task.prompts={str(path)!r}", "name='bad'")
@@ -239,9 +237,7 @@ def test_damaged_foreign_or_no_checkpoints(asyncrl: Call, tmp_path: Path, sort_m
     ), done.err[-2000:]
 
 
-def test_resume_refuses_what_may_not_change_and_has_nothing_to_do_at_the_end(
-    asyncrl: Call, gain: Ended
-) -> None:
+def test_resume_refuses_changes_and_has_nothing_to_do_at_an_end(asyncrl: Call, gain: Ended) -> None:
     run_dir = gain.json["run_dir"]
     refused(
         asyncrl("run", "--resume", run_dir, "seed=7"), 2, "seed cannot change when a run is resumed"

@@ -273,9 +273,7 @@ def test_every_method_may_be_set_on_a_config_of_another(name: str) -> None:
         *((name, "") for name in ("reinforce-rej", "reinforce-ada", "reinforce-pro", "cppo")),
     ],
 )
-def test_an_unknown_method_gets_a_hint_only_for_a_misspelling(
-    name: str, hint: str, tmp_path: Path
-) -> None:
+def test_unknown_methods_get_a_hint_if_misspelled(name: str, hint: str, tmp_path: Path) -> None:
     """In a config and as an arm."""
     path = written(tmp_path, "")
     for call in (lambda: load.load(path, [f"method={name!r}"]), lambda: arms.parse_arm(name)):

@@ -52,9 +52,7 @@ def test_every_character_that_acts_is_escaped() -> None:
     assert escape_line("\x1b" * 1000).count("x1b") <= 76 and escape_line(EVIL * 99).endswith("...")
 
 
-def test_a_peer_cannot_write_into_the_log_or_the_terminal(
-    bench: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_peer_writes_to_log_or_terminal(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     at: Bench = bench("durability.mode='memory'")
     (ticket, *_) = at.tickets(8)
     evil = EVIL.encode("utf-8", "replace").decode()

@@ -150,9 +150,7 @@ def test_what_a_list_of_runs_refuses(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "is a run itself" in refused(capfd, "ls", str(tmp_path))
 
 
-def test_a_run_that_cannot_be_read_hides_no_other(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_runs_hide_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name, config in (("torn", "learner = ["), ("new", "[learner]\nsteps = 9\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run_id").write_text(name)

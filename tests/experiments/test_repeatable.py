@@ -50,9 +50,7 @@ def synchronous(run: Run) -> dict[str, Any]:
     return run("sync1", "staleness.max_lag=0")
 
 
-def test_limit_zero_is_the_plain_loop_bitwise(
-    synchronous: dict[str, Any], small_model: Path
-) -> None:
+def test_limit_zero_is_the_plain_loop(synchronous: dict[str, Any], small_model: Path) -> None:
     weights, told = plain_exact_loop.train(
         small_model,
         lambda i: SORT.prompt("train", i, RUN_SEED),

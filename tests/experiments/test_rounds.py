@@ -35,9 +35,7 @@ def watching(rounds: Any, monkeypatch: pytest.MonkeyPatch, others: list[float]) 
     monkeypatch.setattr(rounds, "Watch", Watch)
 
 
-def test_a_round_beside_other_work_is_made_again(
-    rounds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_on_busy_machines_is_repeated(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     watching(rounds, monkeypatch, [0.0, 0.9, 0.1, 0.16, 0.0])
     assert rounds.quiet(3, lambda number: number) == [0, 2, 4]
     assert [row["counted"] for row in rounds.MADE] == [True, False, True, False, True]

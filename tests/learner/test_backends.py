@@ -193,9 +193,7 @@ def test_adapters_are_trained_published_and_kept_alone(
 
 
 @pytest.mark.parametrize("two", [zero(2), TORCH, FSDP2])
-def test_an_early_stopped_step_leaves_weights_and_moments_untouched(
-    two: dict[str, Any], model_dir: Path
-) -> None:
+def test_early_stops_leave_weights_and_moments_alone(two: dict[str, Any], model_dir: Path) -> None:
     """With a bound that any step passes, four epochs end as one does: in this batch and, by the
     moments, in the next ones."""
     one, _ = trained(model_dir, two, batches=2)
@@ -262,9 +260,7 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
     assert code != 0 and said in err
 
 
-def test_bfloat16_stages_agree_and_a_lock_left_behind_holds_nobody_up(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_bfloat16_stages_agree_despite_an_old_lock(model_dir: Path, tmp_path: Path) -> None:
     """A process killed while DeepSpeed compiled an operator leaves a lock file, for which later
     ones wait without end."""
     (tmp_path / "deepspeed_shm_comm").mkdir()

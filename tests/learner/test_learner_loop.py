@@ -300,9 +300,7 @@ def test_a_lost_commit_is_repeated_in_order_while_training_goes_on(life: Made) -
     assert numbers.index(1) > numbers.index(0, 1) and one.finished
 
 
-def test_a_checkpoint_is_of_batches_that_the_buffer_has_recorded(
-    life: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_follow_the_buffers_record(life: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run resumed from it skips them: what the buffer has not written by then is missing."""
     one, buffer = life("learner.checkpoint_every=1", lose=(m.Commit,))
     save, unanswered = one.save_checkpoint, []
@@ -388,9 +386,7 @@ def test_a_welcome_that_keeps_nothing_that_it_has_is_refused(life: Made) -> None
         one.check(msgspec.structs.replace(bad, samples=[worse, *bad.samples[1:]]))
 
 
-def test_what_it_waits_for_goes_to_the_buffer_and_to_stderr(
-    life: Made, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waits_go_to_buffer_and_stderr(life: Made, capsys: pytest.CaptureFixture[str]) -> None:
     one, buffer = life("watchdog.floor_s=8")
     now = time.monotonic()
     one.report(now + 3)

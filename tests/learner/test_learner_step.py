@@ -384,9 +384,7 @@ def test_the_start_is_measured_under_every_anchor(model_dir: Path, how: dict[str
     )
 
 
-def test_m2po_masks_each_minibatch_by_the_policy_as_it_is_then(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_m2po_masks_each_minibatch_anew(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second optimizer step is masked by what the first one made of the policy, among its own
     samples alone."""
     c = core(
@@ -493,9 +491,7 @@ def test_a_baseline_that_is_not_trained_on_is_not_counted_as_unused(model_dir: P
 __all__ = ["model_dir"]
 
 
-def test_the_coefficient_of_now_and_not_of_the_configuration_is_charged(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_the_present_coefficient_is_charged_not_configs(model_dir: Path, tmp_path: Path) -> None:
     """Resumed at 0 the run is the run without the term; at twice the coefficient the charge is
     twice as large."""
     build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)

@@ -78,7 +78,7 @@ def test_the_start_is_measured_first_for_kl_in_the_reward_and_for_stops_in_parts
     ],
     ids=str,
 )
-def test_who_looks_at_the_whole_batch_needs_its_logprobs_unless_they_are_the_start(
+def test_whole_batches_need_their_logprobs_unless_they_are_the_start(
     more: dict[str, Any],
 ) -> None:
     b = batch(1)

@@ -107,9 +107,7 @@ def test_an_engine_without_support_is_warned_about(
 
 
 @pytest.mark.slow
-def test_kills_journal_and_replay_keep_the_support(
-    forked: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_kills_and_replay_keep_them(forked: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     batches = survive_kills(forked, tmp_path / "run", *TRUNCATED)
     samples = [sample for batch in batches for sample in batch.samples]
     supports = [SampledSupport.decode(s.support, len(s.mask)) for s in samples]

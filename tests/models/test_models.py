@@ -192,9 +192,7 @@ def test_engine_packed_forward_exact_mode_and_ring(bench: Any, tmp_path: Path) -
     assert 1e-4 < rows["packed forward, bfloat16"][0] < rows["packed forward, bfloat16"][1]
 
 
-def test_what_is_off_misses_its_goal(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missed_goals_are_said(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = bench.by_packed
 
     def off(model: Any, answers: Any) -> np.ndarray:

@@ -152,7 +152,7 @@ def test_generate_is_measured_in_the_way_that_is_fastest(monkeypatch: pytest.Mon
     assert ran == [("eager", "static", 256, 100), ("sdpa", None, 64, 100)]
 
 
-def test_the_stand_in_of_a_buffer_has_all_that_a_generator_asks_of_its_socket(
+def test_a_buffers_stand_in_has_all_that_generators_ask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = program("vllm_engine", monkeypatch)

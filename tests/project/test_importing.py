@@ -138,9 +138,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_foreign_python_runs_a_module_as_its_main_program(
-    started: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_python_runs_modules(started: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (started / "told.py").write_text(
         "import sys\n"
         "print(sys.argv, __name__, vars(sys.modules['__main__']) is globals())\n"

@@ -50,9 +50,7 @@ def test_resident_memory_is_the_process_s_own() -> None:
     assert 0.8 * counted < machine_memory.read_resident_bytes() < 1.25 * counted
 
 
-def test_kills_for_memory_are_the_machines_and_the_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_kills_are_of_host_or_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KERNEL", "GROUPS", "OWN_GROUPS"):
         monkeypatch.setattr(machine_memory, name, tmp_path / name)
     assert machine_memory.count_memory_kills() is None

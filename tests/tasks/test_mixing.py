@@ -115,9 +115,7 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
         assert row["task/mine_lag"] >= 0 and 0 < row["task/mine_ess"] <= 1 + 1e-6
 
 
-def test_a_run_in_processes(
-    file: str, forked: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_run_in_processes(file: str, forked: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """A generator and the learner are killed; the shares hold in every batch all the same."""
     run = forked(tmp_path / "run", *parts(file), die={"generator-0": 20, "learner": 4})
     assert set(run["deaths"]) == {"generator-0", "learner"}

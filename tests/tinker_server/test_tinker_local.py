@@ -252,9 +252,7 @@ def test_stable_reinforce_is_refused_before_anything_is_sampled(start: Start) ->
             client.optim_step(ADAM).result()
 
 
-def test_a_named_loss_takes_the_place_of_stable_reinforce(
-    start: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_named_loss_replaces_the_other(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     """The same gradient, and every answer says so."""
     server = start("losses.stable_reinforce=ppo")
     results = []
@@ -451,9 +449,7 @@ def test_all_weights_train_and_samplers_follow_them(start: Start) -> None:
         )
 
 
-def test_calls_wait_for_earlier_ones_and_count_once(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_wait_their_turn_and_are_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "POLL_S", 0.05)
     server = start()
     with server.client() as service:

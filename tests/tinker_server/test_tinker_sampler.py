@@ -155,9 +155,7 @@ def test_a_request_sets_how_its_tokens_are_sampled(config: TinkerConfig, sampler
     assert np.allclose(ours, theirs, atol=1e-5)
 
 
-def test_a_prompt_is_scored_with_its_most_likely_tokens(
-    config: TinkerConfig, sampler: Sampler
-) -> None:
+def test_a_prompt_is_scored_with_likeliest_tokens(config: TinkerConfig, sampler: Sampler) -> None:
     plain, likely = sample(
         sampler, sample_call(prompt_logprobs=True), sample_call(prompt_topk=3, max_tokens=1)
     )

@@ -435,9 +435,7 @@ def test_a_data_set_that_cannot_be_built_is_one_line(
     assert made == {"error": f"agent.env = verifiers:words: its data set: {why}"}
 
 
-def test_an_environment_plays_its_sessions(
-    loaded: Sequence[tuple[str, dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_an_environment_plays(loaded: Sequence[tuple[str, dict[str, Any]]], tmp_path: Path) -> None:
     setup = AgentSetup([], "", str(tmp_path / "log"), env="verifiers:words", args={"seed": 4})
     served = Served(setup)
     assert served.result().kind == "ready" and loaded == [("verifiers:words", {"seed": 4})]

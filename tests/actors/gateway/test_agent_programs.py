@@ -149,9 +149,7 @@ def test_a_program_reads_its_task_but_never_the_answer(playing: Any, tmp_path: P
         assert json.loads((tmp_path / name).read_text()) == expected, name
 
 
-def test_the_variables_of_a_program(
-    playing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_variables(playing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"SECRET_KEY": "a", "GIVEN_ONE": "b", "given_two": "c", "LC_ALL": "C", "LC": "d"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)

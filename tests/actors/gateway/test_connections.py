@@ -124,9 +124,7 @@ def test_a_head_has_64_kib(connect: Connect, loop: asyncio.AbstractEventLoop) ->
     loop.run_until_complete(asyncio.sleep(0))
 
 
-def test_the_rest_of_a_refused_body_has_its_time(
-    connect: Connect, loop: asyncio.AbstractEventLoop
-) -> None:
+def test_a_refused_bodys_rest_has_time(connect: Connect, loop: asyncio.AbstractEventLoop) -> None:
     """This application answers before it has read a body."""
     for rest, events in ((b"bc", []), (b"b", ["aborted"])):
         connection, wire = connect()

@@ -173,9 +173,7 @@ def test_a_prompt_that_is_far_too_long_is_refused_at_the_cost_of_its_beginning(
     finish(served, opened)
 
 
-def test_others_are_served_while_a_long_prompt_is_composed(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_prompt_holds_up_no_others(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the calls of its own session keep their order, whatever is answered meanwhile."""
     opened, other = served.do(served.service.open), served.do(served.service.open)
     entered, leave = threading.Event(), threading.Event()

@@ -193,9 +193,7 @@ def loaded(**task: Any) -> Config:
     return msgspec.structs.replace(plain, task=changed, agent=ENV)
 
 
-def test_a_config_gets_the_files_of_its_environments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_gets_environments_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
 
     def rows(task: Any, agent: AgentConfig, folder: Path) -> Any:

@@ -33,9 +33,7 @@ from asyncrl.transport import worker_pool
 pytestmark = pytest.mark.slow
 
 
-def test_the_log_is_bounded_and_a_disk_that_fails_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_is_bounded_and_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_messages, "MOST_BYTES", 30)
     kept = session_messages.AgentLog(tmp_path / "agent-0.log")
     for number in range(3):
@@ -64,9 +62,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_programs_are_told_their_session_and_their_last_line_is_its_reward(
-    commands: Commands, tmp_path: Path
-) -> None:
+def test_programs_know_their_session_and_print_a_reward(commands: Commands, tmp_path: Path) -> None:
     served = Served()
     opened = served.do(served.service.open)
     url = f"{served.url}/s/{opened.session.name}"

@@ -64,9 +64,7 @@ def test_the_prompts_are_the_rows_of_its_data_sets(located: Config, tmp_path: Pa
         task.reward(held, "7")
 
 
-def test_a_part_of_a_mixture_has_the_rows_of_its_own_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_has_its_environments_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(KINDS)
     own = AgentSource(env=KIND, python=python_of("clients"))
     parts = [MixedTaskConfig(name="sort"), MixedTaskConfig(name="env", label="kinds", agent=own)]
