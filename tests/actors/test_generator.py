@@ -253,8 +253,7 @@ def test_one_that_draws_calls_forgoes_none_and_says_nothing_of_tickets(
     monkeypatch.setattr(g.calls, "read", lambda: None)
     g.socket.inbox.append(m.HeartbeatReply(1, None, attempts=5))
     g.read()
-    assert waited == [([g.socket, g.calls.socket], [], 0.02)]
-    assert g.schedule.newest_attempt == 0
+    assert waited == [([g.socket, g.calls.socket], [], 0.02)] and g.schedule.newest_attempt == 0
     g.schedule.newest_attempt = 3
     g.renew()
     assert g.socket.said[-1].taken == 0

@@ -602,8 +602,7 @@ def test_a_reply_that_is_not_accepted_is_not_kept(monkeypatch: pytest.MonkeyPatc
     template = GradingTemplate(talk.settings)
     (found,) = talk.run("a", accept=template.grade)
     assert isinstance(found, ValueError) and "SCORE" not in str(found)
-    assert talk.run("a", "a", accept=template.grade) == ["SCORE: 7"] * 2
-    assert len(talk.requests) == 2
+    assert talk.run("a", "a", accept=template.grade) == ["SCORE: 7"] * 2 and len(talk.requests) == 2
 
 
 def test_the_tokens_of_a_reply_without_usage_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -830,8 +829,7 @@ def test_a_part_of_a_mixture_has_its_own_model(tmp_path: Path) -> None:
     asked = [(Prompt(1, "1+1=", "2", task="liked"), text, [1]) for text in TEXTS]
     asked.insert(1, (Prompt(7, "aab=", "ab", task="dedup"), "ab", [1]))
     got = [found.reward for found in judge_all(config, get_task(config.task), asked)]
-    assert got.pop(1) == 1.0
-    assert got == pytest.approx(alone(place, "qwen2"), abs=1e-5)
+    assert got.pop(1) == 1.0 and got == pytest.approx(alone(place, "qwen2"), abs=1e-5)
     twice = {"name": "mixture", "mixture": [liked | {"reward": "a.py:b"}]}
     problems = rules.check(load.build(raw | {"task": twice}))
     assert "task.mixture: liked: reward_model.path: the model is the only scorer" in problems[0]
@@ -947,12 +945,10 @@ def test_a_model_without_a_limit_of_positions_reads_long_texts(tmp_path: Path) -
     BloomForSequenceClassification(config).save_pretrained(tmp_path)
     tokenizer(chat_template=TEMPLATE).save_pretrained(tmp_path)
     scorer = RewardModelScorer(Settings(path=str(tmp_path)))
-    assert len(scorer([Prompt(1, "1+1=", "2")], ["0" * 300])) == 1
-    assert scorer.context == 1 << 20
+    assert len(scorer([Prompt(1, "1+1=", "2")], ["0" * 300])) == 1 and scorer.context == 1 << 20
 
 
 def test_groups_hold_what_fits_with_their_padding() -> None:
     split = functools.partial(split_by_length, tokens=TOKENS, rows=math.inf)
     assert split([2048] * 5) == [[0, 1, 2, 3], [4]], "8192 tokens and no more"
-    assert split([]) == []
-    assert split([4000, 4000, 10, 5000]) == [[2, 0], [1], [3]]
+    assert split([]) == [] and split([4000, 4000, 10, 5000]) == [[2, 0], [1], [3]]

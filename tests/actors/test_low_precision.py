@@ -109,8 +109,7 @@ def test_mismatch_is_that_of_the_format_and_falls_with_shared_rounding(
     recorded = torch.from_numpy(np.concatenate([a.logprobs for a in answers]))
     apart = k3(log_probabilities(plain, answers), recorded)
     emulation = k3(in_float64(model, answers, None), in_float64(model, answers, number_format))
-    assert apart > 1e-6
-    assert 0.8 * emulation < apart < 1.2 * emulation
+    assert apart > 1e-6 and 0.8 * emulation < apart < 1.2 * emulation
     sections = {"generator": {"quantize": number_format}, "learner": {"shared_rounding": True}}
     config = load.convert(
         {"model": {"path": str(model)}, "task": {"name": "sort"}, **sections}, "c.toml"

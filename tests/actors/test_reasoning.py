@@ -110,5 +110,4 @@ def test_the_real_generators(name: str) -> None:
         for index in range(20):
             prompt = task.prompt(split, index, 3)
             assert len(prompt.text) <= 110 and len(prompt.answer) <= 12
-            assert task.reward(prompt, prompt.answer) == 1.0
-            assert task.reward(prompt, "?") == 0.0
+            assert task.reward(prompt, prompt.answer) == 1.0 and task.reward(prompt, "?") == 0.0

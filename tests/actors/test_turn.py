@@ -65,8 +65,7 @@ def test_a_trajectory_has_the_tokens_as_sampled_and_the_reward_as_judged() -> No
     rewards = np.frombuffer(made.token_rewards, "<f4").tolist()
     assert rewards[0] == 0.25 and np.isnan(rewards[1]) and rewards[2] == 1.0
     assert (made.finish, made.temperature, made.text) == ("length", 0.5, "31")
-    assert made.prompt_text == "31=" and made.images == []
-    assert made.support == made.routed == b""
+    assert made.prompt_text == "31=" and made.images == [] and made.support == made.routed == b""
     assert began <= made.generated_at <= time.monotonic()
     failure = RewardFailure("data", "no")
     made = build_trajectory(written([0.0, 0.0, 0.0]), RewardResult((4, 1, 9), 0, {}, None, failure))

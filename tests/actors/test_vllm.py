@@ -197,8 +197,7 @@ def test_logprobs_of_vllms_own_sampler(case: Case, monkeypatch: pytest.MonkeyPat
     requests = [request(t, 0, [3, 4, 3 + t], 8, **cut) for t, cut in enumerate(cuts)]
     case.engine.add(requests)
     for r, answer in zip(requests, sorted(case.finish().items()), strict=True):
-        assert case.worst(case.old, answer[1], r) < case.bound
-        assert answer[1].spans[0].label == label
+        assert case.worst(case.old, answer[1], r) < case.bound and answer[1].spans[0].label == label
 
 
 def test_swap_in_mid_answer(case: Case) -> None:
@@ -457,8 +456,7 @@ def test_how_far_a_probe_may_be_off_by_type_depth_and_likelihood() -> None:
         engine.check_probe(published, (published + off).tolist())
         return engine.probes
 
-    assert check(rounded, torch.bfloat16, 30) == 1
-    assert check(rounded / 100, torch.float32, 30) == 1
+    assert check(rounded, torch.bfloat16, 30) == 1 and check(rounded / 100, torch.float32, 30) == 1
     broken = rounded.copy()
     broken[6] = np.nan
     for off, dtype, layers, said in (

@@ -161,15 +161,12 @@ def test_keys_that_calls_may_keep_have_room_and_without_it_equal_prompts_alone_s
     assert vllm.counted([first]) == (0, 0, size)
     assert vllm.counted([again]) == (1, BLOCK, size - BLOCK)
     monkeypatch.setattr(vllm.engine, "kept_tokens", 0)
-    assert vllm.counted([again]) == (0, 0, size)
-    assert vllm.counted([first]) == (0, 0, size)
-    assert vllm.counted([first]) == (1, BLOCK, size - BLOCK)
-    assert vllm.engine.collect_metrics() == {}
+    assert vllm.counted([again]) == (0, 0, size) and vllm.counted([first]) == (0, 0, size)
+    assert vllm.counted([first]) == (1, BLOCK, size - BLOCK) and vllm.engine.collect_metrics() == {}
     monkeypatch.setattr(vllm.engine, "kept_tokens", None)
     vllm.load(vllm.old)
     assert vllm.counted([again]) == (0, 0, size)
-    assert vllm.counted([first]) == (1, BLOCK, size - BLOCK)
-    assert vllm.engine.collect_metrics() == {}
+    assert vllm.counted([first]) == (1, BLOCK, size - BLOCK) and vllm.engine.collect_metrics() == {}
 
 
 def test_runs_of_sessions_keep_keys_and_no_others_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,20 +26,15 @@ def head(c: Any) -> torch.Tensor:
 def test_a_head_begins_small_by_the_runs_seed_and_without_a_bias(model_dir: Path) -> None:
     a, b, other = gae(model_dir, seed=3), gae(model_dir, seed=3), gae(model_dir, seed=4)
     want = torch.empty(1, 32).normal_(0.0, 1 / 33, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(head(a), want)
-    assert torch.equal(head(a), head(b))
-    assert not torch.equal(head(a), head(other))
-    assert a.critic is not None
-    assert a.critic.head.bias.tolist() == [0.0]
-    assert a.critic.head.weight.dtype == torch.float32
+    assert torch.equal(head(a), want) and torch.equal(head(a), head(b))
+    assert not torch.equal(head(a), head(other)) and a.critic is not None
+    assert a.critic.head.bias.tolist() == [0.0] and a.critic.head.weight.dtype == torch.float32
     zero = gae(model_dir, {"init": "zeros"})
-    assert float(head(zero).abs().max()) == 0
-    assert zero.critic is not None
+    assert float(head(zero).abs().max()) == 0 and zero.critic is not None
     assert zero.critic.head.bias.tolist() == [0.0]
     own, shared = gae(model_dir), gae(model_dir, {"trunk": "shared"})
     assert own.critic is not None
-    assert shared.critic is not None
-    assert shared.critic.trunk is None
+    assert shared.critic is not None and shared.critic.trunk is None
     assert own.critic.trunk is not None
     assert len(shared.critic.trainer.parameters) == 2
     assert len(own.critic.trainer.parameters) == 2 + len(list(own.model.hf.parameters()))
@@ -78,8 +73,7 @@ def test_biases_are_drawn_as_zero_also_those_of_norms() -> None:
     odd.config = SimpleNamespace()  # type: ignore[assignment]  # says no spread: 0.02
     # type: ignore[arg-type]
     critic_module._initialize_weights(SimpleNamespace(hf=odd), torch.Generator().manual_seed(1))
-    assert odd.norm.weight.tolist() == [1.0] * 4
-    assert odd.norm.bias.tolist() == [0.0] * 4
+    assert odd.norm.weight.tolist() == [1.0] * 4 and odd.norm.bias.tolist() == [0.0] * 4
     assert odd.plain.bias.tolist() == [0.0] * 3
     assert torch.equal(
         odd.plain.weight, torch.randn(3, 4, generator=torch.Generator().manual_seed(1)) * 0.02
@@ -194,10 +188,8 @@ def test_a_trunk_of_another_width_brings_a_head_of_its_own(model_dir: Path, tmp_
     wide = tmp_path / "wide"
     build_model(wide, "0123456789=:,#", hidden=64, layers=1, seed=7)
     c = gae(model_dir, {"path": str(wide), "init": "policy"})
-    assert head(c).shape == (1, 64)
-    assert c.critic is not None
-    assert c.critic.trunk is not None
-    assert c.critic.trunk.hidden_size == 64
+    assert head(c).shape == (1, 64) and c.critic is not None
+    assert c.critic.trunk is not None and c.critic.trunk.hidden_size == 64
     assert np.isfinite(c.train(batch())["value/mean"])
 
 

@@ -39,14 +39,12 @@ def test_two_runs_side_by_side(forked: Callable[..., dict[str, Any]], tmp_path: 
         for n, more in (("a", ()), ("b", ()), ("c", ("learner.lr=1e-3",)))
     )
     same = diff(a, b)
-    assert same.code == 0
-    assert "configs are the same" in same.out
+    assert same.code == 0 and "configs are the same" in same.out
     assert "bitwise equal" in same.out
     other = diff(a, c, "--json", "--html", str(tmp_path / "d.html"))
     found = other.json
     assert other.code == 1
-    assert found["config"] == ["learner.lr: 0.0003 | 0.001"]
-    assert not found["equal"]
+    assert found["config"] == ["learner.lr: 0.0003 | 0.001"] and not found["equal"]
     # the first batch is drawn by the same weights: only the rate differs there
     first = found["first_difference"]
     assert first["step"] <= 1

@@ -130,8 +130,7 @@ def test_gamma_base_and_the_kl_of_the_batch() -> None:
     s = reshape.compute_statistics(vec(1, -1, 3, 99), torch.tensor([True, True, True, False]))
     assert float(s.sigma2) == pytest.approx(4)
     assert float(s.base) == pytest.approx(math.sqrt(-math.log(0.3) / 4), rel=1e-12)
-    assert s.base.dtype == D
-    assert s.share == 1
+    assert s.base.dtype == D and s.share == 1
     assert float(s.kl) == pytest.approx(sum(math.exp(x) - 1 - x for x in (1, -1, 3)) / 3)
     assert float(reshape.compute_statistics(vec(0.1, -0.1), torch.tensor([True, True])).base) == 1
     one = reshape.compute_statistics(vec(2.0), torch.tensor([True]))
@@ -283,8 +282,7 @@ def test_a_budget_measures_its_first_step_alone() -> None:
     assert b.step_kl == pytest.approx(0.15**2)
     spent = loss.KLBudget(0.01)
     # no step was made: nothing is known of one
-    assert spent.compute_next_share(0.02) == 0
-    assert spent.compute_next_share(0.03) == 0
+    assert spent.compute_next_share(0.02) == 0 and spent.compute_next_share(0.03) == 0
     assert spent.step_kl is None
 
 

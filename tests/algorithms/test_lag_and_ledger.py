@@ -29,8 +29,7 @@ def test_room_is_one_batch_more_than_the_limit_or_what_the_bytes_allow() -> None
     assert limit(math.inf, 4) == limit(math.inf, 4, 9, 10) == math.inf
     assert limit(math.inf, 4, 10, 10) == limit(math.inf, 4, 11, 10) == 0
     assert limit(2, 4, 10**12, 1) == 12  # with a limit the bytes do not matter
-    assert limit(math.inf, 4, (1 << 30) - 1) == math.inf
-    assert limit(math.inf, 4, 1 << 30) == 0
+    assert limit(math.inf, 4, (1 << 30) - 1) == math.inf and limit(math.inf, 4, 1 << 30) == 0
 
 
 def test_a_group_trains_as_many_batches_on_as_full_ones_stand_before_it() -> None:
@@ -62,8 +61,7 @@ def test_a_samples_lag_is_that_of_its_oldest_token() -> None:
         VersionSpan(Label(1, 4), "", 6, 9, Label(1, 4)),
     ]
     lags = admission.compute_span_lags(tree, spans, Label(1, 4), 6)
-    assert lags == [(0, 4, 3), (4, 6, 5), (6, 9, 2)]
-    assert admission.compute_sample_lag(lags) == 5
+    assert lags == [(0, 4, 3), (4, 6, 5), (6, 9, 2)] and admission.compute_sample_lag(lags) == 5
     assert admission.compute_sample_lag([]) == 0
 
 
@@ -192,10 +190,8 @@ def test_a_ledger_adds_merges_and_comes_back_from_its_totals() -> None:
     assert copy.lines["trained"].tokens == 5
     totals = one.compute_totals()
     back = Ledger.restore(totals)
-    assert back.compute_totals() == totals and back.lines == one.lines
-    assert sum_tokens(totals) == 15
-    assert sum_tokens(totals, ["trained"]) == 8
-    assert sum_tokens({"trained": {"tokens": 4.0}}) == 4
+    assert back.compute_totals() == totals and back.lines == one.lines and sum_tokens(totals) == 15
+    assert sum_tokens(totals, ["trained"]) == 8 and sum_tokens({"trained": {"tokens": 4.0}}) == 4
     assert read_bins(totals["trained"], "upto_") == {4: 3, 8: 5}
     assert read_bins(totals["trained"], "faded_upto_") == {8: 0.5}
     assert Ledger.restore(

@@ -259,8 +259,7 @@ def test_what_nobody_knows_is_not_said() -> None:
     assert late == {k: pytest.approx(x) for k, x in wanted(v).items()} | {
         k: late[k] for k in late if "log_ratio" in k
     }
-    assert "mismatch/k3_at_lag_0" not in late
-    assert "mismatch/max_at_lag_0" not in late
+    assert "mismatch/k3_at_lag_0" not in late and "mismatch/max_at_lag_0" not in late
     assert "by_lag/tokens_0" not in late
 
 
@@ -281,8 +280,7 @@ def test_nothing_at_all_is_no_error() -> None:
     empty = diagnostics.sum_statistics(view(0, slice(60, 60)))
     assert diagnostics.compute_metrics({}) == {} and diagnostics.copy_to_host({}) == {}
     got = diagnostics.compute_metrics(empty)
-    assert got["is/mean_weight"] == 0
-    assert got["clip/share"] == 0
+    assert got["is/mean_weight"] == 0 and got["clip/share"] == 0
     assert not [k for k in got if k.startswith("by_lag")]
     host = diagnostics.copy_to_host(
         {
@@ -321,10 +319,8 @@ def test_terms_and_reshape_sums_become_metrics() -> None:
         "reshape": torch.tensor([4.0, 2.0, 8.0, 6.0, 2.0, 5.0, 3.0, 2.0, 1.0, 4.0, -1.0, 3.0]),
     }
     got = diagnostics.compute_metrics(diagnostics.sum_statistics(v) | extra)
-    assert got["loss/policy"] == 0.5
-    assert got["kl/gradient_share"] == pytest.approx(1.5)
-    assert "other" not in got
-    assert "sq/kl" not in got
+    assert got["loss/policy"] == 0.5 and got["kl/gradient_share"] == pytest.approx(1.5)
+    assert "other" not in got and "sq/kl" not in got
     assert {
         k.removeprefix("reshape/"): x for k, x in got.items() if k.startswith("reshape/")
     } == pytest.approx(

@@ -161,15 +161,13 @@ def test_the_split_is_what_the_versions_own_weights_say(ring: Ring) -> None:
     assert m["split/update"] == pytest.approx(float((start - after).mean()), abs=1e-6)
     assert m["split/update_k3"] > 1e-7 and m["split/coverage"] == 1
     assert m["split/total"] == pytest.approx(float((mu - after).mean()), abs=1e-5)
-    assert m["by_lag/staleness_0"] == 0
-    assert m["by_lag/staleness_k3_1"] > 0.01
+    assert m["by_lag/staleness_0"] == 0 and m["by_lag/staleness_k3_1"] > 0.01
     assert m["by_lag/mismatch_2"] == pytest.approx(NOISE, abs=1e-5)
     assert "mismatch/k3_at_lag_0" not in m, (
         "the start's own tokens here were drawn on keys and values of version 0"
     )
     assert m["by_age/mismatch_k3_0"] == pytest.approx(k3(-NOISE), abs=1e-5)
-    assert "by_age/mismatch_k3_1" in m
-    assert "by_age/mismatch_k3_2" in m
+    assert "by_age/mismatch_k3_1" in m and "by_age/mismatch_k3_2" in m
     assert set(ring.asked) == {Label(1, 0), Label(1, 1)}, (
         "the start's own version needs no second forward"
     )
@@ -229,8 +227,7 @@ def test_an_update_is_of_the_batch_against_the_start(ring: Ring, sections: dict[
     assert m["kl/moved"] == pytest.approx(moved, rel=1e-3)
     # what only a later pass could see is said of no batch without one
     constant = [n for n in m if n.startswith(("kl/start_target_", "by_lag/update_"))]
-    assert bool(constant) == (m["optim/steps"] > 1)
-    assert all(m[n] for n in constant)
+    assert bool(constant) == (m["optim/steps"] > 1) and all(m[n] for n in constant)
 
 
 def test_measuring_changes_nothing_and_happens_when_it_is_due(ring: Ring) -> None:
@@ -249,8 +246,7 @@ def test_versions_that_the_ring_no_longer_holds_are_left_out_and_said(ring: Ring
     c = core(ring)
     del ring.held[Label(1, 0)]
     m = c.train(b)
-    assert m["split/coverage"] == 0.5
-    assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5)
+    assert m["split/coverage"] == 0.5 and m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5)
     assert "by_lag/mismatch_2" not in m
 
 
@@ -276,10 +272,8 @@ def test_several_minibatches_split_the_first_ones_answers(ring: Ring) -> None:
     """Only their forward was the learner's start: the noise is still all of the mismatch, whatever
     later steps moved."""
     m = core(ring, learner={"minibatches": 3, "lr": 3.0}).train(batch(ring))
-    assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5)
-    assert m["by_lag/staleness_0"] == 0
-    assert m["split/update"] != 0
-    assert "kl/start_target_k1" not in m
+    assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5) and m["by_lag/staleness_0"] == 0
+    assert m["split/update"] != 0 and "kl/start_target_k1" not in m
 
 
 def test_exact_ends_a_run_whose_engine_differs_at_a_lag(ring: Ring) -> None:

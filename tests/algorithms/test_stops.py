@@ -131,8 +131,7 @@ def test_with_one_step_a_pass_the_two_rules_are_one(model_dir: Path) -> None:
     for every in ("step", "epoch"):
         c = core(model_dir, learner=layout, stop={"kl_max": kl, "every": every})
         made.append((c.train(batch())["optim/steps"], weights(c)))
-    assert made[0][0] == made[1][0] and 1 < made[0][0] < 5
-    assert torch.equal(made[0][1], made[1][1])
+    assert made[0][0] == made[1][0] and 1 < made[0][0] < 5 and torch.equal(made[0][1], made[1][1])
 
 
 @pytest.mark.parametrize("deepspeed_order", [False, True])
@@ -152,10 +151,8 @@ def test_a_batch_below_the_ess_floor_is_left_out(model_dir: Path, deepspeed_orde
     before = weights(c)
     metrics = c.train(batch())
     assert torch.equal(weights(c), before) and not c.backend.optimizer.state
-    assert metrics["optim/early_stops"] == 1
-    assert metrics["optim/steps"] == 0
-    assert metrics["optim/grad_norm"] == 0
-    assert metrics["optim/skipped"] == 0
+    assert metrics["optim/early_stops"] == 1 and metrics["optim/steps"] == 0
+    assert metrics["optim/grad_norm"] == 0 and metrics["optim/skipped"] == 0
     assert metrics["optim/lr_scale"] == 0 and metrics["optim/stop_ess"] < 1
     assert bool(passes) != deepspeed_order, (
         "what accumulates gradients by itself is given none that no step would take"
@@ -178,8 +175,7 @@ def test_a_step_beyond_the_budget_is_not_made(model_dir: Path, stop: dict[str, A
     three = core(model_dir, learner={**adam, "epochs": 3}, stop=stop)
     one.train(batch())
     metrics = three.train(batch())
-    assert metrics["optim/early_stops"] == 1
-    assert metrics["optim/steps"] == 1
+    assert metrics["optim/early_stops"] == 1 and metrics["optim/steps"] == 1
     assert "action" in stop or metrics["optim/stop_kl"] > stop["kl_max"]
     assert all(p.grad is None for p in three.model.hf.parameters())
     assert torch.equal(weights(one), weights(three))

@@ -128,10 +128,8 @@ def test_absent_bounds_are_the_levels_own(level: str, lo: float, hi: float) -> N
     if level == "none":
         assert weight(0.001) == weight(1000) == 1
         return
-    assert weight(0.001) == pytest.approx(lo)
-    assert weight(1000) == pytest.approx(hi)
-    assert weight(1.0) == pytest.approx(1.0)
-    assert weight(0.001, lo=0.25) == pytest.approx(0.25)
+    assert weight(0.001) == pytest.approx(lo) and weight(1000) == pytest.approx(hi)
+    assert weight(1.0) == pytest.approx(1.0) and weight(0.001, lo=0.25) == pytest.approx(0.25)
     assert weight(1000, hi=5.0) == pytest.approx(5)
     assert weight(0.001, lo=0.0) == pytest.approx(0.001)
 
@@ -231,8 +229,7 @@ def test_the_ratios_band_by_what_it_is_taken_over(over: str, lo: float, hi: floa
         assert stays(lo * 1.001) and not stays(lo * 0.999)
     else:
         assert stays(1e-8)
-    assert not stays(1.0, reject_lo=1.1)
-    assert not stays(1.0, reject_hi=0.9)
+    assert not stays(1.0, reject_lo=1.1) and not stays(1.0, reject_hi=0.9)
     assert stays(3.0, reject_hi=3.1)
 
 
@@ -390,10 +387,8 @@ def test_a_token_that_is_impossible_to_both_costs_nothing(how: dict[str, Any]) -
         lp, vec(-INF, -2), vec(-INF, -1), torch.zeros(2, dtype=torch.long), **how
     )
     slope = torch.autograd.grad(term.sum(), lp)[0]
-    assert float(term[0].detach()) == 0
-    assert float(term[1].detach()) > 0
-    assert bool(slope.isfinite().all())
-    assert float(slope[1]) != 0
+    assert float(term[0].detach()) == 0 and float(term[1].detach()) > 0
+    assert bool(slope.isfinite().all()) and float(slope[1]) != 0
 
 
 @pytest.mark.parametrize("far", [False, True])

@@ -217,8 +217,7 @@ def test_a_commit_moves_it_and_the_metrics_say_why(tmp_path: Path) -> None:
             )
         # it rests for one batch after the hello, then three decide
         assert [now for _, now, _ in rows] == [1, 1, 1, 2, 2, 2]
-        assert [asked for asked, _, _ in rows] == [1, 1, 1, 1, 2, 2]
-        assert rows[2][2] == "limit 1"
+        assert [asked for asked, _, _ in rows] == [1, 1, 1, 1, 2, 2] and rows[2][2] == "limit 1"
         assert rows[5][2] == "limit 2 (was 1: ESS 0.90, learner idle 25%)"
         assert [held[n].limit for n in range(8)] == [1, 1, 1, 1, 1, 2, 2, 2]
     finally:
@@ -256,8 +255,7 @@ def test_the_simulation_moves_it_by_idle_time_and_the_ratios_that_it_is_given() 
     free, low = (simulated(change(slow, ess=ess), auto, *sets) for ess in (1.0, 0.55))
     one = simulated(slow, "staleness.max_lag=1", *sets)
     assert free.limit_mean > low.limit_mean >= 1 == one.limit_mean
-    assert free.lag_max <= 8 == free.max_lag
-    assert free.idle_learner < one.idle_learner
+    assert free.lag_max <= 8 == free.max_lag and free.idle_learner < one.idle_learner
     assert free.seconds < one.seconds
 
 

@@ -251,8 +251,7 @@ def test_the_window_outlives_buffers_and_learners(tmp_path: Path) -> None:
     packed = msgspec.msgpack.encode(again.snapshot())
     copy = make(k=8, wait=SHARE)
     copy.restore(msgspec.msgpack.decode(packed, type=StoreSnapshot))
-    assert copy.window == again.window
-    assert (copy.leased, copy.skip) == ({2, 9, 300}, {1, 70})
+    assert copy.window == again.window and (copy.leased, copy.skip) == ({2, 9, 300}, {1, 70})
     groups = [again.alive[ticket] for ticket in again.alive][:1]
     assert again.make_batch(groups, 1, 4).window == store.window.size
     again.journal.close()
@@ -307,8 +306,7 @@ def test_simulated_the_lag_does_not_grow_with_the_limit_and_the_speed_stays() ->
     for limit in (4, 8):
         fresh = simulated(known, *sets, f"staleness.max_lag={limit}", "staleness.wait='auto'")
         assert fresh.lag_mean <= 2.0 and fresh.lag_max <= limit
-        assert fresh.tokens_per_s >= 0.98 * filled.tokens_per_s
-        assert fresh.limit_mean < 2.0
+        assert fresh.tokens_per_s >= 0.98 * filled.tokens_per_s and fresh.limit_mean < 2.0
 
 
 def test_simulated_slow_rewards_keep_their_speed_with_less_lag() -> None:

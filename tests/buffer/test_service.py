@@ -93,8 +93,7 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
     summary = run.service.make_summary()
     got = (summary["steps"], summary["trajectories"], summary["tokens"], summary["finished"])
     assert got == (2, 4, 8, True)
-    assert summary["lag"] == {"mean": 0.0, "p95": 0, "max": 0}
-    assert summary["heldout_end"] == 0.0
+    assert summary["lag"] == {"mean": 0.0, "p95": 0, "max": 0} and summary["heldout_end"] == 0.0
     assert evaluated == 1
     rows = map(json.loads, (run.dir / "metrics.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows if "eval/heldout" in row] == [0, 2]
@@ -924,8 +923,7 @@ def test_an_epoch_before_any_hello_is_nobodys(begin: Any) -> None:
     ):
         stranger.send(message)
     assert ask(stranger, m.StatusRequest(), m.RunStatus).committed == 0
-    assert not run.service.batch_requests
-    assert not run.service.learner
+    assert not run.service.batch_requests and not run.service.learner
     assert ask(run.peer(), run.hello(1), m.Welcome).epoch == 1
 
 
@@ -962,8 +960,7 @@ def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_i
     if exported:  # it cannot know that nobody else is to be told
         monkeypatch.setattr(module, "LINGER_S", 0.0)
     again.thread.join(600)
-    assert not again.thread.is_alive()
-    assert again.service.make_summary()["finished"]
+    assert not again.thread.is_alive() and again.service.make_summary()["finished"]
     assert again.service.make_summary()["heldout_end"] is not None
 
 

@@ -87,8 +87,7 @@ def test_a_leased_batch_comes_again_the_same_and_late_asks_are_ignored() -> None
     assert [g.ticket for g in store.ask(1, 0)[0]] == [g.ticket for g in store.ask(1, 0)[0]] == [0]
     assert store.ask(1, 2) == ([], BatchWait("batch 1 to be composed"))
     train(store, 0)
-    assert store.ask(1, 0) == ([], None)
-    assert store.commit(0, Label(1, 1), "d1") is False
+    assert store.ask(1, 0) == ([], None) and store.commit(0, Label(1, 1), "d1") is False
     store.ask(1, 1)
     write(store, store.grant("g", 1, 9, 0.0)[0])
     # the commit before it is on its way
@@ -277,8 +276,7 @@ def test_a_generator_that_judges_does_not_renew_what_it_should_write() -> None:
     store = make(3, 2, 1, lease_s=10.0)
     judged, unbegun = store.grant("a", 1, 2, 0.0)
     store.renew("a", 1, [(1, unbegun.attempt, 0)], 9.0, [(0, judged.attempt)])  # a hung engine
-    assert store.expire(11.0) == 1
-    assert store.alive[0].lease is not None
+    assert store.expire(11.0) == 1 and store.alive[0].lease is not None
     assert store.alive[1].lease is None
 
 
@@ -341,8 +339,7 @@ def test_without_a_limit_bytes_bound_what_is_alive() -> None:
     assert len(tickets) == 50
     for t in tickets[::-1][:2]:
         write(store, t)  # 4 tokens are 44 bytes
-    assert not store.grant("g", 1, 1, 0.0)
-    assert [g.ticket for g in store.ask(1, 0)[0]] == [49]
+    assert not store.grant("g", 1, 1, 0.0) and [g.ticket for g in store.ask(1, 0)[0]] == [49]
     store.commit(0, Label(1, 1), "d1")
     store.retire_batches(1)
     train(store, 1)
@@ -489,8 +486,7 @@ def test_what_no_step_used_has_lines_of_its_own_and_a_roll_back_takes_them_back(
         }
 
     assert lines() == {"trained": (4 + 12, 3), "skipped": (6, 1), "rejected": (2, 1)}
-    assert total(store) == 24
-    assert store.sum_ledger()["skipped"]["upto_8"] == 6
+    assert total(store) == 24 and store.sum_ledger()["skipped"]["upto_8"] == 6
     assert hello(store, 2, 0, k=2, origin=1)
     assert lines() == {"left_over": (24, 4)}
     # more than it has: all of it
@@ -498,8 +494,7 @@ def test_what_no_step_used_has_lines_of_its_own_and_a_roll_back_takes_them_back(
     assert lines() == {"trained": (6, 1), "skipped": (6, 1), "left_over": (12, 2)}
     store.retire_batches(1)
     assert lines() == {"trained": (6, 1), "skipped": (6, 1), "left_over": (12, 2)}
-    assert total(store) == 24
-    assert store.ask(2, 1)[0]
+    assert total(store) == 24 and store.ask(2, 1)[0]
     for wrong in ([(1, 0)], [(0, 0)] * 3):
         with pytest.raises(BadMessage, match="counts of unused tokens for"):
             store.commit(1, Label(2, 2), "x", wrong)
@@ -523,8 +518,7 @@ def test_evaluations_start_with_the_run_every_n_versions_and_at_its_end() -> Non
             if t.kind == "train":
                 write(store, t)
             else:
-                assert t.exact_version == Label(1, n)
-                assert t.ticket >= EVAL_BASE
+                assert t.exact_version == Label(1, n) and t.ticket >= EVAL_BASE
                 assert t.sampling.temperature == 0.7
                 seen.setdefault(n, []).append(t.prompt.split)
                 assert judged(store, t, float(t.prompt.id)) == "evaluated"

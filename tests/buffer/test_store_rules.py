@@ -39,10 +39,8 @@ def test_nothing_is_granted_after_the_end_or_before_a_learner() -> None:
     assert store.grant("g", 1, 9, 0.0) == [] and store.make_announcement() is None
     assert hello(store, 1, 0)
     announced = store.make_announcement()
-    assert announced is not None
-    assert announced.label == Label(1, 0)
-    assert announced.digest == "d0"
-    assert announced.source.epoch == 1
+    assert announced is not None and announced.label == Label(1, 0)
+    assert announced.digest == "d0" and announced.source.epoch == 1
     store.finish()
     assert store.grant("g", 1, 9, 0.0) == [] and store.finished
 
@@ -103,10 +101,8 @@ def test_a_lease_is_renewed_by_new_tokens_and_with_it_those_that_wait_for_a_row(
     store.renew("g", 1, [(a.ticket, a.attempt, 3), (b.ticket, b.attempt, 0)], 7.0)
     assert expires(store, 0) == expires(store, 1) == 26  # the same count is no progress
     store.renew("g", 1, [(c.ticket, c.attempt, 1)], 8.0)
-    assert expires(store, 0) == 26 and expires(store, 2) == 28
-    assert store.expire(26.0) == 0
-    assert store.expire(26.5) == 2
-    assert store.alive[0].lease is None
+    assert expires(store, 0) == 26 and expires(store, 2) == 28 and store.expire(26.0) == 0
+    assert store.expire(26.5) == 2 and store.alive[0].lease is None
     assert store.alive[2].lease is not None
 
 
@@ -118,8 +114,7 @@ def test_an_attempt_that_is_over_renews_nobodys_lease_but_its_tokens_count() -> 
     store.renew("g", 1, [(a.ticket, a.attempt, 4)], 31.0)
     assert expires(store, 0) == 50
     store.renew("g", 1, [(a.ticket, a.attempt, 0), (b.ticket, b.attempt, 0)], 32.0)
-    assert expires(store, 0) == 50
-    assert store.sum_ledger()["lost_with_process"]["tokens"] == 4
+    assert expires(store, 0) == 50 and store.sum_ledger()["lost_with_process"]["tokens"] == 4
 
 
 def test_an_evaluation_at_work_is_renewed_and_counts_as_movement() -> None:
@@ -269,8 +264,7 @@ def test_a_ring_of_a_resumed_learner_names_the_same_policies() -> None:
     got = tree.compute_lag(Label(2, 3), Label(1, 3), 3)
     assert got == 0  # its parent is the one that the hello names
     assert (store.epoch, store.max_lag, store.committed, store.policy) == (2, 7, 3, Label(2, 3))
-    assert store.source is not None
-    assert store.source.epoch == 2
+    assert store.source is not None and store.source.epoch == 2
     # the same again; an older one is fenced
     assert resumed(store, 2, 3, []) and not resumed(store, 1, 3, [])
 
@@ -287,14 +281,10 @@ def test_a_rollback_gives_the_same_batches_and_ends_the_leases() -> None:
     tickets = store.grant("g", 1, 5, 0.0)
     for n in range(3):
         train(store, n, tickets[n])
-    assert sorted(store.retained) == [0, 1, 2]
-    assert list(store.alive) == [3, 4]
-    assert store.alive[3].lease is not None
-    assert resumed(store, 2, 1, [])
-    assert list(store.alive) == [1, 2, 3, 4]
-    assert sorted(store.retained) == [0]
-    assert store.committed == 1
-    assert store.alive[3].lease is None
+    assert sorted(store.retained) == [0, 1, 2] and list(store.alive) == [3, 4]
+    assert store.alive[3].lease is not None and resumed(store, 2, 1, [])
+    assert list(store.alive) == [1, 2, 3, 4] and sorted(store.retained) == [0]
+    assert store.committed == 1 and store.alive[3].lease is None
     groups, _ = store.ask(2, 1)
     assert [g.ticket for g in groups] == [1] and store.active == 2
     # it has not seen what the learner of epoch 2 was given
@@ -306,8 +296,7 @@ def test_evaluations_start_over_with_a_resumed_learner() -> None:
     store = make(4, 1, 1, steps=3, evaluations=evaluations(every=1))
     first = store.grant("g", 1, 2, 0.0)
     assert all(t.ticket >= EVAL_BASE for t in first)
-    assert store.list_pinned_versions() == [Label(1, 0)]
-    assert resumed(store, 2, 0, [], origin=0)
+    assert store.list_pinned_versions() == [Label(1, 0)] and resumed(store, 2, 0, [], origin=0)
     again = store.grant("g", 1, 2, 0.0)
     assert [t.exact_version for t in again] == [Label(2, 0)] * 2
     assert store.list_pinned_versions() == [Label(2, 0)]
@@ -374,10 +363,8 @@ def test_a_batch_says_what_it_holds_and_what_a_new_buffer_must_know() -> None:
     groups, _ = store.ask(1, 1)
     batch = store.make_batch(groups, 1, 1)
     assert (batch.epoch, batch.number, [s.ticket for s in batch.samples]) == (1, 1, [2, 5])
-    assert batch.lags == [1, 1]
-    assert batch.token_lags == [[(0, 3, 1), (3, 4, 0)], [(0, 4, 1)]]
-    assert batch.in_flight == [1, 1]
-    assert batch.next_ticket == 1 and batch.trained_above == [2, 3, 5]
+    assert batch.lags == [1, 1] and batch.token_lags == [[(0, 3, 1), (3, 4, 0)], [(0, 4, 1)]]
+    assert batch.in_flight == [1, 1] and batch.next_ticket == 1 and batch.trained_above == [2, 3, 5]
     assert store.list_tickets_up_to(0) == {0, 3}
     assert batch.ledger["trained"]["tokens"] == 16
     assert batch.ledger["trained"]["mean_reward"] == (1 + 1 + 2 + 1) / 4
@@ -432,8 +419,7 @@ def test_bytes_are_counted_while_a_sample_is_stored() -> None:
     assert store.stored_bytes == 0 and store.base == 1
     store.deliver(sample(b, 0), 0.0)
     store.remove_group(store.alive[1], "filtered")
-    assert store.stored_bytes == 0
-    assert store.sum_ledger()["filtered"]["tokens"] == 4
+    assert store.stored_bytes == 0 and store.sum_ledger()["filtered"]["tokens"] == 4
     assert 1 not in store.alive
 
 
@@ -452,11 +438,9 @@ def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
     for n in (0, 1):
         train(paced, n, t[n])
     paced.deliver(sample(t[2], 0, length=8), 0.0)  # of version 0 of the first life
-    assert paced.stored_bytes == 44 + 44 + 88
-    assert resumed(paced, 2, 2, [], k=1)
+    assert paced.stored_bytes == 44 + 44 + 88 and resumed(paced, 2, 2, [], k=1)
     assert paced.ask(2, 2) == ([], BatchWait("ticket 2: 1 samples to be granted again"))
-    assert paced.stored_bytes == 88
-    assert paced.sum_ledger()["orphaned"]["tokens"] == 8
+    assert paced.stored_bytes == 88 and paced.sum_ledger()["orphaned"]["tokens"] == 8
 
 
 def test_the_ledger_of_a_checkpoint_calls_lost_what_it_would_lose() -> None:
@@ -529,13 +513,10 @@ def test_a_learner_that_is_further_on_than_the_buffer_has_trained_what_lies_here
     )
     values = (store.base, store.committed, store.comps, store.composed, store.retained)
     assert values == (5, 5, [], set(), {})
-    assert list(store.alive) == [3, 5]
-    assert store.cursor == 6
-    assert store.skip == {7}
-    assert store.stored_bytes == 44
+    assert list(store.alive) == [3, 5] and store.cursor == 6
+    assert store.skip == {7} and store.stored_bytes == 44
     lines = store.sum_ledger()
-    assert lines["trained"]["tokens"] == 100 + 8
-    assert lines["orphaned"]["tokens"] == 8
+    assert lines["trained"]["tokens"] == 100 + 8 and lines["orphaned"]["tokens"] == 8
     assert lines["left_over"]["tokens"] == 4
     assert store.deliver(sample(t[1], 0), 1.0) == "trained"
     got = store.grant("g", 1, 3, 1.0)

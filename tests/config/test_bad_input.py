@@ -273,8 +273,7 @@ def test_an_export_of_an_untrained_model_is_noted(
     config = load.load("configs/demo.toml")
     (tmp_path / "run" / "config.toml").write_text(load.dump(config))
     main(["export", str(tmp_path / "run"), str(tmp_path / "out")], standalone_mode=False)
-    assert (tmp_path / "out" / "config.json").exists()
-    assert (tmp_path / "out" / "README.md").exists()
+    assert (tmp_path / "out" / "config.json").exists() and (tmp_path / "out" / "README.md").exists()
     assert ("has made no step" in capsys.readouterr().err) == (number == 0)
 
 

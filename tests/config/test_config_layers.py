@@ -443,8 +443,7 @@ def test_a_whole_step_with_bare_sections_is_that_of_the_defaults() -> None:
     for c in (bare({"name": "rloo", "whiten": False}), config()):
         b = batch(3)
         prep = sl.prepare(b, c)
-        assert not sl.needs_current(prep)
-        assert not sl.needs_proximal_first(c)
+        assert not sl.needs_current(prep) and not sl.needs_proximal_first(c)
         assert not sl.needs_start_first(c)
         step = sl.begin_step(prep, torch.arange(12))
         loss, sums = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp)

@@ -132,8 +132,7 @@ def test_parameters_are_counted_by_their_shapes(family: str, tied: bool, tmp_pat
 def test_without_cuda_the_run_says_so_before_anything_starts(tmp_path: Path) -> None:
     words = ["run", "configs/gpu_one.toml", "--set", f"runs={str(tmp_path)!r}"]
     done = run_command([sys.executable, "-m", "asyncrl.cli", *words], env=NO_GPU)
-    assert done.code == 2
-    assert "model.device: needs CUDA, and torch" in done.err
+    assert done.code == 2 and "model.device: needs CUDA, and torch" in done.err
     assert not list(tmp_path.iterdir())
 
 

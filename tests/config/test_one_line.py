@@ -101,10 +101,8 @@ def test_a_template_that_cannot_write_messages(template: str, said: str, tmp_pat
     for tokenizer in (load_tokenizer(path), load_transformers_tokenizer(path)):
         with pytest.raises(ConfigError) as e:
             encode_prompt(tokenizer, Prompt(7, "12=", "", TURNS, {}, "train"))
-        assert "task: train prompt 7" in str(e.value)
-        assert said in str(e.value)
-        assert str(path) in str(e.value)
-        assert "\n" not in str(e.value)
+        assert "task: train prompt 7" in str(e.value) and said in str(e.value)
+        assert str(path) in str(e.value) and "\n" not in str(e.value)
 
 
 def test_every_prompt_of_a_file_is_tried_before_the_start(tmp_path: Path) -> None:
@@ -193,8 +191,7 @@ def test_a_run_directory_that_is_removed_ends_the_run(tmp_path: Path, small_mode
         and err.strip().splitlines()[-1].startswith(f"error: {run_dir} was removed or moved")
     ), err[-3000:]
     out = json.loads((tmp_path / "stdout").read_text().strip().splitlines()[-1])
-    assert out["exit_code"] == 1
-    assert "was removed or moved" in out["error"]
+    assert out["exit_code"] == 1 and "was removed or moved" in out["error"]
     assert not any(p.exists() for p in outside)
 
 
@@ -287,8 +284,7 @@ def test_a_resume_on_other_prompts_is_refused_and_at_a_smaller_limit_reports_the
     assert files == {file: file.read_bytes() for file in files} and files
     path.write_text("\n".join(rows))
     second = run_command(again).check()
-    assert second.json["lag"]["max"] == 3
-    assert second.json["lag"]["limit"] == 3
+    assert second.json["lag"]["max"] == 3 and second.json["lag"]["limit"] == 3
     assert second.json["lag"]["limit_now"] == 1
 
 
@@ -315,5 +311,4 @@ def test_a_result_is_the_last_line_before_an_error(
         return dict(json.loads(out.splitlines()[-1])) if out else {}
 
     assert ended(["--json"], True) == {"numbers": [1]}
-    assert ended(["--json"], False) == {"error": "no", "exit_code": 2}
-    assert ended([], False) == {}
+    assert ended(["--json"], False) == {"error": "no", "exit_code": 2} and ended([], False) == {}

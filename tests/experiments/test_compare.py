@@ -139,8 +139,7 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     for key in ("weights_digests", "ood_each", "each"):
         assert real["arms"]["sync"][key] == sync[key][:1]
     assert real["arms"]["sync"]["ood_start"] == sync["ood_start"]
-    assert real["arms"]["late"]["lag_max"] == 2
-    assert real["same_data"]["late"] == [True]
+    assert real["arms"]["late"]["lag_max"] == 2 and real["same_data"]["late"] == [True]
     warm = json.loads((out / "cells" / f"late-seed{RUN_SEED}.json").read_text())["batches"]
     apart = training_log.read(tmp_path / f"real/runs/late-seed{RUN_SEED}/trained.jsonl")
     in_order = [[[8 * n, 8 * n + 7]] for n in range(5)]
@@ -295,8 +294,7 @@ def test_a_method_before_the_colon_is_that_method() -> None:
     assert configs["tis16"].correction.level == "token" and configs["tis16"].staleness.limit == 16
     differs = arms_made.compare_with_first(configs)["tis16"]
     assert differs["staleness.max_lag"] == (0, 16)
-    assert differs["loss.surrogate"] == ("ppo", "decoupled_ppo")
-    assert "learner.lr" not in differs
+    assert differs["loss.surrogate"] == ("ppo", "decoupled_ppo") and "learner.lr" not in differs
     assert "staleness.max_lag = 16 (0)" in arms_made.format_differences(differs)
 
 

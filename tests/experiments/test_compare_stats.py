@@ -65,8 +65,7 @@ def test_prompt_intervals_cover_for_fixed_policies() -> None:
 def test_paired_t_by_hand() -> None:
     """Differences .1, .2, .3: mean .2, sd .1, t = 3.4641 with 2 degrees of freedom."""
     d = cs.compare_pairs([0.6, 0.8, 1.0], [0.5, 0.6, 0.7])
-    assert d.mean == pytest.approx(0.2)
-    assert d.sd == pytest.approx(0.1)
+    assert d.mean == pytest.approx(0.2) and d.sd == pytest.approx(0.1)
     assert d.p == pytest.approx(0.0742, abs=1e-4)
     assert (d.low, d.high) == (pytest.approx(-0.0484, abs=1e-4), pytest.approx(0.4484, abs=1e-4))
 

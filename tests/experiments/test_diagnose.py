@@ -215,8 +215,7 @@ def test_torch_writes_the_events_that_are_read(tmp_path: Path) -> None:
                 for name in {*row} - {"step"}:
                     writer.add_scalar(name, row[name], int(row["step"]))
     log = diagnosis.read(tmp_path)
-    assert log.framework == "slime"
-    assert [*log.find("update_kl")[1]] == [*range(1, 61)]
+    assert log.framework == "slime" and [*log.find("update_kl")[1]] == [*range(1, 61)]
 
 
 def test_the_cookbook_writes_the_metrics_that_are_read(tmp_path: Path) -> None:
@@ -239,8 +238,7 @@ def test_a_tracker_exports_a_csv_with_the_names_of_runs(tmp_path: Path) -> None:
     lines += [f"{step},{step / 100},7,0" for step in range(30)]
     path.write_text("\n".join(lines))
     log = diagnosis.read(path, "skyrl")
-    assert log.find("lag")[1][20] == 0.2
-    assert any("has 2 runs (a, b)" in note for note in log.notes)
+    assert log.find("lag")[1][20] == 0.2 and any("has 2 runs (a, b)" in note for note in log.notes)
 
 
 # ---- odd inputs ----------------------------------------------------------------------------------

@@ -90,10 +90,8 @@ def test_late_answers_come_back_by_their_time() -> None:
     assert late.next_due == float("inf") and late.pop_due(1e9) == []
     for until, what in ((3.0, "b"), (1.0, "a"), (3.0, "c"), (9.0, "d")):
         late.hold(until, what)
-    assert late.next_due == 1.0
-    assert late.pop_due(0.5) == []
-    assert late.pop_due(3.0) == ["a", "b", "c"]
-    assert late.next_due == 9.0
+    assert late.next_due == 1.0 and late.pop_due(0.5) == []
+    assert late.pop_due(3.0) == ["a", "b", "c"] and late.next_due == 9.0
 
 
 SMALL_TEXT = (
@@ -148,8 +146,7 @@ def test_other_orders_train_other_samples_and_count_by_length_those_they_lose(
 
 def test_a_late_run_repeats_bitwise(late_runs: dict[str, dict[str, Any]]) -> None:
     a, b = late_runs["mask freshest"], late_runs["mask freshest again"]
-    assert a["weights_digest"] == b["weights_digest"]
-    assert a["ledger_lines"] == b["ledger_lines"]
+    assert a["weights_digest"] == b["weights_digest"] and a["ledger_lines"] == b["ledger_lines"]
     assert a["clock"] == b["clock"]
 
 

@@ -126,8 +126,7 @@ def test_a_shorter_replay_compares_the_same_version_on_the_same_prompts(
             ends = found[side]["heldout_start"], found[side]["heldout_end"]
             assert ends == (heldout[0], heldout[3])
         text = replaying.format_replay(found)
-        assert "heldout_end (version 3)" in text
-        assert ("no version from 4 to" in text) == (until > 3)
+        assert "heldout_end (version 3)" in text and ("no version from 4 to" in text) == (until > 3)
     early = Typed(capsys, recorded["run_dir"], "--json", "--no-eval", "--until", 2).json
     assert early["reproduced"] and early["heldout_version"] is None
     assert early["recorded"]["heldout_end"] is None is early["replayed"]["heldout_end"]

@@ -717,8 +717,7 @@ def test_sessions_whose_reward_fails_are_in_the_ledger() -> None:
     known = change(KNOWN, failed=0.02)
     sets = ("staleness.max_lag=2", "reward.on_error='drop'", "reward.error_budget=1.0")
     o = run_of(known, *sets, "generators=2")
-    assert o.losses["failed"] > 0 and o.lag_max <= 2
-    assert o.tokens == 20 * 16 * 64
+    assert o.losses["failed"] > 0 and o.lag_max <= 2 and o.tokens == 20 * 16 * 64
     assert o.generated == o.tokens + sum(o.losses.values()) + o.left_over
 
 

@@ -348,8 +348,7 @@ def test_sessions_make_a_run_of_processes(tmp_path: Path, monkeypatch: pytest.Mo
     found = analysis.analyze_sweep(made)
     assert found["missing"] == 0 and found["speed"] == {"0": 1.0, "1": 1.0}
     assert found["cells"][0]["lag"] == 0 and found["cells"][0]["difference"]["mean"] == 0
-    assert page.format_cells(found)
-    assert json.dumps(found)
+    assert page.format_cells(found) and json.dumps(found)
 
 
 def test_a_run_that_fails_names_its_log(tmp_path: Path) -> None:

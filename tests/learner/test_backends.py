@@ -127,8 +127,7 @@ def test_every_backend_is_the_torch_learner(
     assert len(others) == ranks - 1
     # what it publishes for a generator to check itself by is a plain forward of the published
     # weights
-    assert max(mine["probe_off"], plain["probe_off"]) < 1e-5
-    assert plain["again"] == 0
+    assert max(mine["probe_off"], plain["probe_off"]) < 1e-5 and plain["again"] == 0
     # layers are computed again, here by the packed forward
     assert (mine["again"] >= 4) == ("gradient_checkpointing" in learner)
 
@@ -233,8 +232,7 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
     # by transformers' own modules (ZeRO-3) and the packed forward, each layer computed again
     again, _ = trained(model_dir, two | {"gradient_checkpointing": True}, STEPS, **restore)
     assert again["losses"] == pytest.approx(made["losses"][STEPS:], abs=1e-7)
-    assert len(again["losses"]) == 3 and again["again"] >= 4
-    assert again["digest"] == made["digest"]
+    assert len(again["losses"]) == 3 and again["again"] >= 4 and again["digest"] == made["digest"]
     # at another number of ranks or in another mesh, with the same moments
     for learner in elsewhere:
         found, _ = trained(model_dir, learner, STEPS, **restore)

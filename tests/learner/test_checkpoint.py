@@ -36,8 +36,7 @@ def test_a_restored_learner_goes_on_bitwise(model_dir: Path, tmp_path: Path) -> 
         if n == 1:
             assert checkpoint.save(directory, whole, EXTRA, 2, {1: b"older"}) == 2
     path = checkpoint.find_newest_checkpoint(directory)
-    assert path is not None
-    assert path.name == "number_2"
+    assert path is not None and path.name == "number_2"
     assert checkpoint.read_earlier_versions(path) == {1: b"older"}
     second = core(model_dir)
     assert checkpoint.restore(second, path) == EXTRA

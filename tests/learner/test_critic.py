@@ -42,8 +42,7 @@ def test_a_head_of_zeros_and_lambda_one_is_reinforce_without_a_baseline(model_di
         before = critic_weights(c)
         metrics = c.train(batch())
         assert torch.allclose(weights(c), weights(plain), atol=1e-7)
-        assert metrics["value/mean"] == 0.0
-        assert metrics["loss/value"] > 0
+        assert metrics["value/mean"] == 0.0 and metrics["loss/value"] > 0
         assert metrics["value/grad_norm"] > 0
         assert not torch.equal(critic_weights(c), before)
 
@@ -179,6 +178,5 @@ def test_a_real_run_with_a_value_head_repeats_bitwise(model_dir: Path) -> None:
         "configs/demo.toml", [f"model.path='{model_dir}'", "advantage.name=gae", *small]
     )
     first, again = serial.run_serial(config, 3), serial.run_serial(config, 3)
-    assert first["weights_digest"] == again["weights_digest"]
-    assert "failed" not in first
+    assert first["weights_digest"] == again["weights_digest"] and "failed" not in first
     assert first["steps"] == 3

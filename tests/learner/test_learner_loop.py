@@ -219,8 +219,7 @@ def test_what_a_commit_says_of_its_step(life: Made) -> None:
         tokens = sum(s.length for s in made(1, commit.number).samples)
         assert t["throughput/learner_tokens_per_s"] * t["time/step"] == pytest.approx(tokens)
         assert t["weights/bytes"] == t["weights/full_bytes"] == one.publisher.ring.size
-        assert t["weights/bytes"] == len(flat(one))
-        assert 50 < t["memory/learner_mb"] < 100_000
+        assert t["weights/bytes"] == len(flat(one)) and 50 < t["memory/learner_mb"] < 100_000
         assert t["reward/mean"] == pytest.approx(
             np.mean([s.reward for s in made(1, commit.number).samples]), rel=1e-5
         )
@@ -615,8 +614,7 @@ def test_a_learner_told_to_stop_while_it_waits_has_no_batch(life: Made) -> None:
     buffer.recv = stop
     buffer.inbox.clear()
     buffer.crash = {m.BatchRequest}
-    assert one.wait_for_batch() is None
-    assert one.waiting_for == ""
+    assert one.wait_for_batch() is None and one.waiting_for == ""
 
 
 def test_one_that_was_never_welcomed_leaves_nothing(life: Made) -> None:
@@ -750,8 +748,7 @@ def test_a_recording_holds_each_batch_and_the_weights_that_were_asked_for(
         assert (step.digest, step.batch.number) == (commit.digest, commit.number)
         assert step.metrics["reward/mean"] == commit.metrics["reward/mean"]
     used = one.recorder.log.used
-    assert used == stream.measure_size(one.run_dir)
-    assert one.config.learner.optimizer == "adamw"
+    assert used == stream.measure_size(one.run_dir) and one.config.learner.optimizer == "adamw"
     again = loop.Recorder(one.config, one.run_dir, 2, one.core, one.digest)
     assert again.weights_bytes == 3 * policy.count_flat_bytes(one.core.layout), "an estimate"
 
@@ -869,10 +866,8 @@ def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(learner: MakeLe
     one.send_hello()
     one.stopping = True
     one.run_batches()
-    assert not one.finished
-    assert list(one.directory.glob("number_0"))
-    assert "LearnerGoodbye" not in one.socket.seen
-    assert not (one.run_dir / "model").exists()
+    assert not one.finished and list(one.directory.glob("number_0"))
+    assert "LearnerGoodbye" not in one.socket.seen and not (one.run_dir / "model").exists()
 
 
 def test_what_an_earlier_program_did_not_keep_has_its_default() -> None:

@@ -97,8 +97,7 @@ def test_whole_batches_need_their_logprobs_unless_they_are_the_start(
     prep = sl.prepare(b, c)
     assert not sl.needs_current(prep)  # before the first step the policy is the start
     sl.begin_step(prep, torch.arange(12))
-    assert sl.needs_current(prep)
-    assert not sl.needs_current(sl.prepare(batch(1), config()))
+    assert sl.needs_current(prep) and not sl.needs_current(sl.prepare(batch(1), config()))
     assert not sl.needs_current(sl.prepare(batch(1), config(loss={"surrogate": "reinforce"})))
     assert not sl.needs_current(sl.prepare(batch(1), config(stop={"kl_max": 0.1})))
 
@@ -110,8 +109,7 @@ def test_the_first_steps_pass_is_the_start_and_later_ones_are_the_latest() -> No
     assert not prep.known.any() and not prep.passed.any()
     half, rest = torch.nonzero(b.seq < 6)[:, 0], torch.nonzero(b.seq >= 6)[:, 0]
     sl.compute_micro_loss(prep, step, half, first[half])
-    assert torch.equal(prep.known, b.seq < 6)
-    assert torch.equal(prep.start[half], first[half])
+    assert torch.equal(prep.known, b.seq < 6) and torch.equal(prep.start[half], first[half])
     assert torch.equal(prep.passed, b.seq < 6)
     # a second pass of the same step is not another start
     sl.compute_micro_loss(prep, step, half, second[half])
@@ -119,16 +117,12 @@ def test_the_first_steps_pass_is_the_start_and_later_ones_are_the_latest() -> No
     assert torch.equal(prep.latest[half], second[half])
     step = sl.begin_step(prep, torch.arange(12))
     sl.compute_micro_loss(prep, step, rest, second[rest])
-    assert torch.equal(prep.known, b.seq < 6)
-    assert prep.passed.all()
-    assert torch.equal(prep.latest, second)
-    assert prep.steps == 2
+    assert torch.equal(prep.known, b.seq < 6) and prep.passed.all()
+    assert torch.equal(prep.latest, second) and prep.steps == 2
     b.start = first
     given = sl.prepare(b, config(**BYPASS))
-    assert given.known.all()
-    assert torch.equal(given.start, first)
-    assert given.start is not first
-    assert torch.equal(given.latest, first)
+    assert given.known.all() and torch.equal(given.start, first)
+    assert given.start is not first and torch.equal(given.latest, first)
     shown, _ = begun(batch(2, proximal=False), config(**OFF), first)
     assert shown.known.all() and torch.equal(shown.start, first)
 
@@ -301,8 +295,7 @@ def test_the_terms_of_a_micro_batch_are_its_share_and_its_numbers() -> None:
     assert float(bare) == pytest.approx(float(loss.detach()))
     plain, more = sl.compute_micro_loss(*begun(b, config(**OFF)), torch.arange(len(b.seq)), lp)
     assert float((loss - plain).detach()) == pytest.approx(0.3 * float(sums["loss/kl"]))
-    assert "loss/kl" not in more
-    assert "sq/kl" not in more
+    assert "loss/kl" not in more and "sq/kl" not in more
 
 
 def test_reshapes_penalty_is_weighed_and_named() -> None:
@@ -360,14 +353,10 @@ def test_numbers_of_a_batch_by_hand() -> None:
     )
     assert m["reward/std"] == pytest.approx(math.sqrt(11 / 3))
     assert m["advantage/std"] == pytest.approx(math.sqrt(8 / 3))
-    assert m["reward/no_spread_share"] == 0.5
-    assert m["answer/truncated_share"] == 0.25
-    assert m["answer/masked_share"] == pytest.approx(1 / 6)
-    assert m["advantage/mean"] == 0
-    assert m["advantage/abs_max"] == 2
-    assert "reward/greedy" not in m
-    assert "kl/answer" not in m
-    assert "kl/reward_gradient_share" not in m
+    assert m["reward/no_spread_share"] == 0.5 and m["answer/truncated_share"] == 0.25
+    assert m["answer/masked_share"] == pytest.approx(1 / 6) and m["advantage/mean"] == 0
+    assert m["advantage/abs_max"] == 2 and "reward/greedy" not in m
+    assert "kl/answer" not in m and "kl/reward_gradient_share" not in m
     assert "value/mean" not in m
     _, _, masked = three(advantage={"truncated": "mask"})
     assert masked["answer/masked_share"] == 0.5
@@ -421,8 +410,7 @@ def test_values_are_judged_over_the_mask() -> None:
     )
     returns = vec(3, 1, 5, 7, 7)  # the last answer was cut: 5 + 2
     at = [0, 1, 3, 4, 5]
-    assert prep.returns is not None
-    assert prep.returns[at].tolist() == returns.tolist()
+    assert prep.returns is not None and prep.returns[at].tolist() == returns.tolist()
     assert adv[at].tolist() == (returns - v[at]).tolist()
     assert m["value/mean"] == 3 and m["value/explained_variance"] == pytest.approx(
         float(1 - (returns - v[at]).var() / returns.var())
@@ -479,10 +467,8 @@ def test_sums_of_ranks_add_up_and_a_rank_without_samples_takes_part(model_dir: P
     )
     mine = {"loss/policy": torch.tensor(1.0), "max/ratio": torch.tensor(7.0, dtype=D)}
     out = c._sum_over_ranks(mine)
-    assert float(out["loss/policy"]) == 3
-    assert float(out["max/ratio"]) == 7
-    assert out["tokens"].tolist() == [[1, 1, 1], [1, 1, 1]]
-    assert len(out) == 3
+    assert float(out["loss/policy"]) == 3 and float(out["max/ratio"]) == 7
+    assert out["tokens"].tolist() == [[1, 1, 1], [1, 1, 1]] and len(out) == 3
     assert seen == [{"loss/policy": ((), "float32"), "max/ratio": ((), "float64")}]
     assert float(mine["loss/policy"]) == 1
     names = iter(sorted(theirs))
@@ -519,8 +505,6 @@ def test_a_batch_says_what_its_optimizer_did(model_dir: Path) -> None:
         m["optim/skipped"],
         m["optim/stop_kl"],
     ) == (0.5, 4, 0, 0, 0.0)
-    assert m["optim/grad_norm"] == pytest.approx(sum(norms) / 4)
-    assert len(norms) == 4
-    assert m["kl/loss_beta"] == 0.2
-    assert m["kl/beta"] == 0.0
+    assert m["optim/grad_norm"] == pytest.approx(sum(norms) / 4) and len(norms) == 4
+    assert m["kl/loss_beta"] == 0.2 and m["kl/beta"] == 0.0
     assert c.state.number == 2 and c.train(learner_batch(2))["optim/lr"] == 0.25

@@ -65,22 +65,16 @@ def test_every_field_lies_at_its_tokens_place() -> None:
     p = pack(batch(SAMPLES, RUNS))
     assert [x.tolist() for x in p.prompts] == [[1, 2], [1, 2], [8], [1, 2]]
     assert [x.tolist() for x in p.responses] == [[3, 4, 5], [6], [9, 10], [11, 12, 13, 14]]
-    assert p.group_of == [0, 0, 1, 0]
-    assert p.places == [0, 1, 2, 3]
-    assert p.offsets.tolist() == [0, 3, 4, 6, 10]
-    assert p.temperature.tolist() == [0.5, 1, 2, 1]
+    assert p.group_of == [0, 0, 1, 0] and p.places == [0, 1, 2, 3]
+    assert p.offsets.tolist() == [0, 3, 4, 6, 10] and p.temperature.tolist() == [0.5, 1, 2, 1]
     loss = p
     assert loss.seq.tolist() == [0, 0, 0, 1, 2, 2, 3, 3, 3, 3]
     assert loss.token_lag.tolist() == [4, 4, 1, 2, 0, 0, 3, 5, 5, 5]
     assert loss.behavior.tolist() == [-0.5 * t for t in (3, 4, 5, 6, 9, 10, 11, 12, 13, 14)]
-    assert loss.behavior.dtype == torch.float32
-    assert loss.mask.tolist() == [True, False] + [True] * 8
-    assert loss.rewards.tolist() == [1, -2, 0.25, 3]
-    assert loss.groups.tolist() == [0, 0, 1, 0]
-    assert loss.truncated.tolist() == [True, False, False, True]
-    assert loss.greedy is None
-    assert loss.token_rewards is None
-    assert loss.steps is None
+    assert loss.behavior.dtype == torch.float32 and loss.mask.tolist() == [True, False] + [True] * 8
+    assert loss.rewards.tolist() == [1, -2, 0.25, 3] and loss.groups.tolist() == [0, 0, 1, 0]
+    assert loss.truncated.tolist() == [True, False, False, True] and loss.greedy is None
+    assert loss.token_rewards is None and loss.steps is None
     assert p.find_token_positions([2, 0]).tolist() == [4, 5, 0, 1, 2]
     assert p.find_token_positions([3]).tolist() == [6, 7, 8, 9]
     assert p.to_device(torch.device("cpu")) is p
@@ -88,19 +82,13 @@ def test_every_field_lies_at_its_tokens_place() -> None:
 
 def test_the_first_of_a_group_is_left_out_where_it_is_the_baseline() -> None:
     p = pack(batch(SAMPLES, RUNS), greedy=True)
-    assert p.places == [1, 3]
-    assert [len(r) for r in p.responses] == [1, 4]
-    assert p.group_of == [0, 0]
-    assert p.offsets.tolist() == [0, 1, 5]
+    assert p.places == [1, 3] and [len(r) for r in p.responses] == [1, 4]
+    assert p.group_of == [0, 0] and p.offsets.tolist() == [0, 1, 5]
     loss = p
-    assert loss.token_lag.tolist() == [2, 3, 5, 5, 5]
-    assert loss.rewards.tolist() == [-2, 3]
-    assert loss.truncated.tolist() == [False, True]
-    assert loss.greedy is not None
-    assert loss.greedy_lengths is not None
-    assert loss.greedy_truncated is not None
-    assert loss.greedy.tolist() == [1, 1]
-    assert loss.greedy_lengths.tolist() == [2, 2]
+    assert loss.token_lag.tolist() == [2, 3, 5, 5, 5] and loss.rewards.tolist() == [-2, 3]
+    assert loss.truncated.tolist() == [False, True] and loss.greedy is not None
+    assert loss.greedy_lengths is not None and loss.greedy_truncated is not None
+    assert loss.greedy.tolist() == [1, 1] and loss.greedy_lengths.tolist() == [2, 2]
     assert loss.greedy_truncated.tolist() == [True, True]
 
 
@@ -117,8 +105,7 @@ def test_rewards_per_token_of_those_that_have_them_and_of_those_that_do_not() ->
     loss = pack(batch(samples))
     assert loss.token_rewards is not None
     assert loss.token_rewards.tolist() == [0, 2, 0, 0, 0, 0, 0, 4]
-    assert loss.token_rewards.dtype == torch.float32
-    assert loss.steps is not None
+    assert loss.token_rewards.dtype == torch.float32 and loss.steps is not None
     assert loss.steps.tolist() == [False, True, True, False, True, False, False, True]
     with pytest.raises(AsyncrlError, match="ticket 1, sample 0: 2 token rewards for 3 tokens"):
         pack(batch([answer(1, 0, [1], [2, 3, 4], token_rewards=[0, 2])]))
@@ -177,8 +164,7 @@ def test_sums_means_and_maxima_of_answers_with_a_mask_and_an_empty_one() -> None
 def test_rows_and_back() -> None:
     rows = ratios.PaddedRows(SEQ)
     m = rows.pad(vec(1, 2, 3, 4, 5))
-    assert m.tolist() == [[1, 2, 3], [4, 5, 0]]
-    assert rows.pack(m).tolist() == [1, 2, 3, 4, 5]
+    assert m.tolist() == [[1, 2, 3], [4, 5, 0]] and rows.pack(m).tolist() == [1, 2, 3, 4, 5]
     assert rows.shape == (2, 3)
     assert ratios.PaddedRows(SEQ[:0]).shape == (0, 0)
     assert ratios.PaddedRows(torch.tensor([4])).shape == (1, 1)

@@ -37,8 +37,7 @@ def test_a_row_has_all_that_the_learner_knows_of_a_token(model_dir: Path, tmp_pa
     for row, sample, runs in zip(rows, source.samples, source.token_lags, strict=False):
         (sequence,) = row["sequences"]
         ids = np.frombuffer(sample.tokens, "<i4").tolist()
-        assert sequence["tokens"] == ids
-        assert "".join(sequence["pieces"]) == tokenizer.decode(ids)
+        assert sequence["tokens"] == ids and "".join(sequence["pieces"]) == tokenizer.decode(ids)
         behavior = np.frombuffer(sample.behavior_logprobs, "<f4").astype(float)
         assert np.allclose(sequence["behavior"], behavior, atol=1e-4)
         assert sequence["lag"] == [runs[0][2]] * len(ids)
@@ -73,8 +72,7 @@ def test_each_rule_chooses_its_sample(model_dir: Path) -> None:
     assert by_rule["group"] == [i for i, g in enumerate(packed.group_of) if g == 2 % GROUPS]
     assert by_rule["best"] == [rewards.index(max(rewards))]
     assert by_rule["worst"] == [rewards.index(min(rewards))]
-    assert by_rule["longest"] == [lengths.index(max(lengths))]
-    assert len(by_rule["random"]) == 1
+    assert by_rule["longest"] == [lengths.index(max(lengths))] and len(by_rule["random"]) == 1
     moved = (prep.start - packed.behavior).abs()
     far = [float(moved[packed.find_token_positions([i])].mean()) for i in range(packed.count)]
     assert by_rule["off_policy"] == [far.index(max(far))]
@@ -177,5 +175,4 @@ def test_pieces_add_up_to_the_text(text: str) -> None:
 def test_pieces_of_broken_characters_have_one_place_each() -> None:
     ids = [*b"a", 0xE6, 0xBC, *b"b", 0xFF]
     pieces = decode_pieces(ByteTokenizer(), ids)
-    assert len(pieces) == len(ids)
-    assert "a" in pieces[0] and "b" in "".join(pieces[3:])
+    assert len(pieces) == len(ids) and "a" in pieces[0] and "b" in "".join(pieces[3:])

@@ -82,8 +82,7 @@ def test_the_rows_of_a_batch_carry_their_supports(model_dir: Path) -> None:
     asked = sampled(learner)
     packed = pack(asked)
     for row, sample in zip(packed.supports, asked.samples, strict=True):
-        assert row is not None
-        assert row.encode() == sample.support
+        assert row is not None and row.encode() == sample.support
     table = packed.build_support_table([2, 5], torch.device("cpu"))
     assert table is not None
     assert len(table.truncated) == sum(asked.samples[i].length for i in (2, 5))

@@ -64,8 +64,7 @@ def test_a_bare_model_is_transformers_model(
         (path / "generation_config.json").unlink()
     ours = policy.load_policy(path, dtype, "cpu")
     theirs = policy.load_policy(path, dtype, "cpu", with_modules=True)
-    assert isinstance(ours.hf, BareModel)
-    assert not isinstance(theirs.hf, BareModel)
+    assert isinstance(ours.hf, BareModel) and not isinstance(theirs.hf, BareModel)
     assert ours.fast is not None
     assert theirs.fast is not None
     # in its order, which sums of norms follow

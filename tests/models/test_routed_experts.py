@@ -246,8 +246,7 @@ def test_an_engine_records_the_experts_of_every_token(model: Path) -> None:
             assert found.shape == wanted.shape
             # a last layer encodes no prompt but its last token
             prompt = len(a.prompt) - 1
-            assert (found[:prompt, -1] == 8).all()
-            assert np.array_equal(found[:, 0], wanted[:, 0])
+            assert (found[:prompt, -1] == 8).all() and np.array_equal(found[:, 0], wanted[:, 0])
             assert np.array_equal(found[prompt:], wanted[prompt:])
     assert run(engine(load(model)), [request(0, 0, [3, 4])])[0, 0, 1].routed is None
 

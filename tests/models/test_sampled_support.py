@@ -128,8 +128,7 @@ def test_nothing_is_truncated_by_rounding() -> None:
     """Sums of float32 reach 1 before the last token: a row without a cut keeps all."""
     logs = torch.log_softmax(torch.linspace(30, -30, 50).expand(3, 50), -1)
     kept = find_kept_tokens(logs, torch.tensor([1.0, 1.0, 0.5]), torch.tensor([0, 2, 0]))
-    assert kept.sum(1).tolist() == [50, 2, 1]
-    assert torch.equal(renormalize(logs, kept)[0], logs[0])
+    assert kept.sum(1).tolist() == [50, 2, 1] and torch.equal(renormalize(logs, kept)[0], logs[0])
 
 
 def test_the_last_uniform_samples_a_kept_token() -> None:

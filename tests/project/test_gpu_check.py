@@ -151,8 +151,7 @@ def test_an_end_of_a_part_is_one_line(
 ) -> None:
     check = program("gpu_check", monkeypatch)
     outcome = check.run_isolated([sys.executable, "-S", "-c", code], limit)
-    assert outcome.error == error
-    assert outcome.result == ({} if error else {"a": 1})
+    assert outcome.error == error and outcome.result == ({} if error else {"a": 1})
 
 
 def test_a_part_that_hangs_ends_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +223,7 @@ def test_all_parts_have_a_limit_and_fit_into_eight_minutes(monkeypatch: pytest.M
 
     assert check.PARTS.keys() == gpu_parts.CHECKS.keys()
     # a part that hangs takes no time from the others
-    assert sum(check.PARTS.values()) <= check.TOTAL_S
-    assert check.TOTAL_S + check.DEVICE_S < 8 * 60
+    assert sum(check.PARTS.values()) <= check.TOTAL_S and check.TOTAL_S + check.DEVICE_S < 8 * 60
 
 
 def test_the_tested_versions_are_those_of_the_project() -> None:

@@ -55,8 +55,7 @@ def test_the_line_and_the_table_say_it() -> None:
     for left, said in ((700.0, "12 min left"), (None, "")):
         out = io.StringIO()
         Console(file=out, width=160).print(live.build_table(status(30), left))
-        assert "30/100" in out.getvalue()
-        assert ("left" in out.getvalue()) == bool(said)
+        assert "30/100" in out.getvalue() and ("left" in out.getvalue()) == bool(said)
         assert said in out.getvalue()
 
 
@@ -123,8 +122,7 @@ def test_rewards_are_named_when_they_hold_the_run_up() -> None:
     slow.metrics.update(now)
     fine.metrics.update(now | {"time/reward_wait_share": 0.01})
     expected = "rewards hold the generators up: idle 42% of the time for them, 120 answers wait"
-    assert expected in live.format_status(slow)
-    assert "rewards hold" not in live.format_status(fine)
+    assert expected in live.format_status(slow) and "rewards hold" not in live.format_status(fine)
     assert "rewards hold" not in live.format_status(none)
     slow.metrics.update({"reward/call_s": 2e-5})  # the wait is for a core then
     assert "rewards hold" not in live.format_status(slow)
@@ -136,10 +134,8 @@ def test_rewards_are_named_when_they_hold_the_run_up() -> None:
         out = io.StringIO()
         Console(file=out, width=160).print(live.build_table(s))
         shown[name] = out.getvalue()
-    assert "waiting 120" in shown["fine"]
-    assert "s a call 0.2" in shown["fine"]
-    assert "processes 1" in shown["fine"]
-    assert "processes" not in shown["none"]
+    assert "waiting 120" in shown["fine"] and "s a call 0.2" in shown["fine"]
+    assert "processes 1" in shown["fine"] and "processes" not in shown["none"]
 
 
 def test_a_run_is_followed_with_the_time_left(

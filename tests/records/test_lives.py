@@ -172,10 +172,8 @@ def train(run_dir: Path, batches: int) -> None:
 
 def test_before_anything_has_started_it_says_what_to_start(run_dir: Path) -> None:
     text = said(run_dir)
-    assert text.startswith("step 0/4\n")
-    assert "buffer has not been started" in text
-    assert "generator-1 has not been started" in text
-    assert "none of its processes is running" in text
+    assert text.startswith("step 0/4\n") and "buffer has not been started" in text
+    assert "generator-1 has not been started" in text and "none of its processes is running" in text
 
 
 def test_an_error_that_ended_several_processes_is_shown_once(run_dir: Path) -> None:
@@ -260,8 +258,7 @@ def test_of_a_dead_run_it_says_who_died_how_and_where_to_go_on(run_dir: Path) ->
     assert "newest checkpoint: version 3," in text
     assert f"asyncrl run --resume {run_dir}` continues" in text
     seen = doctor.examine_run(config(), run_dir, None)
-    assert not seen["running"]
-    assert not seen["ended"]
+    assert not seen["running"] and not seen["ended"]
     assert next(p for p in seen["processes"] if p["name"] == "learner")["code"] == -11
     process_log.append_event(
         run_dir, "learner", 8, "ended", code=1, why="KeyError: 3", supervised=False
@@ -320,10 +317,8 @@ def test_a_run_that_was_killed_has_a_report_of_what_there_is(run_dir: Path) -> N
     process_log.append_event(run_dir, "buffer", 7, "died", code=-9, why="")
     page = run_page.write(run_dir).read_text()
     assert "<li>Not finished: 3 of 4 steps.</li>" in page
-    assert "buffer (process 7) ended with SIGKILL" in page
-    assert 'id="steps">3<' in page
-    assert 'id="wall">3 s<' in page
-    assert 'id="heldout-start">0.250<' in page
+    assert "buffer (process 7) ended with SIGKILL" in page and 'id="steps">3<' in page
+    assert 'id="wall">3 s<' in page and 'id="heldout-start">0.250<' in page
     assert 'id="lag-mean">0.17<' in page  # 4 tokens of 24 at lag 1
     assert "the ledger has only the trained tokens" in page and "24" in page
     assert not (run_dir / "summary.json").exists()  # which would say that it has ended

@@ -199,8 +199,7 @@ def test_how_a_command_may_end(
     monkeypatch.setattr(importing, "make_command", lambda *_: [sys.executable, "-c", program])
     with pytest.raises(kind, match=said) as error:
         notebook.run("demo")
-    assert type(error.value) is kind
-    assert getattr(error.value, "exit_code", code) == code
+    assert type(error.value) is kind and getattr(error.value, "exit_code", code) == code
 
 
 def going(folder: Path, model: Path, begin: str = "") -> tuple[subprocess.Popen[str], Path]:

@@ -53,8 +53,7 @@ def test_the_samples_shown_are_spread_over_the_batch(most: int, shown: list[int]
     found = list(numbers.select_sample_rows(batch(20, samples), RecordConfig(samples=most)))
     assert tickets(found) == shown and [row["lag"] for row in found] == shown
     for row in found:
-        assert row["tokens"] == [row["ticket"], 5, 6]
-        assert row["logprobs"] == [-0.5, -1.0, -2.0]
+        assert row["tokens"] == [row["ticket"], 5, 6] and row["logprobs"] == [-0.5, -1.0, -2.0]
 
 
 def test_all_samples_are_shown_of_every_batch_that_is_named() -> None:
@@ -150,8 +149,7 @@ def test_what_a_generator_tells_of_its_link_is_in_the_commits_row_and_in_the_sta
     commit(made, 2)  # nothing has been told since
     assert links(made.latest) == SHOWN
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [links(row) for row in rows] == [{}, SHOWN, {}]
-    assert set(SHOWN) <= set(metrics.METRICS)
+    assert [links(row) for row in rows] == [{}, SHOWN, {}] and set(SHOWN) <= set(metrics.METRICS)
 
 
 def test_doctor_names_the_link_of_a_run_that_is_going_on_and_of_one_that_stopped(

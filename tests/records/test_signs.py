@@ -22,8 +22,7 @@ def rows(n: int, **keys: Any) -> list[dict[str, Any]]:
 
 
 def test_a_healthy_run_has_no_signs() -> None:
-    assert apply_rules(rows(30)) == []
-    assert apply_rules([], ended=True) == []
+    assert apply_rules(rows(30)) == [] and apply_rules([], ended=True) == []
     assert apply_rules(rows(30), ended=True) == []
 
 
@@ -31,10 +30,8 @@ def test_constant_rewards_are_said_from_the_fifth_batch_on() -> None:
     flat = {"reward_no_spread_share": 1.0, "reward_min": 0.25, "reward_max": 0.25}
     assert apply_rules(rows(4, **flat)) == []
     (sign,) = apply_rules(rows(5, **flat))
-    assert sign.name == "constant_rewards"
-    assert "last 5 batches has the reward 0.25" in sign.said
-    assert "task try" in sign.try_this
-    assert sign.as_line() == f"{sign.said}; {sign.try_this}"
+    assert sign.name == "constant_rewards" and "last 5 batches has the reward 0.25" in sign.said
+    assert "task try" in sign.try_this and sign.as_line() == f"{sign.said}; {sign.try_this}"
 
 
 def test_rewards_without_spread_in_most_groups() -> None:
@@ -195,8 +192,7 @@ def test_prompts_without_answers(tmp_path: Path) -> None:
     config = load("configs/demo.toml", sets)
     (sign,) = runner.find_task_signs(config)
     left = len(FileTask(str(path)).sets["train"])
-    assert sign.name == "answers_missing"
-    assert f"of {left} prompts have no `answer`" in sign.said
+    assert sign.name == "answers_missing" and f"of {left} prompts have no `answer`" in sign.said
     assert "reward.function" in sign.try_this
     with_function = load("configs/demo.toml", [*sets, "reward.function='a:b'"])
     with_env = load("configs/demo.toml", [*sets, "agent.env='file.py:Environment'"])

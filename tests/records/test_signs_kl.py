@@ -83,19 +83,15 @@ def test_growth_is_found() -> None:
             / 40
         )
 
-    assert share(lambda t: 1 + 4 * t) > 0.6
-    assert share(lambda t: math.exp(3 * t)) > 0.9
-    assert share(lambda t: 10.0 if t > 0.66 else 1.0) == 1
-    assert share(lambda t: 1 + 0.7 * t) == 0
-    assert share(lambda t: 100.0 if t > 0.97 else 1.0) == 0
-    assert share(lambda t: 5 - 4 * t) == 0
+    assert share(lambda t: 1 + 4 * t) > 0.6 and share(lambda t: math.exp(3 * t)) > 0.9
+    assert share(lambda t: 10.0 if t > 0.66 else 1.0) == 1 and share(lambda t: 1 + 0.7 * t) == 0
+    assert share(lambda t: 100.0 if t > 0.97 else 1.0) == 0 and share(lambda t: 5 - 4 * t) == 0
     assert find_growth([1.0] * 10 + [2.0] * 5) == (1.0, 2.0)
     assert find_growth([1.0] * 10 + [1.99] * 5) is None
     assert find_growth([float(i) for i in range(13)]) is None and find_growth(
         [float(i) for i in range(14)]
     ) == (1.5, 11.5), "14 values are needed"
-    assert find_growth([]) is None
-    assert find_growth([1.0]) is None
+    assert find_growth([]) is None and find_growth([1.0]) is None
     assert find_growth([1.0, 2.0]) is None
     # 17 values: 5 late over 12 early; three pairs the wrong way round have a chance of 7 / 6188 =
     # 0.0011, two one of 4 / 6188.
@@ -110,8 +106,7 @@ def test_growth_is_found() -> None:
 @pytest.mark.parametrize("name", ["mismatch__k3_at_lag_0", "split__mismatch_k3"])
 def test_a_growing_mismatch_is_said(name: str) -> None:
     (sign,) = apply_rules(rows(60, **{name: [1e-4 * math.exp(0.05 * i) for i in range(60)]}))
-    assert sign.name == "growing_mismatch"
-    assert name.replace("__", "/") in sign.said
+    assert sign.name == "growing_mismatch" and name.replace("__", "/") in sign.said
     assert "from 1.6e-04 to 1.2e-03" in sign.said
     assert "learner.lr" in sign.try_this and "exact" in sign.try_this
     # too small to matter
@@ -134,10 +129,8 @@ def test_both_measures_of_the_mismatch_are_looked_at() -> None:
 def test_an_engine_that_differs() -> None:
     differs = [1e-4, 2e-3, 3e-3]
     (sign,) = apply_rules(rows(6, mismatch__k3_at_lag_0=differs), config())
-    assert sign.name == "engine_mismatch"
-    assert "by k3 = 2.0e-03" in sign.said
-    assert "above 0.001" in sign.said
-    assert "generator.dtype" in sign.try_this
+    assert sign.name == "engine_mismatch" and "by k3 = 2.0e-03" in sign.said
+    assert "above 0.001" in sign.said and "generator.dtype" in sign.try_this
     assert fired(rows(6, mismatch__k3_at_lag_0=[1e-3])) == [] == fired(rows(6))
     # one batch with few tokens says little
     assert fired(rows(6, mismatch__k3_at_lag_0=[1e-13, 2e-3])) == []
@@ -156,8 +149,7 @@ def test_answers_continued_on_older_keys_are_no_fault_of_the_engine() -> None:
     (sign,) = apply_rules(
         rows(6, mismatch__k3_at_lag_0=[2e-3] * 6, by_age__mismatch_k3_0=[1e-13, 2e-13]), config()
     )
-    assert sign.name == "engine_mismatch"
-    assert "but by 1.0e-13 where no older keys" in sign.said
+    assert sign.name == "engine_mismatch" and "but by 1.0e-13 where no older keys" in sign.said
     assert "recompute_kv" in sign.try_this
     (engine,) = apply_rules(
         rows(6, mismatch__k3_at_lag_0=[2e-3] * 6, by_age__mismatch_k3_0=[2e-3] * 6), config()
@@ -168,10 +160,8 @@ def test_answers_continued_on_older_keys_are_no_fault_of_the_engine() -> None:
 def test_drift_under_k1_in_the_loss() -> None:
     lost = rows(kl__target_ref_k3=LOST)
     (sign,) = apply_rules(lost, config(*K1_LOSS))
-    assert sign.name == "kl_drift"
-    assert "rises from 0.19 to 0.33 nats a token" in sign.said
-    assert "k1 in the loss" in sign.said
-    assert "k3" in sign.try_this
+    assert sign.name == "kl_drift" and "rises from 0.19 to 0.33 nats a token" in sign.said
+    assert "k1 in the loss" in sign.said and "k3" in sign.try_this
     assert fired(rows(kl__target_ref_k3=HELD), *K1_LOSS) == [], "the settings alone are no sign"
     assert fired(rows(kl__target_ref_k3=[x / 5 for x in LOST]), *K1_LOSS) == [], "little"
     assert fired(rows(kl__target_ref_k3=[0.3] * 50), *K1_LOSS) == [], "no longer rising"
@@ -203,8 +193,7 @@ def test_drift_without_a_kl_term(sets: tuple[str, ...]) -> None:
     assert "without a KL penalty, and the reward does not rise" in sign.said
     assert "kl.loss.coefficient" in sign.try_this
     learning = rows(kl__target_ref_k3=LOST, reward__mean=[0.4 + 0.01 * n for n in range(50)])
-    assert fired(learning, *sets) == []
-    assert fired(rows(kl__target_ref_k3=HELD), *sets) == []
+    assert fired(learning, *sets) == [] and fired(rows(kl__target_ref_k3=HELD), *sets) == []
 
 
 def test_drift_is_seen_in_a_run_that_gives_few_values() -> None:
@@ -213,8 +202,7 @@ def test_drift_is_seen_in_a_run_that_gives_few_values() -> None:
     few = [
         r if r["step"] % 10 == 0 else {n: x for n, x in r.items() if "ref" not in n} for r in few
     ]
-    assert fired(few) == ["kl_drift"]
-    assert fired(few[:80]) == []
+    assert fired(few) == ["kl_drift"] and fired(few[:80]) == []
 
 
 def test_collapse_under_k3_in_the_reward() -> None:
@@ -223,8 +211,7 @@ def test_collapse_under_k3_in_the_reward() -> None:
         *rows(20, kl__target_ref_k3=HELD),
     ]
     (sign,) = apply_rules(gone, config(*K3_REWARD))
-    assert sign.name == "kl_collapse"
-    assert "held-out reward fell to 0.020 from 0.400" in sign.said
+    assert sign.name == "kl_collapse" and "held-out reward fell to 0.020 from 0.400" in sign.said
     assert "k3 in the reward" in sign.said
     assert "k1" in sign.try_this and "checkpoint" in sign.try_this
     (drifts,) = apply_rules(rows(kl__target_ref_k3=LOST), config(*K3_REWARD))
@@ -256,8 +243,7 @@ def test_good_in_distribution_and_poor_out_of_distribution() -> None:
     expected = (
         f"out-of-distribution reward fell from 0.350 to 0.070, more than chance (+-{half:.3f})"
     )
-    assert expected in sign.said
-    assert "kl.reward.coefficient" in sign.try_this
+    assert expected in sign.said and "kl.reward.coefficient" in sign.try_this
     # half = 0.116 there
     assert apply_rules([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.11)), *rows()]) == []
     values = names(apply_rules([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.13)), *rows()]))
@@ -294,10 +280,8 @@ def test_a_checker_that_is_fooled_shows_out_of_distribution() -> None:
 def test_a_coefficient_without_effect() -> None:
     moved, none = [0.05] * 50, [0.004] * 50
     (sign,) = apply_rules(rows(kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS))
-    assert sign.name == "kl_without_effect"
-    assert "0.4% of the policy term's" in sign.said
-    assert "a KL of 0.05 nats" in sign.said
-    assert "kl.loss.coefficient = 0.1" in sign.try_this
+    assert sign.name == "kl_without_effect" and "0.4% of the policy term's" in sign.said
+    assert "a KL of 0.05 nats" in sign.said and "kl.loss.coefficient = 0.1" in sign.try_this
     assert fired(rows(kl__target_ref_k3=moved, kl__gradient_share=[0.01] * 50), *K3_LOSS) == []
     # nothing to hold
     assert fired(rows(kl__target_ref_k3=[0.019] * 50, kl__gradient_share=none), *K3_LOSS) == []
@@ -320,8 +304,7 @@ def test_a_coefficient_without_effect() -> None:
     assert (
         "kl.reward.coefficient = 0.2" in sign.try_this and "(kl/reward_gradient_share)" in sign.said
     ), "each term by its own share"
-    assert fired(mixed, *K3_LOSS) == []
-    assert fired(rows(kl__target_ref_k3=moved), *K3_LOSS) == []
+    assert fired(mixed, *K3_LOSS) == [] and fired(rows(kl__target_ref_k3=moved), *K3_LOSS) == []
     assert fired(rows(kl__gradient_share=none), *K3_LOSS) == []
 
 
@@ -450,8 +433,7 @@ def test_a_cut_sampler_is_not_the_dtype(tmp_path: Path, monkeypatch: pytest.Monk
     watcher = runner.HealthWatcher(tmp_path, told.append, vllm)
     watcher.check(1, first)
     (line,) = told
-    assert "is/chi2 is -0.043" in line
-    assert "generator.top_p = 0.9" in line
+    assert "is/chi2 is -0.043" in line and "generator.top_p = 0.9" in line
     assert "generator.dtype" not in line
     lagged = rows(
         mismatch__k3_one_version=[2e-3] * 50,

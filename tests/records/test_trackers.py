@@ -148,8 +148,7 @@ def test_a_run_has_its_own_curve_whatever_its_directory_is_called(
     shutil.rmtree(run_dir)
     begin(run_dir)
     feed(run_dir, name, 4)
-    assert known_id(run_dir, name) not in ids
-    assert READERS[name](run_dir) == {0: 0.0, 4: 1.0}
+    assert known_id(run_dir, name) not in ids and READERS[name](run_dir) == {0: 0.0, 4: 1.0}
 
 
 def known_id(run_dir: Path, name: str) -> str:

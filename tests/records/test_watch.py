@@ -407,8 +407,7 @@ def test_watch_report_and_doctor_begin_with_equal_lines(run_dir: Path, client: T
         places = [html.index(text) for text in (*expected, 'class="cards"')]
         assert places == sorted(places)
     for number, text in enumerate(expected):
-        assert lines[number].startswith(text)
-        assert "To try: " in lines[number]
+        assert lines[number].startswith(text) and "To try: " in lines[number]
 
 
 def test_ledger_lines_are_stacked_on_one_grid(tmp_path: Path) -> None:
@@ -605,8 +604,7 @@ def test_a_run_that_cannot_be_summed_up_has_no_summary(run_dir: Path) -> None:
     began = time.monotonic()
     run._compose()
     now = time.monotonic()
-    assert run.read_summary() == {}
-    assert began + run_view.COMPOSE_S <= run._next_summary
+    assert run.read_summary() == {} and began + run_view.COMPOSE_S <= run._next_summary
     assert run._next_summary <= now + max(
         run_view.COMPOSE_S, (now - began) / run_view.COMPOSE_SHARE
     )
@@ -1076,8 +1074,7 @@ def test_the_page_is_at_its_address(run_dir: Path, monkeypatch: pytest.MonkeyPat
         assert httpx2.get(f"{address}/api/runs").status_code == 403
         with httpx2.Client() as browser:
             page = browser.get(url, follow_redirects=True)
-            assert page.status_code == 200 and "<html" in page.text
-            assert "server" not in page.headers
+            assert page.status_code == 200 and "<html" in page.text and "server" not in page.headers
             assert browser.get(f"{address}/api/runs").json()[0]["id"] == "first"
     with serving(monkeypatch, [run_dir], "0.0.0.0") as (other, _):
         assert other.split("=")[1] != token, "a token of its own"
@@ -1087,8 +1084,7 @@ def test_the_page_is_at_its_address(run_dir: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
 def test_ipv6_is_written_in_brackets(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(monkeypatch, [run_dir], host="::1", token=False) as (url, _):
-        assert url.startswith("http://[::1]:")
-        assert httpx2.get(f"{url}api/runs").status_code == 200
+        assert url.startswith("http://[::1]:") and httpx2.get(f"{url}api/runs").status_code == 200
 
 
 def test_a_run_that_is_expected_may_begin_later(

@@ -179,8 +179,7 @@ def test_the_page_lives_beside_the_run_and_ends_with_it(tmp_path: Path, small_mo
     assert {"learner", "buffer"} <= {row["name"] for row in alive if row["alive"]}
     let_go(tmp_path)
     summary = finish(process, tmp_path)
-    assert summary["steps"] == 6
-    assert f"asyncrl watch {summary['run_dir']}" in stderr.read_text()
+    assert summary["steps"] == 6 and f"asyncrl watch {summary['run_dir']}" in stderr.read_text()
     with pytest.raises(httpx2.ConnectError):
         client.get("/api/runs")
 

@@ -318,10 +318,8 @@ def test_a_crowd_over_real_sockets_trains_every_answer(
 @pytest.mark.parametrize("mode", ["memory", "disk"])
 def test_the_service_alone(bench: Any, mode: str, tmp_path: Path) -> None:
     loop = bench.Loop(tmp_path, mode, 120)
-    assert loop.batches(4) > 0 and loop.renewals(130) > 0
-    assert loop.peers.trajectories == 4 * BATCH
-    assert not loop.heard
-    assert loop.batches(2) > 0 and loop.peers.trajectories == 6 * BATCH
+    assert loop.batches(4) > 0 and loop.renewals(130) > 0 and loop.peers.trajectories == 4 * BATCH
+    assert not loop.heard and loop.batches(2) > 0 and loop.peers.trajectories == 6 * BATCH
     loop.end()
 
 

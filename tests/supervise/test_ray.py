@@ -361,8 +361,7 @@ def test_a_process_that_waits_for_a_host_ends_at_once_and_a_deaf_host_with_all(
     process = waiting.processes[1] = RayProcess(waiting, 1, order)
     process.signal(signal.SIGTERM)
     assert waiting.gone
-    assert process.code == -signal.SIGTERM
-    assert "before its start" in process.tail(1)[0]
+    assert process.code == -signal.SIGTERM and "before its start" in process.tail(1)[0]
     up = RayHostHandle(actor := Actor(), up=True)
     process = up.processes[1] = RayProcess(up, 1, order)
     other = up.processes[2] = RayProcess(up, 2, order)

@@ -126,8 +126,7 @@ def test_the_real_game() -> None:
     assert len(found) > 10
     env = GuessGame()
     env.reset(seed=3, options={})
-    assert env.step("x")[:3] == ("!", 0.0, False)
-    assert env.step("")[1:3] == (0.0, True)
+    assert env.step("x")[:3] == ("!", 0.0, False) and env.step("")[1:3] == (0.0, True)
     whole = arena.ArenaGame("GuessTheNumber-v0")
     first, _ = whole.reset(seed=3, options={})
     assert "between 1 and 20" in first and "[GAME]" not in first

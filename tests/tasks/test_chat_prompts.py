@@ -266,8 +266,7 @@ def test_answers_and_columns_are_found_inside_other_columns(tmp_path: Path) -> N
     task = FileTask(str(tmp_path / "verl.parquet"), columns=columns)
     assert task.unanswered == 0
     for prompt in task.sets["train"]:
-        assert task.reward(prompt, prompt.answer) == 1.0
-        assert prompt.answer == str(prompt.id + 2)
+        assert task.reward(prompt, prompt.answer) == 1.0 and prompt.answer == str(prompt.id + 2)
     settings = f'{{name="file", prompts="{tmp_path}/verl.parquet"}}'
     subject = preflight.Subject(load.load("demo", [f"task={settings}"]))
     with pytest.raises(ConfigError, match=r'no prompt has an .*"reward_model\.ground_truth"'):

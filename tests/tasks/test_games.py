@@ -89,8 +89,7 @@ def test_the_seed_says_which_side_the_policy_plays() -> None:
 
     second, said = match(make_text_opponent(function), seed=5)
     assert said == "3="
-    assert second.opponent_moves == [OpponentMove("ab=", "ccc")]
-    assert not second.asked
+    assert second.opponent_moves == [OpponentMove("ab=", "ccc")] and not second.asked
     assert [second.step(text)[0] for text in ("a", "a")] == ["3=", "3="]
     lost = second.step("a")
     assert lost == ("", 0.0, True, False, {"parts": {"won": 0.0, "length": 3.0}})
@@ -126,8 +125,7 @@ def test_a_game_that_ends_before_the_policys_turn_is_begun_again() -> None:
     made, _ = match(None, "quits", seed=1)
     assert made.asked == 1
     for game in (2, 3):
-        assert made.step("h") == ("ab=", 0.0, False, False, {})
-        assert made.asked == game
+        assert made.step("h") == ("ab=", 0.0, False, False, {}) and made.asked == game
     assert made.step("a")[0] == "1=" and not made.asked
     assert made.step("bb")[0] == "2=" and made.asked == 3
     assert made.step("h")[1:3] == (0.5, True)  # two letters each
@@ -381,8 +379,7 @@ def test_nim_by_hand() -> None:
     game = nim.NimGame()
     game.reset(seed=0, options=options(text="201:"))
     assert game.turn() == (0, "201:") and game.moves() == ["a1", "a2", "c1"]
-    assert game.play("a2") is None and game.turn() == (1, "001:")
-    assert game.play("c1") == (0.0, 1.0)
+    assert game.play("a2") is None and game.turn() == (1, "001:") and game.play("c1") == (0.0, 1.0)
     for wrong in ("b1", "a3", "a0", "", "a1 "):
         game.reset(seed=0, options=options(text="201:"))
         assert game.play(wrong) == (0.0, 1.0)

@@ -52,8 +52,7 @@ def test_a_tiny_model_sees_the_demonstrations_of_all() -> None:
     task = mixture({"name": "dedup"}, {"name": "cancel"})
     assert set(task.symbols) == set("abcdefghABC=;#")
     pairs = task.make_demonstrations(5, 0)
-    assert len(pairs) == 5
-    assert [asked.islower() for asked, _ in pairs[::2]] == [True] * 3
+    assert len(pairs) == 5 and [asked.islower() for asked, _ in pairs[::2]] == [True] * 3
     assert task.steps == 950
 
 
@@ -110,8 +109,7 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
     """4 groups of 4 a batch: three of `sort`, one of `mine`."""
     for row in rows:
         assert (row["task/sort_share"], row["task/mine_share"]) == (0.75, 0.25)
-        assert 0.25 <= row["task/mine_reward"] <= 0.75
-        assert row["task/sort_length"] <= 5
+        assert 0.25 <= row["task/mine_reward"] <= 0.75 and row["task/sort_length"] <= 5
         assert row["task/mine_lag"] >= 0 and 0 < row["task/mine_ess"] <= 1 + 1e-6
 
 

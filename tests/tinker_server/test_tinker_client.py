@@ -65,8 +65,7 @@ def test_a_prompt_is_scored_and_parameters_followed(
     sampler = created(trained.save_weights_and_get_sampling_client())
     forward = trained.forward([tuned_datum(PROMPT)], "cross_entropy").result()
     scored = sampler.compute_logprobs(prompt()).result()
-    assert scored[0] is None
-    assert np.allclose(scored[1:], output_logprobs(forward), atol=1e-5)
+    assert scored[0] is None and np.allclose(scored[1:], output_logprobs(forward), atol=1e-5)
     seeded = types.SamplingParams(max_tokens=6, seed=3)
     reply = sampler.sample(prompt(), 1, seeded, topk_prompt_logprobs=25).result()
     rows, [first] = reply.topk_prompt_logprobs, reply.sequences

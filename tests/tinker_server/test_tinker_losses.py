@@ -224,8 +224,7 @@ def test_other_losses_are_refused(
     trainer: ServedModels, loss: str, config: dict[str, float | str], message: str
 ) -> None:
     result = trainer.handle(ForwardBackward("m", datums(trainer), loss, config))
-    assert isinstance(result, CallFailure)
-    assert message in result.error
+    assert isinstance(result, CallFailure) and message in result.error
 
 
 def test_masked_tokens_have_no_gradient(trainer: ServedModels) -> None:
@@ -517,8 +516,7 @@ def test_versions_count_only_before_the_fork(ledger: SequenceLedger, trainer: Se
     record(ledger, first, 1, "parent")  # the model was loaded from its version 1
     record(ledger, second, 2, "parent")
     record(ledger, third, 0, "")
-    assert lags_of(ledger, first)[0][3] == 3
-    assert lags_of(ledger, second)[0][3] == -1
+    assert lags_of(ledger, first)[0][3] == 3 and lags_of(ledger, second)[0][3] == -1
     assert lags_of(ledger, third)[0][3] == 4
     assert "not an earlier version of m" in lags_of(ledger, second, unknown="refuse")[1]
     alone = ModelAncestry("m")  # created from the base model
@@ -603,8 +601,7 @@ def test_the_ledger_remembers_the_newest_sequences_and_the_totals_of_all(
     assert ledger.find_ledger("m").to_dict() == totals | {"never_trained": 2}
     assert lags_of(ledger, first)[0][3] == -1
     assert "or not among its newest" in lags_of(ledger, first, unknown="refuse")[1]
-    assert lags_of(ledger, third)[0][3] == 1
-    assert list(ledger.sequences) == ids[3:]
+    assert lags_of(ledger, third)[0][3] == 1 and list(ledger.sequences) == ids[3:]
     assert ledger.find_ledger("m").untrained == {3: 1}
     ledger.close()
     assert path.read_bytes().count(b"\n") == 3

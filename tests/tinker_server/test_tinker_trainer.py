@@ -194,8 +194,7 @@ def test_a_state_continues(
     expected = weights(trainer)
     for optimizer in (True, False):
         request = LoadModel("m", rank, 0, str(tmp_path / "state"), optimizer=optimizer)
-        assert isinstance(trainer.handle(request), CallDone)
-        assert torch.equal(weights(trainer), at)
+        assert isinstance(trainer.handle(request), CallDone) and torch.equal(weights(trainer), at)
         train(trainer, DATA)
         trainer.handle(PLAIN)
         assert torch.equal(weights(trainer), expected) == optimizer
@@ -311,8 +310,7 @@ def test_fields_are_checked(
     trainer: ServedModels, loss: str, fields: dict[str, list[float]], message: str
 ) -> None:
     failed = train(trainer, [datum(TEXTS[0], **fields)], loss)
-    assert isinstance(failed, CallFailure) and message in failed.error
-    assert failed.category == "user"
+    assert isinstance(failed, CallFailure) and message in failed.error and failed.category == "user"
 
 
 @pytest.mark.parametrize(
@@ -346,8 +344,7 @@ def test_only_a_method_reports_importance_weights(trainer: ServedModels) -> None
         result = trainer.handle(ForwardBackward("m", [given], "ppo", config))
         assert isinstance(result, ScoreResult)
         found.append(trainer.handle(PLAIN).metrics.keys() & weighted)
-    assert found[0] == found[2] == set()
-    assert found[1] == weighted
+    assert found[0] == found[2] == set() and found[1] == weighted
     trainer.handle(ForwardBackward("m", [given], "ppo", {"method": "vespo"}))
     trainer.handle(DropGradient("m"))
     train(trainer, [given], "ppo")

@@ -301,8 +301,7 @@ def test_versions_that_a_ticket_did_not_ask_for_are_refused() -> None:
     taken(answer(first, Label(1, 0)))
     assert store.ask(1, 0)[0] and store.commit(0, Label(1, 1), "d1")
     (second,) = store.grant("g", 1, 1, 0.0)
-    assert second.min_version == (1, 1)
-    assert refused(answer(second, Label(1, 0))) == "limit"
+    assert second.min_version == (1, 1) and refused(answer(second, Label(1, 0))) == "limit"
     assert refused(answer(second, Label(1, 1), Label(1, 0))) == "limit"
     assert refused(answer(second, Label(1, 2))) == "version"  # of the future
     assert refused(answer(second, Label(1, 1), kv=Label(1, 2))) == "version"

@@ -108,8 +108,7 @@ def test_heads_and_bodies_have_a_size_and_a_time(
         begin = door.head()[:-2] + b"x-more: "
         with door.connect(begin.ljust(1000, b"a")) as connection:
             connection.sendall(b"a" * 100)
-            assert connection.recv(65536).startswith(b"HTTP/1.1 431 ")
-            assert is_closed(connection)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 431 ") and is_closed(connection)
     with monkeypatch.context() as patch:
         patch.setattr(http_server, "BODY_S", 0.05)
         with door.connect(door.head(9) + b"{") as connection:

@@ -248,8 +248,7 @@ def test_both_sides_of_a_game_may_be_told_and_say_the_same(templated: bool) -> N
     assert sides.policy.last_node is third[0].node and sides.policy.game == 0
     (row,) = play.session.build_training_rows()
     trained = np.frombuffer(row.tokens, "<i4")[np.frombuffer(row.mask, np.uint8) > 0]
-    assert trained.tolist() == [*ids, *ids, *ids[1:]]
-    assert play.session.aside == 5 * len(ids)
+    assert trained.tolist() == [*ids, *ids, *ids[1:]] and play.session.aside == 5 * len(ids)
 
 
 def test_a_template_that_strips_thinking_forks_or_keeps() -> None:
@@ -264,8 +263,7 @@ def test_a_template_that_strips_thinking_forks_or_keeps() -> None:
             said = [Said("user", "go"), Said("assistant", "", ids), Said("user", "lower")]
         else:
             said = [Said("user", "go"), Said("assistant", "slow"), Said("user", "lower")]
-        assert call.prompt_ids.tolist() == play.reference(said)
-        assert play.session.tree.forks == forks
+        assert call.prompt_ids.tolist() == play.reference(said) and play.session.tree.forks == forks
         # a turn that is no user's strips nothing: it goes on
         answer = play.draw(call, [*play.characters("<think>er</think>low"), play.end], "stop")
         play.ask([*messages, answer, {"role": "tool", "content": "3"}])
@@ -482,8 +480,7 @@ def test_messages_as_templates_take_them() -> None:
             {"role": "assistant", "content": "x", "tool_calls": None},
         ]
     )
-    assert made[0] == {"role": "system", "content": "ab"}
-    assert made[1]["content"] == ""
+    assert made[0] == {"role": "system", "content": "ab"} and made[1]["content"] == ""
     assert made[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert made[2] == {"role": "assistant", "content": "x"}
     arguments = ["[1]", "no JSON", '{"a": [1]}', {"b": 2}]

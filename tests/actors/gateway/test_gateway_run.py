@@ -224,8 +224,7 @@ def test_a_model_is_scored_in_sessions(
     only = ("--only", "heldout", "--only", "twice", "--prompts", "3", "--json")
     evaluate(model_dir, tmp_path, "Talks", "--set", sets, *only)
     found = json.loads(capfd.readouterr().out.splitlines()[-1])  # libraries may print above
-    assert found["model"] == str(model_dir)
-    assert set(found["sets"]) == {"heldout", "twice"}
+    assert found["model"] == str(model_dir) and set(found["sets"]) == {"heldout", "twice"}
     for values in found["sets"].values():
         assert values["n"] == 3 and values["reward"] > 0 and values["length"] > 0
     assert "pass_at_2" in found["sets"]["twice"]

@@ -141,8 +141,7 @@ def test_a_session_is_one_row_of_its_calls_and_what_stood_between_them(world: Ma
         assert (call.stream == 0) == (text == "ab")  # the ticket's own prompt, first asked
         w.answer(call, text)
     first = ids(w, "ab=")
-    assert prompts[0] == first
-    assert prompts[1] == [*first, *ids(w, "ab"), 1, *ids(w, "2=")]
+    assert prompts[0] == first and prompts[1] == [*first, *ids(w, "ab"), 1, *ids(w, "2=")]
     assert prompts[2] == [*prompts[1], *ids(w, "abc"), 1, *ids(w, "3=")]
     (s,) = w.ended()
     assert (s.ticket, s.sample, s.attempt, s.calls, s.aside) == (11, 0, 1, 3, 0)
@@ -367,8 +366,7 @@ def test_sessions_of_an_earlier_epoch_go_on_under_the_next_grant(
     numbers = set(gateway.calls)
     gateway.announce(gateway.schedule.announced)
     assert set(gateway.calls) == numbers, "a repeated announcement changes nothing"
-    assert gateway.free_sessions == 256
-    assert gateway.list_progress() == [(11, 1, 3)]
+    assert gateway.free_sessions == 256 and gateway.list_progress() == [(11, 1, 3)]
     gateway.renewed = 0.0
     gateway.renew()
     assert [x.judging for x in w.wire.sent if isinstance(x, m.LeaseRenewal)] == [[]]
@@ -409,8 +407,7 @@ def test_an_evaluation_adopts_its_own_versions_session(world: MakeWorld, later: 
     w.answer(call, "abc")
     w.answer(w.calls(1)[0], "a")
     (s,) = w.ended()
-    assert (s.attempt, s.calls) == (1 if later else 2, 3)
-    assert {x.label for x in s.spans} == {AT}
+    assert (s.attempt, s.calls) == (1 if later else 2, 3) and {x.label for x in s.spans} == {AT}
     assert set(w.gateway.held) == ({(11, 2)} if later else set())
 
 
@@ -554,8 +551,7 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: MakeWorld) -> None:
     (first, _) = told(7.0)
     assert (first.kind, first.what) == ("engine", "an answer of the engine")
     assert first.task == "prompt 5 'ab='" and first.turn == 1 and 7 <= first.seconds <= first.open_s
-    assert first.limit == "agent.deadline_s" and 0 < first.ends_s < 3000
-    assert not first.is_bounded
+    assert first.limit == "agent.deadline_s" and 0 < first.ends_s < 3000 and not first.is_bounded
     hanging, behind = (call for call in calls if call.ticket == 11)
     w.answer(hanging, "ab")
     name = f"11.{hanging.sample}.1"

@@ -108,8 +108,7 @@ def opened(row: TrainingSequence) -> tuple[tuple[int, ...], dict[int, tuple[int,
     logprobs = np.frombuffer(row.behavior_logprobs, "<f4")
     mask = np.frombuffer(row.mask, np.uint8)
     covered = [at for span in row.spans for at in range(span.start, span.end)]
-    assert covered == np.flatnonzero(mask).tolist()
-    assert mask[0] == 1 and mask[-1] == 1
+    assert covered == np.flatnonzero(mask).tolist() and mask[0] == 1 and mask[-1] == 1
     assert [edge for _, *edge in row.segments] == [
         [run[0], run[-1] + 1]
         for _, group in itertools.groupby(
@@ -190,8 +189,7 @@ def test_forks_are_counted_by_cause() -> None:
     for prompt in ((1,), (2,), (1, 5), (1, 5, 6), (1, 5, 7)):
         answer(made, made.place_ids(ids(*prompt), now=0.0), ids(5))
     # (1, 5) goes on from the first call, (1, 5, 7) branches from it too
-    assert made.tree.forks == {"ids": 1, "branch": 2}
-    assert len(made.build_training_rows()) == 4
+    assert made.tree.forks == {"ids": 1, "branch": 2} and len(made.build_training_rows()) == 4
 
 
 def test_streams_depend_on_the_prompt_and_its_repetition_alone() -> None:
@@ -453,8 +451,7 @@ def test_the_rewards_of_calls_sit_on_their_last_tokens_and_sum_to_the_whole() ->
 def test_judged_by_the_run_or_failed() -> None:
     made = session()
     answer(made, made.place_ids(ids(1), now=0.0), ids(5))
-    assert made.judge(now=0.0) and not made.judge(now=1.0)
-    assert refused(made, ids(1)).status == 410
+    assert made.judge(now=0.0) and not made.judge(now=1.0) and refused(made, ids(1)).status == 410
     made.on_judged(SessionOutcome(0.5, {}))
     assert made.is_complete and not made.judge(now=2.0)
     lost = session()

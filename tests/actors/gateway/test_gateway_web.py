@@ -226,8 +226,7 @@ def test_stop_strings_and_lengths_cut(served: Served) -> None:
     talk, opened = client(served)
     served.service.say = lambda call: "one two three"
     answer = talk.chat.completions.create(model="policy", messages=GO, stop=[" three", " two"])
-    assert answer.choices[0].message.content == "one"
-    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content == "one" and answer.choices[0].finish_reason == "stop"
     assert answer.usage.completion_tokens == len("one two")
     short = talk.chat.completions.create(model="policy", messages=GO, max_completion_tokens=2)
     assert short.choices[0].message.content == "on"
@@ -405,8 +404,7 @@ def test_a_socket_closed_in_the_request_leaves_one_draw(stream: bool, served: Se
         leave(served, opened, body)
         assert opened.session.calls == 2
     served.do(served.service.gate.set)
-    assert b"answer 1" in ask(served, opened, body)
-    assert served.service.drawn == [0, 1]
+    assert b"answer 1" in ask(served, opened, body) and served.service.drawn == [0, 1]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -156,8 +156,7 @@ def test_an_agent_is_paid_for_its_answer(page: str, runner: Runner) -> None:
 def test_an_unparsable_answer_costs_reward_and_fails_nothing(page: str, runner: Runner) -> None:
     ended = runner.play(page, ["no idea"])
     assert (ended.left.kind, ended.left.reward) == ("scored", 0.0), runner.log()
-    assert ended.left.parts["parsed"] == 0.0
-    assert ended.opened.session.calls == WRONG[page]
+    assert ended.left.parts["parsed"] == 0.0 and ended.opened.session.calls == WRONG[page]
 
 
 def test_every_agent_is_run_and_is_on_the_page() -> None:

@@ -85,8 +85,7 @@ def test_programs_know_their_session_and_print_a_reward(commands: Commands, tmp_
     assert "http://a/s/1.2.3/v1 k http://a/s/1.2.3 k\nhttp://a/s/1.2.3 policy\n" in kept
     task = msgspec.json.decode(next(line for line in kept.splitlines() if line.startswith("{")))
     assert (task["text"], task["session"], task["seed"], task["first"]) == ("ab=", "2.2.3", 9, True)
-    assert "secret" not in kept
-    assert "--- session 0.2.3 " in kept and "thinking\n0.5\n" in kept
+    assert "secret" not in kept and "--- session 0.2.3 " in kept and "thinking\n0.5\n" in kept
     assert not list(tmp_path.glob("asyncrl-agent-*"))
 
 

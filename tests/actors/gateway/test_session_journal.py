@@ -338,8 +338,7 @@ def test_a_session_being_judged_is_judged_by_the_next(config: Config, tmp_path: 
         first.kill()
         second = Process(config, tmp_path)
         opened, rewards = second.door.find(going.session.name), second.gateway.rewards
-        assert opened is not None and rewards is not None
-        assert opened.session.state == "judging"
+        assert opened is not None and rewards is not None and opened.session.state == "judging"
         assert [x.key for x in rewards.collect()] == [(1, going.session.sample, 1)]
         second.kill()
 

@@ -91,15 +91,13 @@ def test_a_life_that_ended_elsewhere_or_well_is_not_counted() -> None:
     other = [g.ticket for g in store.ask(16, 2)[0]]
     assert life(store, 17, "crashed") == bad, "an older checkpoint: batch 1 comes again"
     assert store.suspect == (other, 2)
-    assert life(store, 18, "crashed") == bad and store.suspect == (bad, 2)
-    assert not store.aside
+    assert life(store, 18, "crashed") == bad and store.suspect == (bad, 2) and not store.aside
 
 
 def test_a_learner_whose_checkpoint_lies_behind_the_batch_has_trained_it() -> None:
     store = begun(make(3, 2, 2))
     bad = [g.ticket for g in store.ask(1, 1)[0]]
-    assert life(store, 2, "crashed") == bad
-    assert hello(store, 3, 2, origin=2, before="crashed", k=3)
+    assert life(store, 2, "crashed") == bad and hello(store, 3, 2, origin=2, before="crashed", k=3)
     assert not store.aside and set(bad) <= set(store.retained)
 
 
