@@ -19,7 +19,7 @@ def take_pipe() -> None:
     """Take the pipe in the child at its start.
 
     The child's own children inherit neither the pipe nor its number."""
-    if number := os.environ.pop(VARIABLE, ""):
+    if number := os.environ.pop(VARIABLE, None):
         os.set_inheritable(int(number), False)
         _pipes.append(int(number))
 

@@ -76,7 +76,7 @@ class RoutedExperts:
                 f"{len(data)} bytes for {length} tokens and {layers} layers with {chosen} experts"
             )
         ids = np.frombuffer(data, id_type, offset=HEAD.size).reshape(length, layers, chosen)
-        ordered = np.sort(ids, -1)
+        ordered = np.sort(ids)
         is_recorded = ordered[..., 0] < experts
         has_duplicate = (np.diff(ordered, axis=-1) == 0).any(-1)
         is_invalid = (ordered[..., -1] >= experts) | has_duplicate

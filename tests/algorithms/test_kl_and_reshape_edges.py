@@ -1,14 +1,19 @@
 """KL terms, gamma and the stops by hand: values, slopes, truncation, discounts, and the constants a
 configuration leaves out.  float64."""
 
+import dataclasses
+import json
 import math
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from algorithms_catalogue_kit import k3, repaired, vec
+from process_kit import ROOT
 
-from asyncrl.algorithms import kl, loss, reshape, surrogates
+from asyncrl.algorithms import kl, loss, reshape, settings, surrogates
+from asyncrl.algorithms.batch import LossBatch
 from asyncrl.contract.errors import ConfigError
 
 D = torch.float64
@@ -21,6 +26,20 @@ def sloped(make: Any) -> tuple[list[float], list[float]]:
     lp = LP.clone().requires_grad_(True)
     out = make(lp)
     return out.detach().tolist(), torch.autograd.grad(out.sum(), lp)[0].tolist()
+
+
+def test_what_is_not_given_has_the_published_default() -> None:
+    named = [x for x in vars(settings).values() if isinstance(x, type)]
+    sections = [x for x in named if issubclass(x, settings.Section) and x is not settings.Section]
+    _, found = msgspec.json.schema_components(sections)
+    published = json.loads((ROOT / "configs" / "schema.json").read_text())["$defs"]
+    assert len(found.keys() & published.keys()) > 50
+    for name in found.keys() & published.keys():
+        for key, made in found[name]["properties"].items():
+            described = published[name]["properties"][key]
+            assert made | {"description": ""} == described | {"description": ""}, (name, key)
+    absent = {field.default for field in dataclasses.fields(LossBatch)}
+    assert absent == {dataclasses.MISSING, None, ()}
 
 
 def test_estimators_by_hand() -> None:

@@ -110,6 +110,11 @@ def test_policies_without_a_common_root_are_all_their_depths_apart() -> None:
     assert tree.compute_lag(Label(1, 5), Label(2, 4), 4) == 5 + 4
     assert tree.compute_lag(Label(2, 4), Label(1, 5), 6) == 4 + 6
     assert tree.compute_lag(Label(2, 3), Label(2, 4), 4) == 1
+    fork = PolicyTree()  # at a root of a depth, whose label goes
+    for label in (Label(1, 5), Label(1, 6), Label(2, 6)):
+        fork.register(label, Label(1, 5), str(label))
+    fork.prune(6, [])
+    assert fork.compute_lag(Label(1, 6), Label(2, 6), 6) == 2 and len(fork) == 2
 
 
 def test_labels_name_policies_and_never_two() -> None:

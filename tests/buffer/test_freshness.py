@@ -97,8 +97,8 @@ def test_a_change_needs_as_many_batches_before_it_as_after_it(earlier: int) -> N
 
 def test_an_outage_says_nothing_about_the_latency() -> None:
     steady = after(AdmissionWindow(), [1.4] * KEPT)
-    lost = after(steady, [math.nan])
-    assert (lost.size, lost.timings) == (steady.size, steady.timings)
+    lost = next_window(steady, BatchTiming(1.0, 0.0, math.nan, math.nan, 0.0), SHARE, MOST, now=7.0)
+    assert lost == msgspec.structs.replace(steady, opens=7.0)
 
 
 def test_it_keeps_busy_generators_busy_and_no_more() -> None:

@@ -16,6 +16,7 @@ from asyncrl.contract.waits import (
     BlockingSession,
     OpenSession,
     ProcessWait,
+    ProgressWatchdog,
     SessionWait,
     WaitLog,
     find_blocking_process,
@@ -93,11 +94,57 @@ def test_the_words() -> None:
     unknown = msgspec.structs.replace(ONE, open_s=0.5)
     said = BlockingSession(unknown, "gateway-0", step_s=35.0, max_lag=6).describe()
     assert "(open for 0 s, a step takes 35 s)" in said
+    no_step = BlockingSession(unknown, "gateway-0", max_lag=1).describe()
+    assert no_step.endswith("max_lag >= 1 would not wait (open for 0 s, a step takes 0 s)")
     nobody = BlockingSession(msgspec.structs.replace(ONE, name=""), "gateway-0").describe()
     assert nobody == (
         "the learner is held up by sample 3 of ticket 17 (prompt 5 'ab='): it has waited 209 s for "
         "its tool add"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "ends_s", "is_bounded"),
+    [
+        ("agent", "agent.step_s", 0.5, True),
+        ("engine", "agent.step_s", 0.5, False),
+        ("agent", "", 0.5, False),
+        ("agent", "agent.step_s", 0.0, False),
+    ],
+)
+def test_a_deadline_of_its_own_ends_all_waits_but_one_for_the_engine(
+    kind: SessionWait, limit: str, ends_s: float, is_bounded: bool
+) -> None:
+    one = msgspec.structs.replace(ONE, kind=kind, limit=limit, ends_s=ends_s)
+    assert one.is_bounded is is_bounded
+
+
+def test_a_run_is_overdue_after_medians_of_its_own_steps() -> None:
+    watch = ProgressWatchdog(multiple=10, floor_s=1, startup_s=60)
+    assert watch.explain_overdue(60.0) == "" and watch.explain_overdue(60.1) == (
+        "no commit and no evaluation answer for 60.1 s (grace of a start: watchdog.startup_s = 60 "
+        "s)"
+    )
+    watch.observe(1, 1, 10.0)
+    assert watch.explain_overdue(70.0) == ""
+    watch.observe(2, 2, 12.0)
+    assert watch.deadline == 20.0 and watch.explain_overdue(32.0) == ""
+    assert watch.explain_overdue(32.5) == (
+        "no commit and no evaluation answer for 20.5 s (deadline 20.0 s: 10 medians of 2.00 s, at "
+        "least 1 s)"
+    )
+    watch.observe(3, 2, 13.0)  # an evaluation
+    assert watch.explain_overdue(33.0) == "" and list(watch.steps) == [2.0]
+    for number in range(60):
+        watch.observe(4 + number, 4 + 2 * number, 14.0 + 0.02 * number)
+    assert len(watch.steps) == 50 and watch.deadline == 1
+    watch.restart(20.0)
+    watch.observe(63, 122, 21.0)
+    watch.observe(70, 126, 24.0)
+    assert list(watch.steps) == [1.0]
+    again = ProgressWatchdog(multiple=10, floor_s=1, startup_s=60)
+    again.observe(0, 2, 5.0)
+    assert again.deadline == 60
 
 
 def status(kind: SessionWait, limit: str, *, wait_s: float = 9.0) -> RunStatus:
@@ -165,8 +212,8 @@ def test_silence_counts_once_it_is_longer_than_the_patience() -> None:
 
 
 def test_a_wait_is_told_in_a_line_of_bounded_length() -> None:
-    (line,) = WaitLog().make_lines([ProcessWait("learner", "x" * 10_000 + "\n", "buffer", 11.0)])
-    assert line.startswith("learner has waited for buffer for 11 s: xxx")
+    (line,) = WaitLog().make_lines([ProcessWait("learner", "x" * 10_000 + "\n", "buffer", 10.0)])
+    assert line.startswith("learner has waited for buffer for 10 s: xxx")
     assert len(line) == LONGEST_LINE + len("...") and "\n" not in line
 
 

@@ -2,13 +2,15 @@
 unevenly the samples are dealt. And the threads that learner.ranks = auto chooses."""
 
 import os
-import subprocess
-import sys
+import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from learner_step_kit import batch, core, model_dir, weights
@@ -142,58 +144,121 @@ def test_two_ranks_make_the_step_of_one(
 
 
 @pytest.mark.parametrize(
-    ("learner", "cpu", "generators", "count", "chosen"),
+    ("busy", "generators", "count", "threads", "chosen"),
     [
-        (5.9, 5.9, [2.4], 2, 2),
-        (5.9, 5.9, [5.8], 2, 1),  # no time is left on two cores
-        (3.0, 3.0, [2.4], 2, 1),  # it waits, for rewards or for long answers
-        (5.9, 5.9, [2.4], 8, 4),  # more would wait for the generator
-        (5.9, 5.9, [], 8, 8),  # the generators are elsewhere
-        (5.9, 5.9, [2.4], 1, 1),
+        (5.9, [2.4], 2, 1, 2),
+        (5.4, [2.4], 2, 1, 2),  # at work for just enough of the step
+        (5.9, [5.8], 2, 1, 1),  # no time is left on two cores
+        (5.9, [3.0, 3.0], 2, 1, 1),
+        (5.7, [5.7], 2, 1, 1),  # just too little is saved
+        (3.0, [2.4], 2, 1, 1),  # it waits, for rewards or for long answers
+        (5.9, [2.4], 8, 1, 4),  # more would wait for the generator
+        (5.9, [2.4], 9, 2, 9),
+        (5.9, [], 8, 1, 8),  # the generators are elsewhere
+        (5.9, [2.4], 1, 2, 2),
     ],
 )
 def test_the_learner_gets_threads_where_it_holds_up_the_run(
-    learner: float, cpu: float, generators: list[float], count: int, chosen: int
+    busy: float, generators: list[float], count: int, threads: int, chosen: int
 ) -> None:
-    assert cores.choose_threads(6.0, learner, cpu, generators, count, 1) == chosen
+    step = 5.7 / cores.SAVED if busy == 5.7 else 6.0
+    assert cores.choose_threads(step, busy, busy, generators, count, threads) == chosen
+
+
+DECISION = "learner.ranks = auto: {} thread(s), as the learner was idle for {} of 6 batches and "
+DECISION += "used 20% of the CPU time of learner and generators here"
+BACK = "learner.ranks = auto: 1 thread(s) again, as a token took {} times as long with 2"
 
 
 @pytest.mark.parametrize(
-    ("busy_s", "later_s", "threads", "said"),
-    [(0.3, 0.1, 1, 1), (1.0, 0.7, 2, 1), (1.0, 1.1, 1, 2)],
+    ("busy_s", "later", "lag", "used", "said"),
+    [
+        (0.3, [], 0, [1] * 40, [DECISION.format(1, "70%")]),
+        (0.95, [0.7, 1.0, 1.1], 0, [1] * 9 + [2] * 27 + [1] * 4, ["5%", "1.10"]),
+        (0.95, [1.25], 2, [1] * 11 + [2] * 11 + [1] * 9, ["5%", "1.25"]),
+        (0.95, [2.5], 20, [1] * 17 + [2] * 17 + [1] * 6, ["5%", "2.50"]),
+    ],
 )
 def test_threads_and_priorities_are_those_of_the_decision(
     busy_s: float,
-    later_s: float,
-    threads: int,
-    said: int,
+    later: list[float],
+    lag: int,
+    used: list[int],
+    said: list[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """A batch takes one second, and `later_s` beside more threads; `said` decisions are logged."""
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "setpriority", lambda _, pid, nice: asked.append((pid, nice)))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    (tmp_path / "logs").mkdir()
+    """A batch takes one second, and `later` beside more threads, one factor a measurement."""
+    times = iter([{5: 1.0}, {5: 3.5, 6: 1.5}])
+    clock = iter([3.0, 4.0])
+    set_up: list[tuple[int, Path, int]] = []
+    monkeypatch.setattr(cores, "read_generator_times", lambda d: next(times, {}) if d else None)
+    monkeypatch.setattr(cores, "use_threads", lambda *how: set_up.append(how))
+    monkeypatch.setattr(time, "process_time", lambda: next(clock, 9.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}.difference({pid + 2}))
     lines: list[str] = []
-    argv = [sys.executable, "-c", "input()"]
-    sleeper = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
-    before = torch.get_num_threads()
-    try:
-        process_log.append_event(tmp_path, "generator-0", sleeper.pid, "began")
-        config = load.load(ROOT / "configs" / "demo.toml", ["staleness.max_lag=0"])
-        course = cores.divide_cores(config, tmp_path, lines.append)
-        used = [next(course)]
-        for _ in range(20):
-            step_s = 1.0 if used[-1] == 1 else later_s
-            used.append(course.send((step_s, min(busy_s, step_s), 1000)))
-        assert used[:9] == [1] * 9 and (2 in used) == (busy_s == 1.0) and used[-1] == threads
-        assert len(lines) == said and torch.get_num_threads() in (before, threads)
-        assert {pid for pid, _ in asked} == ({sleeper.pid} if busy_s == 1.0 else set())
-        assert not asked or asked[-1][1] == (cores.NICE if threads == 2 else 0)
-    finally:
-        torch.set_num_threads(before)
-        sleeper.communicate()
+    config = load.load(ROOT / "configs" / "demo.toml", [f"staleness.max_lag={lag}"])
+    course = cores.divide_cores(config, tmp_path, lines.append)
+    found = [next(course)]
+    measured = 3 + min(lag, 8) + cores.BATCHES
+    while len(found) < len(used):
+        step_s = 1.0
+        if found[-1] == 2:
+            step_s = later[(len(found) - measured - 1) // measured]
+        found.append(course.send((step_s, min(busy_s, step_s), 500)))
+    assert found == used
+    if later:
+        said = [DECISION.format(2, said[0]), BACK.format(said[1])]
+        assert set_up == [*[(2, tmp_path, 5)] * (len(later) + 1), (1, tmp_path, 0)]
+    assert lines == said and bool(set_up) == bool(later)
+
+
+def test_threads_are_set_beside_generators_of_this_machine_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of two that are gone, one is noticed where its times are read and one where they were."""
+    done: list[tuple[Any, ...]] = []
+
+    def get_process(pid: int) -> SimpleNamespace:
+        if pid == 13:
+            raise psutil.NoSuchProcess(pid)
+        return SimpleNamespace(cpu_times=lambda: (pid / 1.0, 0.25, 100.0, 200.0))
+
+    def get_session(pid: int) -> int:
+        if pid == 14:
+            raise ProcessLookupError
+        return {11: 11, 12: 3}[pid]
+
+    def set_priority(*how: int) -> None:
+        done.append(how)
+        if how[1] == 14:
+            raise ProcessLookupError
+
+    monkeypatch.setattr(psutil, "Process", get_process)
+    monkeypatch.setattr(os, "getsid", get_session)
+    monkeypatch.setattr(os, "setpriority", set_priority)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: done.append((count,)))
+    monkeypatch.setattr(time, "sleep", lambda s: done.append((s,)))
+    (tmp_path / "logs").mkdir()
+    for name, pid, event in (
+        ("generator-1", 13, "began"),
+        ("generator-0", 14, "began"),
+        ("generator-2", 11, "began"),
+        ("generator-3", 12, "began"),
+        ("generator-4", 15, "ended"),
+        ("learner", 16, "began"),
+    ):
+        process_log.append_event(tmp_path, name, pid, event)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(socket, "gethostname", lambda: "elsewhere")
+        process_log.append_event(tmp_path, "generator-9", 17, "began")
+    assert cores.read_generator_times(tmp_path) == {14: 14.25, 11: 11.25, 12: 12.25}
+    monkeypatch.setattr(Path, "write_text", lambda path, x, **_: done.append((str(path), x)))
+    cores.use_threads(3, tmp_path, 5)
+    nice = [(os.PRIO_PROCESS, pid, 5) for pid in (14, 11, 12)]
+    assert sorted(done, key=str) == sorted(
+        [(3,), (0.1,), ("/proc/11/autogroup", "5"), *nice], key=str
+    )
 
 
 @pytest.mark.slow

@@ -99,6 +99,11 @@ def test_ids_are_read_as_they_were_written(experts: int) -> None:
     assert len(data) == HEAD.size + ids.size * (1 if experts < 256 else 2)
     back = RoutedExperts.decode(data, 5)
     assert np.array_equal(back.ids, ids) and back.shape == (3, experts, 4)
+    assert back.ids.dtype == np.uint16
+    assert (RoutedExperts.make_unrecorded(5, back.shape).ids == [[[experts] * 4] * 3] * 5).all()
+    for parts in ([back], [back, routed]):
+        joined = RoutedExperts.join(parts)
+        assert np.array_equal(joined.ids, [*ids] * len(parts)) and joined.shape == back.shape
 
 
 def test_malformed_ids_are_refused_at_the_door() -> None:
@@ -121,12 +126,14 @@ def test_malformed_ids_are_refused_at_the_door() -> None:
     one_expert = RoutedExperts(good.ids[:, :, :1], 8).encode()
     for data, said in (
         (b"", "it: it has no experts, and the learner replays them"),
-        (b"\1\2", "it: the experts of its tokens: 2 bytes"),
+        (b"\1\2", "it: the experts of its tokens: 2 bytes$"),
+        (HEAD.pack(8, 2, 2), "5 bytes for 4 tokens and 2 layers with 2 experts$"),
+        (HEAD.pack(8, 2, 0), "2 layers with 0 of 8 experts$"),
         (good.encode()[:-1], "bytes for 4 tokens and 2 layers with 2 experts"),
         (RoutedExperts(good.ids[:3], good.experts).encode(), "bytes for 4 tokens"),
         (HEAD.pack(8, 0, 2), "0 layers with 2 of 8 experts"),
         (HEAD.pack(1, 2, 2) + b"\0" * 16, "2 layers with 2 of 1 experts"),
-        (changed(0, 9), "ids that are not 2 different ones below 8"),
+        (changed(0, 9), "ids that are not 2 different ones below 8$"),
         (changed(0, 8), "ids that are not 2 different ones below 8"),
         (changed(0, 3), "ids that are not 2 different ones below 8"),
         (one_expert, "are of 2 layers with 1 of 8 experts; the model has 2 layers with 2 of 8"),

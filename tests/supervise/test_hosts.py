@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from hosts_kit import (
 )
 from process_kit import ENV, ROOT
 
-from asyncrl.contract import refusal
+from asyncrl.contract import errors, refusal
 from asyncrl.contract.errors import AsyncrlError, BadMessage, ConfigError, ProcessLost
 from asyncrl.contract.importing import end_with_parent
 from asyncrl.contract.messages import RunStatus
@@ -240,6 +241,23 @@ def test_a_long_refusal_is_cut_and_still_read(pipe: tuple[int, int]) -> None:
     refusal.send_refusal(ConfigError("\U0001f600" * 100_000))
     error = refusal.read_refusal(pipe[0])
     assert error is not None and str(error) == "\U0001f600" * 4096
+
+
+def test_errors_have_the_exit_codes_of_the_page() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    rows = re.findall(r"(?m)^\| (\d+) \| (.+?) \| ", page)
+    assert {int(code): meaning for code, meaning in rows} == errors.EXIT_CODES
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    assert {kind.__name__: kind("").exit_code for kind in kinds if kind("").exit_code != 1} == {
+        "ConfigError": 2,
+        "ProcessLost": 3,
+        "PeerUnreachable": 4,
+        "DamagedDataError": 5,
+        "NothingToDo": 6,
+        "BufferTakenOver": 7,
+    }
+    assert (str(AsyncrlError()), ConfigError("no", 9).exit_code) == ("", 9)
+    assert BadMessage("no").reason == "message"
 
 
 def test_without_a_supervisor_nothing_is_sent(pipe: tuple[int, int]) -> None:
