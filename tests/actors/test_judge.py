@@ -115,9 +115,7 @@ class Handler(BaseHTTPRequestHandler):
             return None  # its connection ends without a word
         if "[401]" in asked:
             return self.say(401, {"error": "no such key"})
-        text = next(
-            (text for sign, text in REPLIES.items() if sign in asked), "It is right.\nSCORE: 7.5"
-        )
+        text = next((x for sign, x in REPLIES.items() if sign in asked), "It is right.\nSCORE: 7.5")
         choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
         if "[cut]" in asked:
             choice["finish_reason"] = "length"

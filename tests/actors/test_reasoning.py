@@ -76,10 +76,7 @@ def test_the_generators_own_judge_pays(gym: None) -> None:
 
 def test_a_generator_of_few_problems_still_gives_some(gym: None) -> None:
     task = get_task(TaskConfig(name="reasoning_gym:halves", options={"most": 4}))
-    assert {task.prompt("train", index, 0).text for index in range(50)} <= {
-        "half of 0?",
-        "half of 2?",
-    }
+    assert {task.prompt("train", n, 0).text for n in range(50)} <= {"half of 0?", "half of 2?"}
 
 
 def test_refusals(gym: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

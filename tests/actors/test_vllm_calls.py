@@ -111,9 +111,7 @@ def test_calls_begin_with_keys_of_earlier_calls_and_never_with_those_of_other_we
             histories[5] = list(SYSTEM)
             for history in histories:
                 history += random.integers(3, 11, int(random.integers(6, 20))).tolist()
-            calls = [
-                request(100 * turn + at, 0, history, 5) for at, history in enumerate(histories)
-            ]
+            calls = [request(100 * turn + at, 0, past, 5) for at, past in enumerate(histories)]
             for history in histories:
                 found = known(history, kept)
                 hits += found > 0

@@ -48,9 +48,7 @@ def test_two_runs_side_by_side(forked: Callable[..., dict[str, Any]], tmp_path: 
     # the first batch is drawn by the same weights: only the rate differs there
     first = found["first_difference"]
     assert first["step"] <= 1
-    assert any(
-        m["name"] == "optim/lr" and m["a"] == 0.0003 and m["b"] == 0.001 for m in first["metrics"]
-    )
+    assert ("optim/lr", 0.0003, 0.001) in {(m["name"], m["a"], m["b"]) for m in first["metrics"]}
     page = (tmp_path / "d.html").read_text()
     assert "learner.lr: 0.0003 | 0.001" in page and "Gradient norm" in page
     gone = diff(a, str(tmp_path / "nowhere"))

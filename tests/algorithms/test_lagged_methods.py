@@ -528,9 +528,7 @@ def test_dppo_with_two_thresholds_and_by_binary_kl() -> None:
     assert kept(dppo_threshold=0.2, dppo_high=0.05) == pytest.approx([0, 0.5, 0, -0.8, -2, 0])
     kl = correction.compute_statistic("kb_mu", "token", X, EVERY, SEQ, 2, log_mu=MU.log()).tolist()
     for threshold in (0.05, 0.15, 0.3):
-        gone = [
-            value > threshold and sign * x > 0 for value, sign, x in zip(kl, SIGN, X, strict=True)
-        ]
+        gone = [v > threshold and sign * x > 0 for v, sign, x in zip(kl, SIGN, X, strict=True)]
         expected = [0 if cut else a for cut, a in zip(gone, PLAIN_RATIO, strict=True)]
         assert kept(dppo_divergence="kl", dppo_threshold=threshold) == pytest.approx(expected)
     assert kl[2] == pytest.approx(0.4 * math.log(0.4 / 0.6) + 0.6 * math.log(0.6 / 0.4))

@@ -385,9 +385,7 @@ def test_the_split_is_its_definition_by_lag_and_by_age() -> None:
     }
     for name, lags in LAGS.items():
         for part in ("mismatch", "staleness"):
-            here = [
-                y for y, at in zip(parts[part].tolist(), lag.tolist(), strict=True) if at in lags
-            ]
+            here = [y for y, n in zip(parts[part].tolist(), lag.tolist(), strict=True) if n in lags]
             want |= {
                 f"by_lag/{part}_{name}": fmean(-y for y in here),
                 f"by_lag/{part}_k3_{name}": fmean(k3(-y) for y in here),

@@ -180,9 +180,7 @@ def run(models: dict[str, Path], keys: dict[str, Any], batches: int) -> Any:
         rows = [learner.train(batch_with_parts(number)) for number in range(batches)]
     except AsyncrlError as error:
         return str(error)
-    numbers = [
-        {name: value for name, value in row.items() if not math.isnan(value)} for row in rows
-    ]
+    numbers = [{name: x for name, x in row.items() if not math.isnan(x)} for row in rows]
     return numbers, weights(learner).tolist()
 
 

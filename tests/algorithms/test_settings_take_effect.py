@@ -243,11 +243,7 @@ def test_each_surrogate_is_given_its_own_settings(name: str, keys: dict[str, Any
     )
     assert float(got[2]["loss/policy"]) == pytest.approx(-float(trust.objective[b.mask].mean()))
     shown = sl.finish(got[2])
-    for side, mark in (
-        ("low", surrogates.LOW),
-        ("high", surrogates.HIGH),
-        ("dual", surrogates.DUAL),
-    ):
+    for side, mark in ((s, getattr(surrogates, s.upper())) for s in ("low", "high", "dual")):
         assert shown[f"clip/{side}"] == pytest.approx(
             float((trust.clipped == mark)[b.mask].double().mean())
         )

@@ -123,20 +123,13 @@ def test_tickets_announce_the_limit_of_their_grant_and_room_follows_it() -> None
     assert [t.limit for t in store.grant("g", 1, 99, 0.0)] == [1, 1]
     store.limit = AdaptiveLimit(3)
     assert [t.limit for t in store.grant("g", 1, 99, 0.0)] == [3, 3]
-    assert [group.grants[n + 1].limit for n, group in enumerate(store.alive.values())] == [
-        1,
-        1,
-        3,
-        3,
-    ]
+    assert [g.grants[n + 1].limit for n, g in enumerate(store.alive.values())] == [1, 1, 3, 3]
     store.limit = AdaptiveLimit(1)
     assert store.grant("g", 1, 99, 0.0) == []
     constant = new_store(0.0)
     constant.follow_learner(hello(1, bound=2.0))
     assert [t.limit for t in constant.grant("g", 1, 99, 0.0)] == [2, 2, 2]
-    assert {x.limit for group in constant.alive.values() for x in group.grants.values()} == {
-        math.inf
-    }
+    assert {x.limit for g in constant.alive.values() for x in g.grants.values()} == {math.inf}
 
 
 def test_the_limit_outlives_learners_buffers_and_snapshots() -> None:

@@ -147,9 +147,7 @@ def test_a_buffer_that_stands_still_is_replaced_elsewhere_and_is_over_when_it_wa
         for ticket in range(begin, end + 1)
     ]
     assert len(tickets) == len(set(tickets)) == STEPS * 2, "nothing is trained twice"
-    whose = [
-        buffer_leadership.read(path) for path in buffer_leadership.list_term_files(hosts.run_dir)
-    ]
+    whose = [buffer_leadership.read(p) for p in buffer_leadership.list_term_files(hosts.run_dir)]
     assert [began.moved for began, _ in whose if began] == [False, True]
     assert "term 00000002 is process" in whose[0][1] and whose[1][1] == "ended"
 

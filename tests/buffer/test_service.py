@@ -1039,8 +1039,6 @@ def test_reused_keys_are_summed_over_the_generators_that_keep_them(begin: Any) -
     one = {"hits": 2.0, "reused_tokens": 48.0, "encoded_tokens": 100.0}
     two = {"hits": 3.0, "reused_tokens": 24.0, "encoded_tokens": 7.0}
     values = step(2.0, a=one, b=two)
-    assert values == (
-        {"prefix/hits": 5.0, "prefix/reused_tokens": 72.0, "prefix/encoded_tokens": 107.0}
-    )
+    assert values == {"prefix/hits": 5, "prefix/reused_tokens": 72, "prefix/encoded_tokens": 107}
     later = step(3.0, a=one, b={name: value + 1 for name, value in two.items()})
     assert set(later.values()) == {1.0}

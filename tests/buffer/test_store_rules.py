@@ -503,9 +503,7 @@ def test_a_learner_that_is_further_on_than_the_buffer_has_trained_what_lies_here
     for n in (2, 3, 4):
         write(store, t[n])
     label, source = Label(2, 5), WeightsSource(2, "h", "", "")
-    totals = {
-        "trained": {"tokens": 100.0, "samples": 10.0, "mean_length": 10.0, "mean_reward": 0.5}
-    }
+    totals = {"trained": {"tokens": 100.0, "samples": 10.0, "mean_length": 10, "mean_reward": 0.5}}
     assert store.follow_learner(
         LearnerHello(
             1, "run", 2, label, None, "d5", 3, 1, 9, source, [], ledger=totals, trained_above=[4, 7]

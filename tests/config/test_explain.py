@@ -49,9 +49,7 @@ def test_every_key_has_a_meaning_values_a_default_and_a_page_that_exists() -> No
 def test_every_number_has_a_unit_or_is_known_to_have_none() -> None:
     for key in KEYS:
         places = layers.map_places(Config)[key]
-        if any(explain.is_number(place.field.type) for place in places) and not explain.find_unit(
-            key
-        ):
+        if any(explain.is_number(x.field.type) for x in places) and not explain.find_unit(key):
             assert key in NO_DIMENSION.split() or key.startswith(MATHEMATICS), key
 
 

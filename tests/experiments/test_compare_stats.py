@@ -54,9 +54,7 @@ def test_prompt_intervals_cover_for_fixed_policies() -> None:
     """Two fixed policies of true accuracy .8 and .75 on independent prompts of n = 512."""
     r, inside = random.Random(0), 0
     for _ in range(500):
-        a, b = (
-            [sum(r.random() < p for _ in range(512)) / 512 for _ in range(2)] for p in (0.8, 0.75)
-        )
+        a, b = ([sum(r.random() < p for _ in range(512)) / 512 for _ in "ab"] for p in (0.8, 0.75))
         d = cs.compare_pairs(a, b, prompts=512)
         inside += d.prompt_low <= 0.05 <= d.prompt_high
     assert 0.92 <= inside / 500 <= 0.98

@@ -105,9 +105,7 @@ def test_nothing_changed_gives_the_same_bits(
 def test_a_function_of_the_method_gives_the_same_bits(
     recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        word for key in ("loss", "advantage") for word in ("--set", f"{key}.function={OWN[key]}")
-    ]
+    words = [w for key in ("loss", "advantage") for w in ("--set", f"{key}.function={OWN[key]}")]
     found = Typed(capsys, recorded["run_dir"], "--json", *words).json
     assert found["weights_digest"] == recorded["digest"]
     rows = train_rows(metrics.read(Path(found["replay_dir"])))

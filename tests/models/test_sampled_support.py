@@ -155,9 +155,7 @@ def sequences(vocabulary: int) -> tuple[Any, ...]:
         ids = np.arange(2, vocabulary)  # not the padding, whose embedding is 0
         kept = [np.sort(draw.choice(ids, n, replace=False)) for n in range(1, length + 1)]
         kept[-2] = np.zeros(0, np.int64)  # all
-        responses.append(
-            np.array([draw.choice(some) if len(some) else 5 for some in kept], np.int32)
-        )
+        responses.append(np.array([draw.choice(x) if len(x) else 5 for x in kept], np.int32))
         supports.append(SampledSupport.from_lists(kept, vocabulary))
     return (
         prompts,

@@ -97,9 +97,7 @@ def fused(hf: Any, name: str) -> list[torch.Tensor]:
         "q": ["self_attn.q_norm.weight"],
         "k": ["self_attn.k_norm.weight"],
     }[name]
-    return [
-        torch.cat([layer.get_parameter(part).grad for part in parts]) for layer in hf.model.layers
-    ]
+    return [torch.cat([x.get_parameter(part).grad for part in parts]) for x in hf.model.layers]
 
 
 @pytest.mark.parametrize("family,kv,tied", FAMILIES)

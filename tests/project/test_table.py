@@ -76,9 +76,7 @@ def test_unmet_and_unmeasured_are_marked(results: Path) -> None:
 def test_run_runs_those_asked_for_and_names_what_failed(
     results: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    programs = {
-        name: table.Program(f"{name}.py --x", (name,), 1) for name in ("good", "bad", "other")
-    }
+    programs = {n: table.Program(f"{n}.py --x", (n,), 1) for n in ("good", "bad", "other")}
     for name, code in (("good", 0), ("bad", 1), ("other", 0)):
         (tmp_path / "benchmarks" / f"{name}.py").write_text(
             f"import sys; open({str(tmp_path)!r} + '/ran', 'a').write("

@@ -147,9 +147,7 @@ def plotted(rows: list[dict[str, Any]], path: Path) -> dict[str, PagePlot]:
 
 
 def labels(rows: list[dict[str, Any]], path: Path) -> dict[str, list[str]]:
-    return {
-        title: [line.label for line in plot.lines] for title, plot in plotted(rows, path).items()
-    }
+    return {title: [x.label for x in plot.lines] for title, plot in plotted(rows, path).items()}
 
 
 def test_the_curve_of_accuracy_has_the_intervals_as_a_band(tmp_path: Path) -> None:

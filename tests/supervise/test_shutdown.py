@@ -132,9 +132,7 @@ def test_a_stopped_process_is_replaced(victim: str, tmp_path: Path, sort_model: 
     assert summary["steps"] == 24
     said = (tmp_path / "stderr").read_text()
     ended = [line for line in said.splitlines() if line.endswith(", which holds it up")]
-    assert all(
-        "the run stands still: no commit and no evaluation answer for" in line for line in ended
-    )
+    assert all("the run stands still: no commit and no evaluation answer for" in x for x in ended)
     assert any(victim in line.rsplit(";", 1)[1] for line in ended), said
 
 

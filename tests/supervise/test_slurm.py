@@ -101,9 +101,7 @@ def test_the_script_starts_a_run_and_who_joins_it_and_ends_in_time(tmp_path: Pat
     (tmp_path / "runs" / "r" / "config.toml").touch()
     again = job(held)
     assert not [line for line in again if "keys " + str(keys) + " --gen" in line]
-    assert [
-        line for line in again if f"asyncrl run --resume {tmp_path / 'runs' / 'r'} --set" in line
-    ]
+    assert [x for x in again if f"asyncrl run --resume {tmp_path / 'runs' / 'r'} --set" in x]
 
 
 def test_sessions_have_an_address_for_their_gateway(tmp_path: Path) -> None:

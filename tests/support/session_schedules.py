@@ -537,9 +537,7 @@ class SessionWorld(World):
         held = sum(line.tokens for line in lines.values())
         told = self.store.count_generated_tokens()
         need(held == told, f"the ledger holds {held} tokens, the gateways told of {told}: {lines}")
-        need(
-            held <= len(self.draws), f"the ledger holds {held} tokens, {len(self.draws)} were drawn"
-        )
+        need(held <= len(self.draws), f"the ledger holds {held} tokens of {len(self.draws)} drawn")
 
     def last_words(self) -> None:
         """One more report: now the buffer knows of every token, but of a killed gateway's."""

@@ -58,11 +58,7 @@ class FilteredStay(Store):
         return super().count_groups_to_train() - len(self.ghosts & self.alive.keys())
 
     def iterate_uncomposed_groups(self) -> Iterator[Group]:
-        return (
-            group
-            for group in super().iterate_uncomposed_groups()
-            if group.ticket not in self.ghosts
-        )
+        return (g for g in super().iterate_uncomposed_groups() if g.ticket not in self.ghosts)
 
 
 RULES: dict[str, type[Store]] = {

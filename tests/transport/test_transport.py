@@ -98,10 +98,7 @@ def test_the_quick_run_has_every_part_of_ours_and_says_which_rival_is_not_there(
         assert set(checked) == {*bench.OURS, "raw"}
         assert [name for name in bench.OURS if checked[name]["encrypted"]] == ["curve"]
         journaled = {name: checked[name]["journal_bytes"] for name in bench.OURS}
-        assert [name for name in bench.OURS if journaled[name] > 8 * length.tokens] == [
-            "process",
-            "disk",
-        ]
+        assert [x for x in bench.OURS if journaled[x] > 8 * length.tokens] == ["process", "disk"]
         made = {one["taken"] for name, one in checked.items() if name != "raw"}
         assert len(made) == 1 and made.pop() > 0  # as many batches of each
         assert checked["raw"]["taken"] == checked["raw"]["sent"] > 0

@@ -215,9 +215,7 @@ def test_coroutines_share_one_loop_and_a_stop_cancels_one(agent: Any) -> None:
 
 def test_a_coroutine_function_takes_no_thread_a_plain_one_a_thread_a_session(agent: Any) -> None:
     assert agent("threads").play(seat(1))[0].reward == 0.0
-    assert agent("plain_threads").play(seat(1))[0].reward == 1.0, (
-        "also one that returns a coroutine"
-    )
+    assert agent("plain_threads").play(seat(1))[0].reward == 1.0, "a coroutine too"
     served = agent("short")
     for number in (1, 2):
         (found,) = served.play(seat(number))

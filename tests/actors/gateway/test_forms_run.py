@@ -135,9 +135,7 @@ def test_kills_journal_and_replay_keep_the_allowed_tokens(tmp_path: Path) -> Non
             for batches, names in ((3, ("learner", "generator-0")), (4, ("gateway-0",))):
                 kill(run_dir, *names)
                 for name in names:
-                    wait_until(
-                        lambda died=f"{name} exited: SIGKILL": died in log.read_text(), first
-                    )
+                    wait_until(lambda end=f"{name} exited: SIGKILL": end in log.read_text(), first)
                 allow(allowed, batches)
                 wait_until(lambda done=batches: steps_done(run_dir) == done, first)
             first.kill()

@@ -348,9 +348,7 @@ def test_a_history_that_was_changed_forks_and_says_where() -> None:
     answer = told.draw(told.ask(one, tools=tools), [*play.characters("low"), play.end], "stop")
     assert told.ask([*one, answer, more], tools=tools).node.parent is not None
     assert told.chat.write(one, tools).startswith(json.dumps(tools) + "<|im_start|>system\ns")
-    assert told.chat.write(one, []).startswith("null<|im_start|>"), (
-        "no list rather than an empty one"
-    )
+    assert told.chat.write(one, []).startswith("null<|im_start|>"), "no list, not an empty one"
     assert told.ask([*one, answer, more]).node.parent is None
     assert told.session.tree.forks == {"tools": 1}
 
@@ -364,9 +362,7 @@ def test_of_two_equal_answers_the_newest_goes_on_and_calls_have_ids_of_their_own
     named = [play.draw(call, [*play.characters(said), play.end], "stop") for call in calls[2:]]
     more = {"role": "user", "content": "er"}
     assert play.ask([*one, first, more]).node.parent is calls[1].node
-    assert [play.ask([*one, each, more]).node.parent for each in named] == [
-        x.node for x in calls[2:]
-    ]
+    assert [play.ask([*one, x, more]).node.parent for x in named] == [x.node for x in calls[2:]]
 
 
 def test_a_session_past_midnight_keeps_its_date() -> None:

@@ -201,9 +201,7 @@ def test_what_cannot_be_read_or_written_costs_that_session(
     recorded = Recorded(tmp_path)
     other = recorded.file.path.parent / "2.0.1"
     other.write_bytes(b"nonsense")
-    assert [file.path.name for file, *_ in SessionJournal(tmp_path / "sessions").read()] == [
-        "1.0.1"
-    ]
+    assert [x.path.name for x, *_ in SessionJournal(tmp_path / "sessions").read()] == ["1.0.1"]
     assert not other.exists() and "2.0.1: it does not begin with" in capsys.readouterr().err
     # a link in the place of a file is not followed, and the session goes on without
     recorded.file.path.unlink()
