@@ -1,31 +1,38 @@
-"""Any transformers causal LM directory: GPT-2 and a Gemma, which have no packed forward, through
-engine, learner and a whole run."""
+"""Models of other families, and models that are not what their files say."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
+import tokenizers
 import torch
 import transformers
 from any_model_kit import FAMILIES, directory
 from bare_kit import edit
 from engine_kit import request, run
+from generator_kit import announcement, make, one_pass, ticket, tickets  # noqa: F401
 from holding import held
 from learner_step_kit import batch, core
 from process_kit import FEW, Ended
-from wrong_model_kit import SYMBOLS, TEMPLATE, config
+from wrong_model_kit import SYMBOLS, TEMPLATE, chat_model, check_ends, config
 
-from actors.engine_embedded import make_engine
+from actors.engine import Completion
+from actors.engine_embedded import EmbeddedEngine, make_engine
+from actors.generator import Generator
+from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.models import model_check, packed_forward, policy
 from asyncrl.models.policy import compute_weights_digest
-from asyncrl.models.tokenizer import PlainTokenizer, load_tokenizer
+from asyncrl.models.tokenizer import PlainTokenizer, collect_stop_tokens, load_tokenizer
 from asyncrl.records import jsonl
-from asyncrl.supervise.preflight import run_checks
+from asyncrl.supervise.preflight import preflight, run_checks
 from asyncrl.tasks.synthetic import TASKS
 
 pytestmark = pytest.mark.slow
@@ -208,3 +215,226 @@ def test_ones_own_prompts_and_reward(asyncrl: Callable[..., Ended]) -> None:
     rows = jsonl.read(Path(done.json["run_dir"]) / "metrics.jsonl")
     parts = {k for r in rows for k in r if k.startswith("reward_part/")}
     assert parts and done.json["failures"] == {}
+
+
+def weights(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    change(tensors)
+    safetensors.torch.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def without_layer(path: Path) -> None:
+    """Layer 1 of 2 is gone, and config.json asks for it."""
+    weights(path, lambda t: [t.pop(k) for k in list(t) if ".1." in k])
+
+
+def spoiled(value: float, dtype: torch.dtype) -> Callable[[Path], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({k: t.to(dtype) for k, t in tensors.items()})
+        tensors["model.norm.weight"][5] = value
+
+    return lambda path: weights(path, change)
+
+
+def more_tokens(path: Path) -> None:
+    """Two tokens were added to the tokenizer, and the embeddings were not resized."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"]})
+    tokenizer.save_pretrained(path)
+
+
+def no_end(path: Path) -> None:
+    edit(path, "tokenizer_config.json", eos_token=None)
+    edit(path, "config.json", eos_token_id=None)
+    (path / "generation_config.json").unlink()
+
+
+NOT_FINITE = "model.norm.weight in {path}/model.safetensors has NaN or infinities"
+
+
+def unreadable(file: str) -> Callable[[Path], Any]:
+    return lambda path: (path / file).write_text("{")
+
+
+# what is done to the directory, or a setting; and what is said of it
+WRONG: dict[str, tuple[Callable[[Path], Any] | str, str]] = {
+    "lacks a layer": (
+        without_layer,
+        "lack 11 of the parameters in its config.json, which would be random: model.layers.1.",
+    ),
+    "NaN": (spoiled(float("nan"), torch.float32), NOT_FINITE),
+    "infinite in bfloat16": (spoiled(float("-inf"), torch.bfloat16), NOT_FINITE),
+    "masked LM": (
+        lambda p: edit(p, "config.json", architectures=["BertForMaskedLM"]),
+        "is a BertForMaskedLM (config.json), not a causal LM",
+    ),
+    "two stacks": (
+        lambda p: edit(p, "config.json", is_encoder_decoder=True),
+        "is an encoder-decoder model (config.json), not a causal LM",
+    ),
+    "tokenizer too large": (
+        more_tokens,
+        "tokens up to number 18, the model's vocabulary ends at 16 (vocab_size)",
+    ),
+    "context too long": (
+        "generator.context=300",
+        "generator.context: 300 tokens; the model in {path} has 256 positions",
+    ),
+    "no end": (
+        no_end,
+        "no token ends a completion: neither the tokenizer nor generation_config.json",
+    ),
+    "stop of many tokens": ('generator.stop=["#1"]', "generator.stop: '#1' is 2 tokens"),
+    "no JSON": (unreadable("config.json"), "config.json cannot be read"),
+    "no sampling settings": (
+        unreadable("generation_config.json"),
+        "model.path: {path}/generation_config.json cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refused_before_the_start(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    policy.build_model(path, SYMBOLS, hidden=32)
+    preflight(config(path))
+    wrong, said = WRONG[name]
+    sets = [wrong] if isinstance(wrong, str) else []
+    if not isinstance(wrong, str):
+        wrong(path)
+    with pytest.raises(ConfigError) as e:
+        preflight(config(path, *sets))
+    assert said.format(path=path) in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_reference_is_looked_at_too(tmp_path: Path) -> None:
+    policy.build_model(tmp_path / "m", SYMBOLS, hidden=32)
+    policy.build_model(tmp_path / "r", SYMBOLS + "xyz", hidden=32)
+    reference = f"model.reference={str(tmp_path / 'r')!r}"
+    with pytest.raises(
+        ConfigError, match=r"model.reference: .* has a vocabulary of 20, model.path of 17"
+    ):
+        preflight(config(tmp_path / "m", reference))
+    policy.build_model(tmp_path / "r", SYMBOLS, hidden=32)
+    preflight(config(tmp_path / "m", reference))
+    without_layer(tmp_path / "r")
+    with pytest.raises(ConfigError, match=r"model.reference: the weights in .* lack 11"):
+        preflight(config(tmp_path / "m", reference))
+
+
+def bert(path: Path) -> None:
+    """An encoder whose directory calls it a language model, as transformers also lets it be
+    loaded."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    shape = transformers.BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=128,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    transformers.BertLMHeadModel(shape).save_pretrained(path)
+
+
+def test_an_encoder_under_another_name(tmp_path: Path) -> None:
+    policy.build_model(tmp_path, SYMBOLS, hidden=32)
+    bert(tmp_path)
+    with pytest.raises(
+        ConfigError, match="is not a causal LM: its logits at a token depend on later tokens"
+    ):
+        preflight(config(tmp_path))
+
+
+def test_a_layer_that_another_architecture_lacks(tmp_path: Path) -> None:
+    path = directory(tmp_path, "gemma2", SYMBOLS)
+    without_layer(path)
+    with pytest.raises(
+        ConfigError, match=r"model.path: the weights in .* lack 11 of the parameters"
+    ):
+        preflight(config(path))
+    with pytest.raises(ConfigError, match=r"lack 11 of the parameters"):
+        policy.load_policy(path)  # also where nobody looked before
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("named", ["TokenizersBackend", "Qwen2Tokenizer", "LlamaTokenizer"])
+def test_the_tokenizer_is_the_one_of_its_file(family: str, named: str, tmp_path: Path) -> None:
+    """A class of transformers that builds another one would read and write no spaces."""
+    policy.build_model(tmp_path, SYMBOLS, hidden=32, family=family)
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2, "▁add": 3, "▁1": 4, "▁2": 5}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    inner.decoder = tokenizers.decoders.Metaspace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(tmp_path)
+    edit(tmp_path, "tokenizer_config.json", tokenizer_class=named)
+    notes: list[str] = []
+    tokenizer = model_check.check(config(tmp_path), notes.append)
+    ids = tokenizer.encode("add 1 2", add_special_tokens=False)
+    assert ids == [3, 4, 5] and tokenizer.decode(ids) == "add 1 2"
+    own_class = "Llama" if named.startswith("Llama") and family != "qwen2" else "Qwen2"
+    by_file = named == "TokenizersBackend" and family != "qwen2"
+    reason = f"because {own_class}Tokenizer of transformers reads otherwise"
+    assert [note for note in notes if "tokenizer.json" in note] == (
+        [] if by_file else [f"tokenizer.json is used as it is, {reason}"]
+    )
+
+
+def test_what_ends_an_answer(tmp_path: Path) -> None:
+    """The tokenizer's, the model's (one or a list), those asked for; each once, in this order."""
+    policy.build_model(tmp_path, SYMBOLS, hidden=32)
+
+    def ends(*sets: str) -> tuple[int, ...]:
+        return collect_stop_tokens(load_tokenizer(tmp_path), config(tmp_path, *sets))
+
+    assert ends() == (1,)
+    edit(tmp_path, "generation_config.json", eos_token_id=[1, 7, 9])
+    assert ends() == (1, 7, 9) and ends('generator.stop=["#", "0"]') == (1, 7, 9, 16, 3)
+    edit(tmp_path, "generation_config.json", eos_token_id=5)
+    assert ends() == (1, 5)
+    (tmp_path / "generation_config.json").unlink()
+    edit(tmp_path, "config.json", eos_token_id=[4])
+    assert ends() == (1, 4), "as transformers takes it from there"
+    no_eos = tmp_path / "n"
+    shutil.copytree(tmp_path, no_eos, ignore=shutil.ignore_patterns("n"))
+    edit(no_eos, "tokenizer_config.json", eos_token=None)
+    edit(no_eos, "config.json", eos_token_id=None)
+    assert collect_stop_tokens(load_tokenizer(no_eos), config(no_eos)) == ()
+    preflight(config(no_eos, 'generator.stop=["#"]'))
+
+
+def test_the_generator_stops_and_shows_the_text_without(
+    make: Callable[..., Generator],
+) -> None:
+    g = make('generator.stop=["#"]')
+    one_pass(g, tickets(g, announcement(1), ticket(0, 1, epoch=1, samples=1)))
+    ((key, r),) = g.engine.rows.items()
+    assert r.stop == (1, 16)
+    span = m.VersionSpan(Label(1, 0), "d", 0, 3, Label(1, 0))
+    tokens, logprobs = np.array([4, 5, 16], np.int32), np.zeros(3, np.float32)
+    g.accept_completion(Completion(key, r.prompt, tokens, logprobs, [span], "stop", support=None))
+    assert g.unscored[key][2] == "12"
+
+
+def test_a_chat_template_with_several_end_tokens(tmp_path: Path) -> None:
+    """The embedded engine; an untrained model draws each of 17 tokens about as often: 64 answers of
+    12 tokens meet all three ends."""
+    model = chat_model(tmp_path, hidden=32)
+    c = config(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "12="}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+    )
+    assert prompt == [4, 5, 13, 1, 14], "the template's own end of a turn is in the prompt"
+    stops = collect_stop_tokens(tokenizer, c)
+    engine = EmbeddedEngine(model, slots=64, context=32, max_new_tokens=12)
+    engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
+    requests = [replace(request(t, 0, prompt, 12), stop=stops) for t in range(64)]
+    check_ends(run(engine, requests), stops, 12)

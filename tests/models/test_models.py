@@ -1,21 +1,30 @@
-"""The fast path is the plain path: value and gradient; flat weights come back; directories load
-with transformers."""
+"""Models of several families, with and without transformers."""
 
+import json
 import math
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+import transformers
+from bare_kit import edit
 from bench_rivals_kit import program
 from models_kit import FAMILIES, sample_batch
 from process_kit import run_command
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.models import policy
+from asyncrl.contract.messages import Prompt
+from asyncrl.models import layout, policy, without_transformers
 from asyncrl.models.packed_attention import AttentionRows, AttentionSide
+from asyncrl.models.tokenizer import PlainTokenizer, encode_prompt, load_tokenizer
+from asyncrl.models.trainer import PlainAdamW
+from asyncrl.models.without_transformers import BareModel
 
 
 @pytest.mark.parametrize("tables", [1, 3])
@@ -237,3 +246,321 @@ def test_a_learners_row_is_held_to_what_it_says(
         "ZeRO stage 2, two ranks, float32: weights off torch's, of a step",
         "ZeRO stage 3, two ranks, float32: largest distance, nats",
     }
+
+
+TEXTS = ["932849=", "", "x9 y", "<eos>12<pad>3", "9<unk>", "αβ=1", " 1 ", "1\n2"]
+
+
+def biased(path: Path) -> None:
+    """Give the Llama in `path` every bias that its config can ask for, with values."""
+    edit(path, "config.json", attention_bias=True, mlp_bias=True)
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    shapes = layout.list_shapes(json.loads((path / "config.json").read_text()))
+    torch.manual_seed(1)
+    safetensors.torch.save_file(
+        {n: tensors.get(n, torch.randn(s)) for n, s in shapes.items()},
+        path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "family,kv,tied",
+    [*FAMILIES, ("llama with biases", 4, False), ("qwen3 of older files", 2, True)],
+)
+def test_a_bare_model_is_transformers_model(
+    family: str, kv: int, tied: bool, dtype: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m"
+    policy.build_model(path, "abcdefgh", family=family.split()[0], kv_heads=kv, tied=tied)
+    if "biases" in family:
+        biased(path)
+    if "older" in family:  # as published models have it
+        edit(
+            path,
+            "config.json",
+            rope_parameters=None,
+            rope_theta=1e6,
+            rope_scaling=None,
+            dtype=None,
+            torch_dtype="float32",
+            layer_types=None,
+        )
+        (path / "generation_config.json").unlink()
+    ours = policy.load_policy(path, dtype, "cpu")
+    theirs = policy.load_policy(path, dtype, "cpu", with_modules=True)
+    assert isinstance(ours.hf, BareModel) and not isinstance(theirs.hf, BareModel)
+    assert ours.fast is not None
+    assert theirs.fast is not None
+    # in its order, which sums of norms follow
+    assert [*dict(ours.hf.named_parameters())] == [*dict(theirs.hf.named_parameters())]
+    assert list(ours.hf.state_dict()) == list(theirs.hf.state_dict())
+    assert policy.compute_weights_digest(ours) == policy.compute_weights_digest(theirs)
+    for a, b in zip(
+        ours.fast.compute_rope(torch.arange(300)),
+        theirs.fast.compute_rope(torch.arange(300)),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+    assert all(
+        p.data_ptr() % policy.ALIGN == 0 for model in (ours, theirs) for p in model.hf.parameters()
+    )
+    prompts, responses, owner = sample_batch(11)
+    found = []
+    for model in (ours, theirs):
+        out = model.logprobs(prompts, responses, torch.ones(6), groups=owner, want_entropy=True)
+        assert out.entropy is not None
+        (out.logprobs.sum() + out.entropy.sum()).backward()
+        found.append([out.logprobs, out.entropy, *[p.grad for p in model.hf.parameters()]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+    # Asked for more, it is transformers' own modules over these very parameters.
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        assert torch.equal(ours.hf(input_ids=ids).logits, theirs.hf(input_ids=ids).logits)
+    assert all(
+        a is b
+        for a, b in zip(ours.hf.parameters(), ours.hf.get_full_model().parameters(), strict=True)
+    )
+
+    # And it is written as transformers writes it.
+    policy.export(ours, tmp_path / "ours")
+    policy.export(theirs, tmp_path / "theirs")
+    assert {p.name for p in (tmp_path / "theirs").iterdir()} - {
+        p.name for p in (tmp_path / "ours").iterdir()
+    } <= {"generation_config.json"}
+    got = (tmp_path / "ours" / "model.safetensors").read_bytes()
+    assert got == ((tmp_path / "theirs" / "model.safetensors").read_bytes())
+    configs = [
+        transformers.AutoConfig.from_pretrained(tmp_path / n).to_dict() for n in ("ours", "theirs")
+    ]
+    assert {k: v for k, v in configs[0].items() if k != "_name_or_path"} == {
+        k: v for k, v in configs[1].items() if k != "_name_or_path"
+    }
+    assert policy.compute_weights_digest(
+        policy.load_policy(tmp_path / "ours", dtype, "cpu", with_modules=True)
+    ) == policy.compute_weights_digest(ours)
+
+
+def extra_tensor(path: Path) -> None:
+    tensors = safetensors.torch.load_file(path / "model.safetensors") | {
+        "model.more.weight": torch.zeros(1)
+    }
+    safetensors.torch.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+UNUSUAL: dict[str, Callable[[Path], None]] = {
+    "a sliding window": lambda p: edit(
+        p, "config.json", use_sliding_window=True, sliding_window=16
+    ),
+    "scaled rotary embeddings": lambda p: edit(
+        p, "config.json", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    ),
+    "quantized": lambda p: edit(p, "config.json", quantization_config={"bits": 4}),
+    "another architecture": lambda p: edit(
+        p, "config.json", architectures=["Qwen3ForSequenceClassification"]
+    ),
+    "a key left to its default": lambda p: edit(p, "config.json", head_dim=None),
+    "a tensor too many": extra_tensor,
+    "another shape": lambda p: edit(p, "config.json", intermediate_size=96),
+    "weights cut short": lambda p: (
+        (p / "model.safetensors").write_bytes((p / "model.safetensors").read_bytes()[:500]) and None
+    ),  # type: ignore[func-returns-value]
+    "no safetensors": lambda p: (p / "model.safetensors").unlink(),
+    # type: ignore[func-returns-value]
+    "a config that is no JSON": lambda p: (p / "config.json").write_text("{") and None,
+}
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_the_unusual_is_left_to_transformers(what: str, tmp_path: Path, small_model: Path) -> None:
+    path = shutil.copytree(small_model, tmp_path / "m")
+    assert without_transformers.load(path, "float32") is not None
+    UNUSUAL[what](path)
+    assert without_transformers.load(path, "float32") is None
+
+
+def test_the_bare_tokenizer_is_transformers(small_model: Path, tmp_path: Path) -> None:
+    ours = load_tokenizer(small_model)
+    theirs = transformers.AutoTokenizer.from_pretrained(small_model)
+    assert isinstance(ours, PlainTokenizer)
+    assert (
+        (ours.eos_token_id, ours.pad_token_id)
+        == (theirs.eos_token_id, theirs.pad_token_id)
+        == (1, 0)
+    )
+    for text in TEXTS:
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False) == ids
+        assert ours.encode(text, add_special_tokens=True) == theirs.encode(text)
+        for skip in (False, True):
+            got = ours.decode([*ids, 1, 0], skip_special_tokens=skip)
+            assert got == (theirs.decode([*ids, 1, 0], skip_special_tokens=skip))
+    path = shutil.copytree(small_model, tmp_path / "m")
+    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
+    turns = Prompt(
+        0, "", messages=[{"role": "user", "content": "12"}, {"role": "user", "content": "3"}]
+    )
+    got = encode_prompt(load_tokenizer(path), turns)
+    assert got.tolist() == (theirs.encode("12=3=", add_special_tokens=False))
+
+
+QWEN = """
+import json, sys
+from asyncrl.models.tokenizer import load_tokenizer
+t = load_tokenizer(sys.argv[1])
+turns = t.apply_chat_template([{"role": "user", "content": sys.argv[2]}],
+    add_generation_prompt=True, tokenize=True, return_dict=False)
+print(json.dumps([type(t).__name__, t.encode("12 low<|im_end|>", add_special_tokens=False),
+    t.eos_token_id, "torch" in sys.modules, turns]))
+"""
+
+
+def test_a_chat_template_is_rendered_without_torch(small_model: Path, tmp_path: Path) -> None:
+    """torch would cost a gateway 330 MiB at its first call by messages."""
+    path = shutil.copytree(small_model, tmp_path / "m")
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}1{% endif %}"
+    )
+    done = run_command([sys.executable, "-c", QWEN, str(path), "932"]).check()
+    theirs = transformers.AutoTokenizer.from_pretrained(path)
+    ids = theirs.encode("12 low<|im_end|>", add_special_tokens=False)
+    turns = theirs.encode(f"932{theirs.eos_token}1", add_special_tokens=False)
+    assert json.loads(done.out) == ["PlainTokenizer", ids, theirs.eos_token_id, False, turns]
+
+
+def test_a_qwen_models_tokenizer_is_the_one_that_transformers_chooses_and_imports_no_torch(
+    small_model: Path, tmp_path: Path
+) -> None:
+    path = shutil.copytree(small_model, tmp_path / "m")
+    vocab = {c: i for i, c in enumerate(["l", "o", "w", "1", "2", "Ġ", "lo", "low"])}
+    made = transformers.Qwen2Tokenizer(
+        vocab=vocab,
+        merges=[("l", "o"), ("lo", "w")],
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+    made.chat_template = (
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}1{% endif %}"
+    )
+    made.save_pretrained(path)
+    done = run_command([sys.executable, "-c", QWEN, str(path), "low"]).check()
+    theirs = transformers.AutoTokenizer.from_pretrained(path)
+    ids = theirs.encode("12 low<|im_end|>", add_special_tokens=False)
+    turns = theirs.apply_chat_template(
+        [{"role": "user", "content": "low"}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+    )
+    assert json.loads(done.out) == ["Qwen2Tokenizer", ids, theirs.eos_token_id, False, turns]
+    assert type(theirs).__name__ == "Qwen2Tokenizer"
+    assert 7 in ids and turns[-1] == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "keys"),
+    [
+        ("tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"}),
+        ("tokenizer_config.json", {"clean_up_tokenization_spaces": True}),
+        ("tokenizer_config.json", {"eos_token": "<new>"}),
+        ("config.json", {"model_type": "qwen2"}),
+        ("tokenizer.json", {"truncation": {"max_length": 3}}),
+        ("special_tokens_map.json", {"bos_token": "<unk>"}),
+    ],
+)
+def test_a_tokenizer_that_transformers_would_change_is_left_to_it(
+    file: str, keys: dict[str, Any], tmp_path: Path, small_model: Path
+) -> None:
+    from asyncrl.models import tokenizer
+
+    path = shutil.copytree(small_model, tmp_path / "m")
+    assert tokenizer.read_plain_settings(path) is not None
+    (path / file).touch()
+    if not (path / file).read_text():
+        (path / file).write_text("{}")
+    edit(path, file, **keys)
+    assert tokenizer.read_plain_settings(path) is None
+
+
+def test_the_optimizer_is_torchs_bit_by_bit_and_so_are_its_states() -> None:
+    torch.manual_seed(0)
+    start, pairs = [torch.randn(7, 5), torch.randn(3)], []
+    for kind in (PlainAdamW, torch.optim.AdamW):
+        parameters = [torch.nn.Parameter(x.clone()) for x in start]
+        optimizer = kind(parameters, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+        for n in range(6):
+            # type: ignore[union-attr]
+            sum((p * (n + 1) - 1).square().sum() for p in parameters).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if n == 2:  # through a checkpoint of the other kind
+                state = optimizer.state_dict()
+                optimizer = (torch.optim.AdamW if kind is PlainAdamW else PlainAdamW)(
+                    parameters, lr=1.0, fused=True
+                )
+                optimizer.load_state_dict(state)
+        pairs.append((parameters, optimizer.state_dict()))
+    (a, sa), (b, sb) = pairs
+    assert all(torch.equal(x, y) and x.requires_grad for x, y in zip(a, b, strict=True))
+    assert not torch.equal(a[0], start[0])
+    assert sa["param_groups"] == sb["param_groups"]
+    assert all(
+        torch.equal(sa["state"][i][k], sb["state"][i][k])
+        for i in range(2)
+        for k in ("step", "exp_avg", "exp_avg_sq")
+    )
+
+
+LEARNER_AND_ENGINE = """
+import sys
+from pathlib import Path
+import numpy as np, torch
+import actors.generator, learner.loop, asyncrl.supervise.run
+from actors.engine import CompletionRequest
+from asyncrl.config import load
+from asyncrl.models import policy
+from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
+from asyncrl.contract.versions import Label
+from learner import checkpoint
+from learner_step_kit import batch
+config = load.load("configs/demo.toml", [f"model.path={sys.argv[1]!r}", "model.device=cpu", "kl.reward.coefficient=0.1"])
+core = learner.loop.LearnerCore(config, sys.argv[1])
+assert core.train(batch())["optim/steps"] == 1
+root = Path(sys.argv[2])
+saved = checkpoint.claim(checkpoint.start_epoch(root)[2], 0)
+checkpoint.save(saved, core, {}, 2)
+checkpoint.restore(core, checkpoint.find_newest_checkpoint(saved))
+engine, tokenizer = actors.generator.build_engine(config), load_tokenizer(sys.argv[1])
+engine.load(dict(policy.list_named_weights(core.model)), Label(1, 0), "d")
+engine.add([CompletionRequest((0, 0, 1), np.array(tokenizer.encode("12="), np.int32), 0, 8, 1.0, 1.0, 0, (1,), 0)])
+while engine.active:
+    for a in engine.step():
+        tokenizer.decode(a.tokens.tolist())
+"""  # noqa: E501
+SUPERVISOR = """
+import sys
+import asyncrl.cli, asyncrl.supervise.launch, asyncrl.supervise.cleanup
+from asyncrl.config import load
+from asyncrl.supervise import run
+run.preflight(load.load("configs/demo.toml", [f"model.path={sys.argv[1]!r}"]))
+"""
+SHOW = (
+    "print([m for m in ('transformers', 'torch._dynamo', 'sympy', 'scipy', 'torch') if m "
+    "in sys.modules])"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "imported"),
+    [(LEARNER_AND_ENGINE, ["torch"]), (SUPERVISOR, [])],
+    ids=["learner and engine", "supervisor"],
+)
+def test_no_process_of_a_run_imports_what_it_does_not_need(
+    code: str, imported: list[str], small_model: Path, tmp_path: Path
+) -> None:
+    done = run_command([sys.executable, "-c", code + SHOW, str(small_model), str(tmp_path)]).check()
+    assert done.out.strip().splitlines()[-1] == str(imported)

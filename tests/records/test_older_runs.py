@@ -1,20 +1,22 @@
-"""A run directory that an older version wrote is read, replayed and resumed.
-
-`tests/data/run_3eaeb19.tar.xz` was made by commit 3eaeb19: configs/demo.toml with 2 groups of 2, a
-model of 16 channels, `durability.mode = "disk"` and `record.stream = true`, interrupted early.  It
-holds a journal, a recording, checkpoints, metrics and the resolved config."""
+"""Runs of older versions, and rows as objects."""
 
 import json
+import subprocess
 import sys
 import tarfile
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
-from process_kit import ROOT, Ended, run_command
+from clients_kit import python_of
+from process_kit import ENV, ROOT, Ended, run_command
 
 import asyncrl
 from asyncrl.config import load
-from asyncrl.supervise import summary
+from asyncrl.contract.errors import ConfigError
+from asyncrl.supervise import notebook, summary
+from asyncrl.tasks.file import read_prompts
 
 pytestmark = pytest.mark.slow
 
@@ -80,3 +82,77 @@ def test_an_older_run_resumes_from_its_journal(older_run: Path) -> None:
     assert sum(n for line, n in ledger.items() if line != "generated") == ledger["generated"]
     rows = asyncrl.load_run(older_run).metrics["optim/grad_norm"]
     assert list(rows.steps) == list(range(steps))
+
+
+ROWS = [{"question": f"{n}+1=", "answer": str(n + 1), "level": {"grade": n}} for n in range(3)]
+# in the Python that has the package: an object of it, and what the module makes of it
+PROGRAM = """
+import datetime, json, sys
+from pathlib import Path
+from datasets import Dataset, DatasetDict
+from asyncrl.contract.errors import ConfigError
+from asyncrl.tasks.data.row_objects import write_objects
+rows = json.loads(sys.argv[1])
+data = Dataset.from_list([row | {"seen": datetime.datetime(2026, 1, 2)} for row in rows])
+evens = data.filter(lambda row: row["level"]["grade"] % 2 == 0).to_iterable_dataset()
+part = {"name": "file", "prompts": data.select([1]), "heldout": "mine.jsonl"}
+table = {"task": {"prompts": data, "heldout": evens, "mixture": [part]}}
+write_objects(table, Path(sys.argv[2]))
+try:
+    write_objects({"task": {"prompts": DatasetDict(train=data)}}, Path(sys.argv[2]))
+except ConfigError as error:
+    table["refused"] = str(error)
+print(json.dumps(table))
+"""
+
+
+def test_a_data_set_of_the_package_becomes_a_file(tmp_path: Path) -> None:
+    words = [python_of("clients"), "-c", PROGRAM, json.dumps(ROWS), str(tmp_path / "kept")]
+    env = ENV | {"HF_HOME": str(tmp_path / "home"), "HF_DATASETS_OFFLINE": "1"}
+    shown = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    table = json.loads(shown.stdout.splitlines()[-1])
+    task = table["task"]
+    prompts = read_prompts(task["prompts"], "train", {"prompt": "question"})
+    assert [(p.text, p.answer) for p in prompts] == [(r["question"], r["answer"]) for r in ROWS]
+    assert prompts[1].meta == {"level": '{"grade": 1}', "seen": "2026-01-02 00:00:00"}
+    held = read_prompts(task["heldout"], "heldout", {"prompt": "question"})
+    assert [p.text for p in held] == ["0+1=", "2+1="]
+    (part,) = task["mixture"]
+    assert part["heldout"] == "mine.jsonl"
+    (alone,) = read_prompts(part["prompts"], "train", {"prompt": "question"})
+    assert alone.answer == "2"
+    assert table["refused"] == (
+        "task.prompts: has several splits; give one of them, as data['train']"
+    )
+
+
+def test_the_table_of_a_run_names_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named by their content: the same rows are the same file, and the given table stays."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    sets = [{"name": "x", "file": rows}]
+    given: dict[str, Any] = {
+        "runs": "{here}/mine",
+        "task": {"name": "file", "prompts": rows},
+        "evaluation": {"sets": sets},
+    }
+    made = tomllib.loads(notebook._format_toml(given))
+    path = Path(made["task"]["prompts"])
+    assert path.parent == tmp_path / "mine" / ".prompts"
+    assert [p.text for p in read_prompts(str(path), "train")] == ["a", "b"]
+    assert made["evaluation"]["sets"][0]["file"] == str(path) and given["task"]["prompts"] is rows
+    given["task"]["prompts"] = [*rows, {"prompt": "c"}]
+    assert tomllib.loads(notebook._format_toml(given))["task"]["prompts"] != str(path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        (["a"], "task.prompts: row 0 is a str; each must be a mapping"),
+        (3, "task.prompts: a int has no rows of text and numbers"),
+        ([{("a", 1): 2}], "task.prompts: a list has no rows of text and numbers"),
+    ],
+)
+def test_what_has_no_rows_is_refused(rows: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        notebook._format_toml({"task": {"prompts": rows}})
