@@ -106,18 +106,18 @@ def test_late_answers_come_back_by_their_time() -> None:
     assert late.pop_due(3.0) == ["a", "b", "c"] and late.next_due == 9.0
 
 
-SMALL_TEXT = (
+ORDERED_TEXT = (
     "generator.max_new_tokens=56 generator.slots=32 learner.steps=8 learner.groups=4 "
     "learner.group_size=4 evaluation.every=0 evaluation.prompts=8 evaluation.final_prompts=8 "
     "evaluation.ood_prompts=0 staleness.max_lag=2"
 )
-SMALL = SMALL_TEXT.split()
+ORDERED = ORDERED_TEXT.split()
 
 
 @pytest.fixture(scope="module")
 def late_runs(sort_model: Path) -> dict[str, dict[str, Any]]:
     def run(*sets: str) -> dict[str, Any]:
-        words = [f"model.path='{sort_model}'", *SMALL, *sets]
+        words = [f"model.path='{sort_model}'", *ORDERED, *sets]
         return serial.run_serial(load.load(ROOT / "configs" / "demo.toml", words), 3 + RUN_SEED)
 
     late, masked = "staleness.delay=1", "staleness.on_exceed=mask"
@@ -163,7 +163,7 @@ def test_a_late_run_repeats_bitwise(late_runs: dict[str, dict[str, Any]]) -> Non
 
 
 def test_every_evaluation_along_the_way_is_in_the_record(sort_model: Path) -> None:
-    sets = [f"model.path='{sort_model}'", *SMALL, "evaluation.every=2", "learner.lr=1e-3"]
+    sets = [f"model.path='{sort_model}'", *ORDERED, "evaluation.every=2", "learner.lr=1e-3"]
     record = serial.run_serial(load.load(ROOT / "configs" / "demo.toml", sets), 3 + RUN_SEED)
     steps, accuracy = record["accuracy"]
     assert steps == [0.0, 2.0, 4.0, 6.0, 8.0] and len(accuracy) == 5

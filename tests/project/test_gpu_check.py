@@ -34,7 +34,6 @@ from asyncrl.tasks.synthetic import SortTask
 from learner import checkpoint
 from learner.step import LearnerCore
 
-ROOT = Path(__file__).resolve().parents[2]
 FORKED = ROOT / "tests" / "support" / "forked_gpu_check.py"
 ENOUGH = ("torch", "transformers", "numpy", "safetensors", "msgspec", "pyzmq", "xxhash", "click")
 pytestmark = pytest.mark.slow

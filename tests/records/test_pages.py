@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import rows_kit
 from hostile_messages_kit import honest_hello
-from process_kit import ROOT, SMALL
+from process_kit import ROOT
+from process_kit import SMALL as RUN_SETS
 from schedules import PROMPTS
 from service_kit import SMALL, greet
 from store_kit import sample
@@ -17,7 +18,6 @@ from store_kit import sample
 from asyncrl.cli import run as cli
 from asyncrl.cli.inspect.doctor import print_running
 from asyncrl.config import load
-from asyncrl.config.load import load
 from asyncrl.config.tree import Config, RecordConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.messages import Batch, SamplingSettings, Ticket, Trajectory
@@ -134,7 +134,7 @@ def test_every_figure_of_a_page_follows_from_the_metrics(
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     first = next(line for line in lines if "reward/mean" in line)
     assert first["time/step"] <= first["t"] + 1e-4, "the wait for the first ticket counts"
-    summary = summaries.compose(load(run_dir / "config.toml"), run_dir)
+    summary = summaries.compose(load.load(run_dir / "config.toml"), run_dir)
     series = read_series(made["rows"], tmp_path / "rows.jsonl")
     cards = {id_: value for _, value, id_, _ in run_view.build_cards(series, summary)}
     found = recompute(run_dir / "metrics.jsonl")
@@ -228,8 +228,8 @@ def warm(config: Config, arm: str, seed: int) -> CellResult:
 
 def test_a_warm_run_has_answer_lengths(small_model: Path) -> None:
     model = f"model.path={str(small_model)!r}"
-    sets = [model, *SMALL[:-1], "evaluation.every=0", "staleness.inject=1"]
-    c = load(ROOT / "configs" / "demo.toml", sets)
+    sets = [model, *RUN_SETS[:-1], "evaluation.every=0", "staleness.inject=1"]
+    c = load.load(ROOT / "configs" / "demo.toml", sets)
     cell = warm(c, "late", 0)
     figure = compare_page.plot_curves("answer/length", ["late"], [cell])
     (line,) = figure.lines
@@ -237,7 +237,7 @@ def test_a_warm_run_has_answer_lengths(small_model: Path) -> None:
 
 
 def test_bands_are_named_for_what_they_are() -> None:
-    c = load(
+    c = load.load(
         ROOT / "configs" / "demo.toml", ["evaluation.final_prompts=1024", "evaluation.prompts=256"]
     )
     said = compare_page.describe_bands({"seeds": [0, 1, 2]}, c)

@@ -1,4 +1,4 @@
-"""A taskset of verifiers 0.4 with a task of each kind, for test_verifiers_tasksets.py."""
+"""A taskset of verifiers 0.4 with a task of each kind, for test_verifiers.py."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
