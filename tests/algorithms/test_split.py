@@ -266,6 +266,11 @@ def test_a_few_answers_are_drawn_by_seed_and_batch(ring: Ring) -> None:
     # of the 12 answers in six groups of two: as few groups as can be, beside any mixture
     assert all(len({i // SIZE for i in x}) == 2 for x, _ in drawn)
     assert [len(x) for _, x in drawn] == [GROUPS * SIZE] * 3
+    for (found, _), number in zip(drawn, (2, 4), strict=False):
+        source = torch.Generator().manual_seed(c.config.seed * 1_000_003 + number)
+        order = torch.randperm(GROUPS * SIZE, generator=source).tolist()
+        groups = list(dict.fromkeys(i // SIZE for i in order))
+        assert found == sorted(sorted(order, key=lambda i: groups.index(i // SIZE))[:3])
 
 
 def test_several_minibatches_split_the_first_ones_answers(ring: Ring) -> None:

@@ -111,7 +111,17 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(
     path = checkpoint.find_newest_checkpoint(directory)
     assert path is not None and path.name == "number_1"
     said = capsys.readouterr().err
-    assert "number_2 is damaged" in said and "falling back" in said
+    size = len(data) // 2 if how == "cut" else "no"
+    problem = f"{part} has {size} bytes, not {len(data)}"
+    if how == "changed":
+        problem = f"{part} does not match its checksum"
+    if part == "manifest":
+        problem = said.partition("number_2 is damaged (")[2].partition("); falling")[0]
+        assert problem.startswith("its manifest: ")
+    assert said == (
+        f"checkpoint {directory / 'number_2'} is damaged ({problem}); falling back to the one "
+        "before it\n"
+    )
     assert checkpoint.list_numbers(directory) == [1]
 
 

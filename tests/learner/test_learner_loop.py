@@ -12,18 +12,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock, call
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 from learner_step_kit import batch
+from power import Disk
 from pretend_gpu import pretend_gpu
 from process_kit import ROOT
 
 from asyncrl.config import load
 from asyncrl.contract import messages as m
+from asyncrl.contract.blobs.images import ImageShape
 from asyncrl.contract.errors import (
     AsyncrlError,
     BadMessage,
@@ -34,13 +36,14 @@ from asyncrl.contract.errors import (
 )
 from asyncrl.contract.versions import Label, PolicyTree
 from asyncrl.models import policy
-from asyncrl.records import rundir, stream, trace
+from asyncrl.records import process_log, rundir, stream, trace
 from asyncrl.supervise import run as runner
 from asyncrl.transport import sockets
 from asyncrl.transport.ring import RingReader
 from learner import checkpoint, loop, publisher
+from learner.distributed import ranks
 from learner.loop import Learner
-from learner.state import BatchCursor
+from learner.state import BatchCursor, LearnerState
 
 STEPS = 4
 LEDGER = {"trained": {"tokens": 7.0}}
@@ -366,8 +369,14 @@ def test_what_is_not_for_this_life_changes_nothing(life: Made) -> None:
 
 
 def test_a_second_welcome_does_not_claim_again(life: Made) -> None:
-    one, _ = life()
+    one, buffer = life()
+    one.model = m.ModelShape(9, m.RoutingShape(1, 8, 2), ImageShape(5, 4))
+    process_log.append_event(one.run_dir, "learner", 1, "exited", code=0)
+    process_log.append_event(one.run_dir, "learner", os.getpid(), "began")
     one.send_hello()
+    (hello,) = buffer.of(m.LearnerHello)
+    assert (hello.vocabulary, hello.routing, hello.images) == one.model
+    assert hello.before == "ended", "the life before this process"
     claimed = one.directory
     one.handle(m.Welcome(1, 0))
     assert one.directory == claimed == one.run_dir / "checkpoints" / "epoch_1"
@@ -663,6 +672,36 @@ def lives(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
         signal.signal(number, handler)
 
 
+def test_other_ranks_follow_the_first(
+    lives: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, loaded = MagicMock(spec=ranks.DistributedBackend), Mock()
+    core = MagicMock(backend=backend)
+    commands = [("train", "b"), ("publish", None), ("save", "new"), ("export", None)]
+    commands += [("restore", "old"), ("", None), ("end", None)]
+    backend.receive_broadcast.side_effect = commands
+    made = Mock(return_value=core)
+    monkeypatch.setattr(loop, "LearnerCore", made)
+    monkeypatch.setattr(loop.checkpoint, "load_checkpoint", loaded)
+    monkeypatch.setattr(ranks, "exit_rank", Mock(side_effect=SystemExit))
+    monkeypatch.setenv("RANK", "1")
+    model, learner = SimpleNamespace(path="m"), SimpleNamespace(distributed=True)
+    config: Any = SimpleNamespace(learner=learner, model=model)
+    with pytest.raises(SystemExit):
+        loop.main(config, Path("run"))
+    assert made.mock_calls == [call(config, "m", Path("run"))]
+    assert [one for one in core.mock_calls if one[0] in ("train", "save")] == [
+        call.train("b"),
+        call.save(Path("new")),
+    ]
+    done = [one for one in backend.method_calls if one[0] != "receive_broadcast"]
+    gathered = call.gather_full_parameters()
+    assert done == [call.probe(), call.write_flat(None), gathered, gathered, call.close()]
+    assert loaded.mock_calls == [call(core, Path("old"))]
+    handlers = {signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    assert handlers == {signal.SIG_IGN}
+
+
 def finish(one: FakeLearner) -> None:
     one.finished = True
 
@@ -731,13 +770,27 @@ def test_under_a_supervisor_the_terminals_interrupt_is_not_the_learners(
 
 
 def test_a_recording_holds_each_batch_and_the_weights_that_were_asked_for(
-    life: Made, capsys: pytest.CaptureFixture[str]
+    life: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sizes: list[int] = []
+    add = publisher.RecordingWriter.add
+
+    def add_and_note(self: publisher.RecordingWriter, *row: Any) -> bool:
+        has_room = add(self, *row)
+        sizes.append(self.written)
+        return has_room
+
+    monkeypatch.setattr(publisher.RecordingWriter, "add", add_and_note)
     one, buffer = life("record.stream=true", "record.weights_every=2")
     one.run_batches()
     said = capsys.readouterr().err
-    assert said.count("recording:") == 1 and "KiB a batch and 3 x" in said
-    assert f"after {STEPS} batches, bound {one.config.record.stream_mib} MiB" in said
+    each, whole = sizes[2] / 3, one.recorder.weights_bytes
+    assert said.partition("recording: ")[2].partition("\n")[0] == (
+        f"{each / 1024:.1f} KiB a batch and 3 x {whole / 2**20:.1f} MiB of weights: about "
+        f"{(each * STEPS + 3 * whole) / 2**20:.1f} MiB after {STEPS} batches, bound "
+        f"{one.config.record.stream_mib} MiB (record.stream_mib)"
+    )
+    assert said.count("recording:") == 1
     assert list(stream.list_weights(one.run_dir)) == [0, 2, 4]
     found = stream.read(one.run_dir)
     ((first, whole),) = found.lives
@@ -798,14 +851,21 @@ def learner(life: Made) -> MakeLearner:
     return make
 
 
-def test_the_model_is_exported_before_the_goodbye_is_sent(learner: MakeLearner) -> None:
+def test_the_model_is_exported_before_the_goodbye_is_sent(
+    learner: MakeLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process that is killed after the buffer's `Finished` leaves no work undone."""
+    disk = Disk(monkeypatch)
     one = learner()
     one.core.state.number = 2  # restarted from a checkpoint of the last step
     one.run_batches()
     assert one.finished
     assert one.socket.seen["LearnerGoodbye"] == ["model/config.json", "weights_digest"]
     assert one.socket.seen["LearnerHello"] == []
+    after_cut = disk.cut(one.run_dir, tmp_path / "after_cut")
+    disk.close()
+    left = policy.compute_weights_digest(policy.load_policy(after_cut / "model", device="cpu"))
+    assert (after_cut / "weights_digest").read_text() == left
 
 
 def test_a_run_past_its_end_has_no_final_weights_until_the_new_end(
@@ -871,4 +931,7 @@ def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(learner: MakeLe
 
 
 def test_what_an_earlier_program_did_not_keep_has_its_default() -> None:
-    assert BatchCursor.read({"next_ticket": 3, "no more": 1}) == BatchCursor(next_ticket=3)
+    cursor = BatchCursor.read({"next_ticket": 3, "no more": 1})
+    first = {"next_ticket": 3, "ledger": {}, "trained_above": [], "parent": None, "limit": 0}
+    assert msgspec.to_builtins(cursor) == first | {"window": 0.0, "mixture": None}
+    assert LearnerState() == LearnerState(0, 0.0, 0.0, 0, 0, 0, {}, 0)

@@ -146,6 +146,9 @@ def test_bad_loss_is_skipped_and_a_third_saves_the_batch(model_dir: Path, tmp_pa
     with pytest.raises(NotFiniteError, match="3 times in a row, last in batch 5") as error:
         c.train(batch(5, reward=math.nan))
     assert error.value.exit_code == 1 and str(tmp_path / "bad_batch.msgpack") in str(error.value)
+    c.run_dir = None
+    with pytest.raises(NotFiniteError, match=r"3 times in a row, last in batch 5$"):
+        c.train(batch(5, reward=math.nan))
     rows = msgspec.msgpack.decode((tmp_path / "bad_batch.msgpack").read_bytes())
     assert len(rows) == GROUPS * SIZE
     assert rows[0]["tokens"] == np.frombuffer(batch(5).samples[0].tokens, "<i4").tolist()

@@ -67,8 +67,8 @@ def config(tmp_path: Path, model: Path) -> configs.SftConfig:
     return configs.read(str(tmp_path / "my.toml"), ("name='whole'",))
 
 
-def trained(config: configs.SftConfig) -> dict[str, Any]:
-    found = sft.run(config, sft.prepare(config, "my.toml"), lambda _: None)
+def trained(config: configs.SftConfig, log: sft.Log = lambda _: None) -> dict[str, Any]:
+    found = sft.run(config, sft.prepare(config, "my.toml"), log)
     assert found is not None
     return found
 
@@ -367,8 +367,10 @@ def test_it_learns_and_a_run_takes_what_it_leaves(
     config: configs.SftConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(monkeypatch)
-    found = trained(config)
+    said: list[str] = []
+    found = trained(config, said.append)
     assert (found["steps"], found["rows"], found["tokens"]) == (10, 50, 483)
+    assert 0 <= found["seconds"] < 600 and found["seconds"] == round(found["seconds"], 1)
     assert found["heldout_end"] < 0.8 * found["heldout_start"]
     assert found["loss_end"] < found["loss_start"]
     run_dir = Path(found["model"]).parent
@@ -378,6 +380,12 @@ def test_it_learns_and_a_run_takes_what_it_leaves(
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["number"] for row in rows] == list(range(10))
     assert [row["number"] for row in rows if "heldout" in row] == [0, 5]
+    assert found["loss_start"] == rows[0]["loss"] and found["loss_end"] == rows[-1]["loss"]
+    assert found["heldout_start"] == rows[0]["heldout"]
+    assert found["model"] == str(run_dir / "model")
+    assert said == ["50 training rows (0 too long and excluded), 10 held out"] + [
+        f"step {n}: loss {rows[n]['loss']:.4f}, held out {rows[n]['heldout']:.4f}" for n in (0, 5)
+    ]
     assert [row["lr"] for row in rows[:3]] == [0.0, 1e-2 * 0.5, 1e-2]
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["number_10", "number_9"]
     left = load_policy(found["model"], device="cpu")
@@ -437,6 +445,22 @@ def test_a_signal_leaves_a_checkpoint_and_the_command_goes_on(
     main([*words, "--set", "training.steps=4", "--set", "data.heldout=''"])
     log = capsys.readouterr().err
     assert "training.steps was 2 and is 4: the linear schedule" in log and "0 held out" in log
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_refused_start_leaves_nothing_and_a_refused_resume_all(
+    config: configs.SftConfig, is_resumed: bool
+) -> None:
+    run_dir = sft.prepare(config, "my.toml")
+    if is_resumed:
+        (run_dir / "metrics.jsonl").touch()
+    bad = sft.load_resumed(run_dir, ("data.train='gone.jsonl'",))
+    with pytest.raises(ConfigError, match=r"gone\.jsonl"):
+        sft.run(bad, run_dir, print)
+    assert run_dir.exists() == is_resumed
+    with pytest.raises(ConfigError) as error:
+        sft.load_resumed(run_dir.parent, ())
+    assert str(error.value) == f"{run_dir.parent} holds no training of `asyncrl sft` (no sft.toml)"
 
 
 @pytest.mark.parametrize(

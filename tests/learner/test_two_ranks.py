@@ -150,7 +150,7 @@ def test_two_ranks_make_the_step_of_one(
         (5.4, [2.4], 2, 1, 2),  # at work for just enough of the step
         (5.9, [5.8], 2, 1, 1),  # no time is left on two cores
         (5.9, [3.0, 3.0], 2, 1, 1),
-        (5.7, [5.7], 2, 1, 1),  # just too little is saved
+        (5.6, [cores.SAVED * 6], 2, 1, 1),  # just too little is saved
         (3.0, [2.4], 2, 1, 1),  # it waits, for rewards or for long answers
         (5.9, [2.4], 8, 1, 4),  # more would wait for the generator
         (5.9, [2.4], 9, 2, 9),
@@ -161,8 +161,7 @@ def test_two_ranks_make_the_step_of_one(
 def test_the_learner_gets_threads_where_it_holds_up_the_run(
     busy: float, generators: list[float], count: int, threads: int, chosen: int
 ) -> None:
-    step = 5.7 / cores.SAVED if busy == 5.7 else 6.0
-    assert cores.choose_threads(step, busy, busy, generators, count, threads) == chosen
+    assert cores.choose_threads(6.0, busy, busy, generators, count, threads) == chosen
 
 
 DECISION = "learner.ranks = auto: {} thread(s), as the learner was idle for {} of 6 batches and "
@@ -253,11 +252,13 @@ def test_threads_are_set_beside_generators_of_this_machine_alone(
         elsewhere.setattr(socket, "gethostname", lambda: "elsewhere")
         process_log.append_event(tmp_path, "generator-9", 17, "began")
     assert cores.read_generator_times(tmp_path) == {14: 14.25, 11: 11.25, 12: 12.25}
-    monkeypatch.setattr(Path, "write_text", lambda path, x, **_: done.append((str(path), x)))
+    monkeypatch.setattr(
+        Path, "write_text", lambda p, x, encoding: done.append((str(p), x.encode(encoding)))
+    )
     cores.use_threads(3, tmp_path, 5)
     nice = [(os.PRIO_PROCESS, pid, 5) for pid in (14, 11, 12)]
     assert sorted(done, key=str) == sorted(
-        [(3,), (0.1,), ("/proc/11/autogroup", "5"), *nice], key=str
+        [(3,), (0.1,), ("/proc/11/autogroup", b"5"), *nice], key=str
     )
 
 
