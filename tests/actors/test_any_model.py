@@ -407,9 +407,7 @@ def test_what_ends_an_answer(tmp_path: Path) -> None:
     preflight(config(no_eos, 'generator.stop=["#"]'))
 
 
-def test_the_generator_stops_and_shows_the_text_without(
-    make: Callable[..., Generator],
-) -> None:
+def test_the_generator_stops_and_shows_the_text_without(make: Callable[..., Generator]) -> None:
     g = make('generator.stop=["#"]')
     one_pass(g, tickets(g, announcement(1), ticket(0, 1, epoch=1, samples=1)))
     ((key, r),) = g.engine.rows.items()

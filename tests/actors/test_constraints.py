@@ -170,9 +170,7 @@ def byte_level() -> Any:
     return made
 
 
-def test_tokens_of_many_characters_or_parts_are_constrained(
-    model: policy.PolicyModel,
-) -> None:
+def test_tokens_of_many_characters_or_parts_are_constrained(model: policy.PolicyModel) -> None:
     """A text of the form is allowed token by token, however it is split, and another is not."""
     import transformers
 

@@ -25,9 +25,7 @@ from asyncrl.records import machine_memory
 @pytest.mark.parametrize(
     "family,kv,tied", [("qwen3", 2, True), ("llama", 4, False), ("qwen2", 2, True)]
 )
-def test_recorded_logprobs_are_those_of_the_distribution_sampled_from(
-    tmp_path: Path, family: str, kv: int, tied: bool
-) -> None:
+def test_logprobs_are_of_what_was_sampled(tmp_path: Path, family: str, kv: int, tied: bool) -> None:
     model = policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3)
     requests = [
         request(t, s, [3 + t % 8] * (1 + t), 5 + (3 * t + s) % 16, **CUTS[t % 5])
@@ -339,9 +337,7 @@ def test_prompts_are_encoded_in_groups(tmp_path: Path, monkeypatch: pytest.Monke
         assert np.array_equal(answer.tokens, apart[key].tokens)
 
 
-def test_a_context_that_memory_does_not_hold_is_refused_by_arithmetic(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_context_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy.build_model(tmp_path / "m", "0123456789")
     e = engine(model)
     of_token = e.token_bytes

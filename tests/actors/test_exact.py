@@ -148,9 +148,7 @@ def test_the_exact_forward_is_the_model_in_value_and_gradient(
         (4, 4, 8, 1),
     ],
 )
-def test_queries_that_share_a_product_have_the_bits_of_queries_alone(
-    heads: int, kv: int, dim: int, side_by_side: int
-) -> None:
+def test_shared_products_keep_bits(heads: int, kv: int, dim: int, side_by_side: int) -> None:
     lay = ModelLayout(None, heads, kv, dim, 1e-6)
     assert exact_operators.count_heads_per_product(lay) == side_by_side
     row = exact_check._check_attention(lay, (1, 1), torch.Generator().manual_seed(dim), 208)
@@ -206,9 +204,7 @@ def test_a_whole_run_at_lag_0_has_a_mismatch_of_exactly_0(tmp_path: Path) -> Non
     )
 
 
-def test_a_stale_run_has_a_mismatch_of_0_at_every_lag(
-    asyncrl: Callable[..., Ended],
-) -> None:
+def test_a_stale_run_has_a_mismatch_of_0_at_every_lag(asyncrl: Callable[..., Ended]) -> None:
     """Answers of the version before last: what lies between them and the learner's start is
     staleness, to the last bit."""
     done = asyncrl(

@@ -292,9 +292,7 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(
         assert [(x.name, x.size, x.steps) for x in calls] == [("decode", 2, n) for n in made]
 
 
-def test_the_tokens_of_completions_are_summed(
-    make: MakeGenerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_of_samples_are_summed(make: MakeGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     g = make()
     one_pass(g, tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     before, accepted = g.usage.tokens, []
@@ -322,9 +320,7 @@ def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(make: Mak
 
 
 @pytest.mark.parametrize("is_over", [True, False])
-def test_a_process_builds_its_engine_on_its_gpu_and_says_what_it_made(
-    is_over: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_is_built_on_its_own_gpu(is_over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     config: Any = SimpleNamespace(generator=SimpleNamespace(gpus=[4, 5]))
     made = Mock(usage=SimpleNamespace(tokens=12.4))
@@ -372,9 +368,7 @@ def test_one_that_comes_after_the_end_says_so(make: MakeGenerator, how: str) -> 
     assert not any(isinstance(x, m.GeneratorGoodbye) for x in g.socket.said)
 
 
-def test_one_that_was_not_told_ends_by_the_files_of_the_end(
-    make: MakeGenerator,
-) -> None:
+def test_one_that_was_not_told_ends_by_the_files_of_the_end(make: MakeGenerator) -> None:
     """The buffer has told the end for its five seconds, and gone, while this one decoded."""
     g = make("learner.steps=9")
     one_pass(g, tickets(g, announcement(1)))
@@ -387,9 +381,7 @@ def test_one_that_was_not_told_ends_by_the_files_of_the_end(
     assert g.over
 
 
-def test_weights_of_a_gone_learner_are_waited_for_or_others_announced(
-    make: MakeGenerator,
-) -> None:
+def test_weights_of_a_gone_learner_are_waited_for_or_others_announced(make: MakeGenerator) -> None:
     g = make()
     g.weights.missing = {1}
     g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
@@ -407,9 +399,7 @@ def test_weights_of_a_gone_learner_are_waited_for_or_others_announced(
     assert g.missing is None and g.engine.loads == [(2, 0)] and g.engine.active == 2
 
 
-def test_a_version_is_pulled_by_the_digest_of_its_announcement(
-    make: MakeGenerator,
-) -> None:
+def test_a_version_is_pulled_by_the_digest_of_its_announcement(make: MakeGenerator) -> None:
     """Other weights under its label are never loaded; of another version no digest is known."""
     g = make()
     asked: list[tuple[Label, str | None]] = []
@@ -429,9 +419,7 @@ def test_a_version_is_pulled_by_the_digest_of_its_announcement(
 
 
 @pytest.mark.parametrize("ring", ["not announced", "gone"])
-def test_hands_full_of_a_dead_learners_tickets_are_emptied_when_the_next_one_is_heard_of(
-    make: MakeGenerator, ring: str
-) -> None:
+def test_a_dead_learners_tickets_go_when_the_next_is_heard(make: MakeGenerator, ring: str) -> None:
     """It asks for no ticket and delivers nothing, so no answer but that to its renewals can tell
     it."""
     g = make()
@@ -467,9 +455,7 @@ def test_weights_that_stay_gone_end_a_generator_of_its_own_and_never_a_supervise
     gone(make())
 
 
-def test_a_silent_buffer_is_given_up_and_one_that_answers_is_not(
-    make: MakeGenerator,
-) -> None:
+def test_a_silent_buffer_is_given_up_and_one_that_answers_is_not(make: MakeGenerator) -> None:
     g = make()
     one_pass(g)
     assert g.silent_since  # its renewals are answered, so silence has a beginning

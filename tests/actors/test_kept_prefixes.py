@@ -106,9 +106,7 @@ def check(model: policy.PolicyModel, drawn: list[tuple[CompletionRequest, Comple
 
 
 @pytest.mark.parametrize(("family", "kv", "tied"), [("qwen3", 2, True), ("qwen2", 4, False)])
-def test_calls_that_begin_with_kept_keys_draw_as_those_encoded_whole(
-    tmp_path: Path, family: str, kv: int, tied: bool
-) -> None:
+def test_kept_keys_draw_as_encoded(tmp_path: Path, family: str, kv: int, tied: bool) -> None:
     """With and without: the same tokens, the probabilities of transformers' own forward; and
     encoded is what no earlier prompt or answer begins with, to the token."""
     model = policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3)
@@ -124,9 +122,7 @@ def test_calls_that_begin_with_kept_keys_draw_as_those_encoded_whole(
     assert keeps.collect_metrics()["prefix/reused_tokens"] == keeps.reused
 
 
-def test_a_prompt_of_several_rows_is_looked_up_once(
-    model: policy.PolicyModel,
-) -> None:
+def test_a_prompt_of_several_rows_is_looked_up_once(model: policy.PolicyModel) -> None:
     """Rows of a group share what is known and what is new, beside rows that know nothing, and
     while others are being written."""
     e = engine(model, slots=16, kept_tokens=LIMIT)

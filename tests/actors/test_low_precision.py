@@ -101,9 +101,7 @@ def k3(learner: torch.Tensor, engine: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("number_format", FORMATS)
-def test_mismatch_is_that_of_the_format_and_falls_with_shared_rounding(
-    model: Path, number_format: str
-) -> None:
+def test_mismatch_is_the_formats_less_by_shared_rounding(model: Path, number_format: str) -> None:
     plain = policy.load_policy(model)
     answers = sampled(plain, quantize=number_format)
     recorded = torch.from_numpy(np.concatenate([a.logprobs for a in answers]))
@@ -238,9 +236,7 @@ def test_the_benchmark_shows_swaps_products_and_mismatch(
     assert max(way["shared"] for way in k3s.values()) < 1e-9
 
 
-def test_the_study_compares_each_format_with_fp32_and_with_shared_rounding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_formats_meet_fp32_and_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study = program("low_precision_study", monkeypatch)
     known = {"out": tmp_path, "quick": False, "steps": 40, "groups": 16, "seeds": 5, "lr": "5e-4"}
     for lag in (0, 4):

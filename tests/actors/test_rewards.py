@@ -623,9 +623,7 @@ def test_anything_else_is_refused(value: Any) -> None:
         check_value(value, 3)
 
 
-def test_idle_cores_are_this_processs_since_the_last_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_idle_cores_are_this_processs_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
     import psutil
 
     class Core(tuple[float, ...]):

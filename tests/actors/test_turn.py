@@ -119,9 +119,7 @@ def test_all_free_rows_of_the_engine_are_filled(small_model: Path) -> None:
         turn.rewards.close()
 
 
-def test_the_text_has_special_tokens_but_no_stop_token(
-    small_model: Path,
-) -> None:
+def test_the_text_has_special_tokens_but_no_stop_token(small_model: Path) -> None:
     """The reward function compares it with reference answers, which may hold special tokens."""
     turn = GeneratorTurn.__new__(GeneratorTurn)
     held = SimpleNamespace(

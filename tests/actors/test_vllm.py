@@ -535,9 +535,7 @@ def test_what_cannot_be_written_directly_is_known(case: Case) -> None:
             DirectWriter(model, weights, dtype).check_same(weights | {name: weights[name] * 1.5})
 
 
-def test_without_repacking_a_tied_head_is_stale_and_the_probe_says_so(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unpacked_tied_head_is_stale(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trap that `repack` is for, on vLLM's own reload: should vLLM mend it one day, this test
     tells that `repack` can go."""
     tied, direct = case.old.hf.config.tie_word_embeddings, case.worker.asyncrl_direct

@@ -93,9 +93,7 @@ def known(prompt: list[int], kept: list[list[int]]) -> int:
     return most
 
 
-def test_calls_begin_with_keys_of_earlier_calls_and_never_with_those_of_other_weights(
-    vllm: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_use_keys_of_one_version(vllm: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six sessions of four turns, one of them edited and one begun anew, then the same with other
     weights: what is encoded is what no call since the load begins with, to the token."""
     monkeypatch.setattr(vllm.engine, "in_flight", "keep_kv")  # a load then drops no keys

@@ -135,9 +135,7 @@ class Client:
         self.closed += 1
 
 
-def test_over_a_socket_failures_are_timed_and_counted_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_over_a_socket_failures_are_timed_and_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
     client, asked, now = Client("d"), [], iter([10.0, 12.5, 20.0, 21.0, 30.0, 31.5])
     settings, away = config("tcp"), WeightsSource(3, "away", "", "tcp://away:1")
 

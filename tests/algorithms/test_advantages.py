@@ -261,9 +261,7 @@ def gae(b: LossBatch, **more: Any) -> list[float]:
         ),
     ],
 )
-def test_rewards_per_token_are_shaped_so_that_the_answers_total_is(
-    how: dict[str, Any], wanted: list[float]
-) -> None:
+def test_token_rewards_total_to_the_answers(how: dict[str, Any], wanted: list[float]) -> None:
     """0.5, 0.25 | 0.25, 0.75, the second cut: totals 0.75 and 1; scaling multiplies each token's,
     and its shift comes with the last."""
     b = answers([2, 2], [9.0, 9.0], cut=[1], token_rewards=vec(0.5, 0.25, 0.25, 0.75))

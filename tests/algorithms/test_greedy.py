@@ -181,9 +181,7 @@ def test_replies_to_who_does_not_read_are_dropped(monkeypatch: pytest.MonkeyPatc
     assert 20 <= read < 400
 
 
-def test_a_hundred_thousand_stored_objects_are_not_searched_for_cycles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stored_objects_are_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept up to a checkpoint is as many, and looking at them took a tenth of its time."""
     config = load.load(ROOT / "configs" / "demo.toml", [*SMALL])
     rundir.ensure(config, "", tmp_path / "run")

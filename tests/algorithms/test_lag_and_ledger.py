@@ -260,9 +260,7 @@ def test_pruning_changes_no_lag() -> None:
         assert all(tree.compute_lag(x, new, new.number) == before[x, line[-1]] for x in stays)
 
 
-def test_remembered_lags_follow_the_labels_and_stay_small(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_remembered_lags_follow_the_labels_and_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "KNOWN", 8)
     tree = PolicyTree()
     for number in range(6):

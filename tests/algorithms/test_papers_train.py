@@ -86,9 +86,7 @@ def test_a_run_of_every_shipped_config_can_go_on_with_mis(name: str, tmp_path: P
     assert changed == {"correction"}
 
 
-def test_an_engine_that_differs_goes_on_as_its_sign_advises(
-    asyncrl: Callable[..., Ended],
-) -> None:
+def test_an_engine_that_differs_goes_on_as_its_sign_advises(asyncrl: Callable[..., Ended]) -> None:
     """For real, the command as the sign gives it: weights that cut and reject from there on."""
     small = ("learner.groups=8", "evaluation.final_prompts=8", "learner.checkpoint_every=2")
     words = ("learner.steps=4", "record.split_every=1", "generator.mantissa_bits=1")

@@ -119,9 +119,7 @@ def test_what_cannot_be_used_is_kept_too(config: Callable[..., Config], tmp_path
     assert "reward is a NoneType" in (tmp_path / "reward.log").read_text()
 
 
-def test_parameters_that_fit_nothing_are_refused(
-    config: Callable[..., Config],
-) -> None:
+def test_parameters_that_fit_nothing_are_refused(config: Callable[..., Config]) -> None:
     with pytest.raises(ConfigError) as error:
         check_reward_process(config("one"))
     said = "takes (text) (too many positional arguments); write reward(prompt, text), or reward("

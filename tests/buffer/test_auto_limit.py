@@ -148,9 +148,7 @@ def test_the_limit_outlives_learners_buffers_and_snapshots() -> None:
 
 
 @pytest.mark.parametrize(("first", "trains"), [(1, False), (2, True)])
-def test_an_adopted_sessions_tokens_keep_to_the_limit_of_the_grant_they_were_drawn_under(
-    first: int, trains: bool
-) -> None:
+def test_an_adopted_session_keeps_to_the_limit_of_its_first_grant(first: int, trains: bool) -> None:
     """Two updates behind after a learner's restart: a later grant that allows three does not excuse
     them, and what its own grant allowed is trained."""
     store = new_store()
@@ -224,9 +222,7 @@ def test_a_commit_moves_it_and_the_metrics_say_why(tmp_path: Path) -> None:
     assert many.count(";") == run_view.MOVES - 1
 
 
-def test_a_run_in_one_process_moves_it_within_what_was_announced(
-    tmp_path: Path,
-) -> None:
+def test_a_run_in_one_process_moves_it_within_what_was_announced(tmp_path: Path) -> None:
     build_model(tmp_path / "model", "0123456789=:,#", hidden=32, layers=1)
     sets = [f"model.path='{tmp_path / 'model'}'", *SMALL, "learner.steps=14"]
     auto = serial.run_serial(load.load("configs/demo.toml", [*sets, AUTO]), 3)

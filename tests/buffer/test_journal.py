@@ -129,9 +129,7 @@ def test_a_write_that_was_never_sure_may_lose_its_first_record(tmp_path: Path) -
     assert list(j.read(path)) == [b"snapshot"]
 
 
-def test_damage_to_what_was_acknowledged_is_reported_at_any_byte(
-    tmp_path: Path,
-) -> None:
+def test_damage_to_what_was_acknowledged_is_reported_at_any_byte(tmp_path: Path) -> None:
     """Also in the last group, behind which nothing was written, and after a kill."""
     log = j.Journal(tmp_path, sync=False)
     log.rotate(b"snapshot")
@@ -215,9 +213,7 @@ def test_a_segment_is_replaced_while_it_goes_on_to_count(
     assert [frame.number for frame in frames[:3]] == [0, frames[0].end, frames[1].end]
 
 
-def test_a_new_segment_that_cannot_be_written_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_segment_leaves_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = j.Journal(tmp_path, sync=False)
     log.rotate(b"one")
 
@@ -251,9 +247,7 @@ def test_a_new_segment_replaces_the_old_ones(tmp_path: Path) -> None:
     assert list(j.read(tmp_path / "00000002.log")) == [b"two", b"y"]
 
 
-def test_a_run_directory_that_goes_while_old_segments_are_removed_ends_no_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_run_ends_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is raised where no caller sees it, and the old segment's file is closed."""
     log = j.Journal(tmp_path / "journal", sync=False)
     log.rotate(b"first")
@@ -277,9 +271,7 @@ def test_a_run_directory_that_goes_while_old_segments_are_removed_ends_no_thread
     log.close()
 
 
-def test_group_commit_makes_nothing_durable_before_the_disk_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_group_commits_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go, syncs = threading.Semaphore(0), threading.Semaphore(0), []
     real = os.fdatasync
 

@@ -89,9 +89,7 @@ class Hosts:
                 rundir.clean(where)
 
 
-def test_a_buffer_that_stands_still_is_replaced_elsewhere_and_is_over_when_it_wakes(
-    tmp_path: Path, small_model: Path
-) -> None:
+def test_a_buffer_that_slept_is_over_when_it_wakes(tmp_path: Path, small_model: Path) -> None:
     hosts = Hosts(tmp_path, small_model)
     first, weights, second = free_address(), free_address(), free_address()
     hosts.sets += [f"wires.address={first!r}", f"wires.weights_address={weights!r}"]

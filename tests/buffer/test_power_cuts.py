@@ -139,9 +139,7 @@ def test_a_store_comes_back_from_what_was_synced(disk: Disk, tmp_path: Path) -> 
     assert cuts > 60
 
 
-def test_a_checkpoint_that_was_told_of_is_there_at_every_later_sync(
-    disk: Disk, tmp_path: Path, model_dir: Path
-) -> None:
+def test_told_checkpoints_outlive_each_sync(disk: Disk, tmp_path: Path, model_dir: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     atomic_write.sync_path(tmp_path)
@@ -177,9 +175,7 @@ def test_a_checkpoint_that_was_told_of_is_there_at_every_later_sync(
     assert cuts > 60
 
 
-def test_a_digest_of_the_final_weights_is_never_there_without_them(
-    disk: Disk, tmp_path: Path, model_dir: Path
-) -> None:
+def test_final_digests_come_with_their_weights(disk: Disk, tmp_path: Path, model_dir: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     atomic_write.sync_path(tmp_path)

@@ -250,9 +250,7 @@ def test_the_real_store_does_what_the_model_does(more: dict[str, Any]) -> None:
             raise AssertionError(f"seed {seed}: {e}") from e
 
 
-def test_a_store_that_excuses_an_earlier_life_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_store_that_excuses_an_earlier_life_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the limit sets itself, by the limit of the grant that adopted a session."""
 
     def largest(store: Store, group: Group, stored: StoredSample) -> list[float]:

@@ -163,9 +163,7 @@ def test_broken_arrays_still_end_their_sender(bench: Callable[..., Bench]) -> No
     assert not any(line["tokens"] for line in at.service.store.sum_ledger().values())
 
 
-def test_an_older_learner_keeps_the_vocabulary_check(
-    bench: Callable[..., Bench],
-) -> None:
+def test_an_older_learner_keeps_the_vocabulary_check(bench: Callable[..., Bench]) -> None:
     at = bench("durability.mode='memory'")
     newer = msgspec.structs.replace(
         honest_hello(at.service.run, vocabulary=50), epoch=2, label=Label(2, 0)
@@ -179,9 +177,7 @@ def test_an_older_learner_keeps_the_vocabulary_check(
     assert isinstance(reply, m.Refusal) and "of a model with 50 tokens" in reply.reason
 
 
-def test_a_replaying_learner_needs_every_tokens_experts(
-    bench: Callable[..., Bench],
-) -> None:
+def test_a_replaying_learner_needs_every_tokens_experts(bench: Callable[..., Bench]) -> None:
     """Those of the model's routers: a generator that sends others, or none, is broken."""
     at = bench("durability.mode='memory'")
     hello = honest_hello(at.service.run, vocabulary=50)
@@ -221,9 +217,7 @@ HALF = "\ud800"
         {"failed": m.RewardFailure("data", "x" * 65_537)},
     ],
 )
-def test_what_cannot_be_encoded_or_accepted_is_sent_as_failed(
-    change: dict[str, Any],
-) -> None:
+def test_what_cannot_be_encoded_or_accepted_is_sent_as_failed(change: dict[str, Any]) -> None:
     """The others of its frame, and the process that sends it, are unharmed."""
     ticket = m.Ticket(
         1, 1, "train", m.Prompt(1, "p"), [0, 1], m.SamplingSettings(), Label(1, 0), None, 0

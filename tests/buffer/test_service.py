@@ -542,9 +542,7 @@ def test_a_generator_that_leaves_gives_its_leases_back_at_once(begin: Any, mode:
     assert "generator-0" not in status.peers and status.ledger["lost_with_process"]["tokens"] == 5
 
 
-def test_a_replaced_sessions_last_word_takes_nothing_from_the_new_one(
-    begin: Any,
-) -> None:
+def test_a_replaced_sessions_last_word_takes_nothing_from_the_new_one(begin: Any) -> None:
     run = begin()
     older, newer, other, learner = run.peer(), run.peer(), run.peer(), run.peer()
     ask(learner, run.hello(1), m.Welcome)
@@ -654,9 +652,7 @@ def test_a_batch_that_an_earlier_buffer_handed_out_is_committed(begin: Any) -> N
 
 @pytest.mark.parametrize("mode", ["memory", "process", "process, rows lost"])
 @pytest.mark.parametrize("killed", ["learner", "both"])
-def test_a_batch_whose_commit_was_lost_is_trained_when_a_checkpoint_lies_behind_it(
-    begin: Any, mode: str, killed: str
-) -> None:
+def test_a_lost_commit_trains_from_a_checkpoint(begin: Any, mode: str, killed: str) -> None:
     """The learner trains batches 0 and 1, writes the checkpoint of version 2, and is killed before
     the buffer has heard of either."""
     words = ("learner.steps=3", f"durability.mode='{mode.partition(',')[0]}'")

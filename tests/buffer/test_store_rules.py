@@ -58,9 +58,7 @@ def test_a_ticket_carries_its_version_and_the_settings() -> None:
 
 
 @pytest.mark.parametrize("many", [40, 400])
-def test_with_many_out_neither_a_question_nor_an_answer_looks_at_every_group(
-    many: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_many_out_no_step_looks_at_all(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make(2 * many, 2, 2, many)
     tickets = [store.grant("g", 1, 2, 0.0)[0] for _ in range(many)]
     looked: list[int] = []
@@ -521,9 +519,7 @@ def test_a_learner_that_is_further_on_than_the_buffer_has_trained_what_lies_here
     assert [x.ticket for x in got] == [5, 6, 8] and store.skip == set()
 
 
-def test_versions_far_behind_and_unnamed_are_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_versions_far_behind_and_unnamed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two behind the oldest checkpoint are kept; further back only what a stored answer was written
     by and what a ticket that is out was granted at."""
     monkeypatch.setattr(store_module, "VERSIONS", 2)
@@ -546,9 +542,7 @@ def test_versions_far_behind_and_unnamed_are_forgotten(
     assert store.tree.compute_lag(Label(1, 4), Label(1, 12), 12) == 8
 
 
-def test_versions_trained_since_the_checkpoint_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_versions_trained_since_the_checkpoint_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "VERSIONS", 2)
     store = make(math.inf, 1, 2, 99)
     waits: Ticket | None = None

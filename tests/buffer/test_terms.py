@@ -246,9 +246,7 @@ def test_a_buffer_that_is_over_before_it_has_read_touches_nothing(
         store_of(tmp_path, late)
 
 
-def test_a_segment_that_goes_while_it_is_looked_for_is_followed_by_its_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_segment_leads_to_its_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = store_of(tmp_path, buffer_leadership.take_leadership(tmp_path, HERE))
     assert hello(old, 1, 0, k=5)
     old.grant("g", 1, 2, 0.0)
@@ -493,9 +491,7 @@ def test_a_silent_buffer_is_looked_for_and_followed(
     ]
 
 
-def test_who_shares_no_directory_asks_the_learner_where_the_buffer_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learner_says_where_buffers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "BUFFER_S", 600.0)
     sets = ("wires.weights_address='tcp://127.0.0.1:*'",)
     config = load.load(ROOT / "configs" / "demo.toml", sets)

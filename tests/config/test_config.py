@@ -319,9 +319,7 @@ def test_metrics_are_written_without_tensorboardx(
     assert "tensorboard can no longer be written" in note and "tensorboardX" in note
 
 
-def test_tensorboard_reads_what_is_written_at_once(
-    tmp_path: Path,
-) -> None:
+def test_tensorboard_reads_what_is_written_at_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 

@@ -220,9 +220,7 @@ def test_an_error_is_json_too(argv: list[str], code: int, said: str) -> None:
         ("1e12", "too large for finite logprobs, after 1 batches"),
     ],
 )
-def test_a_learning_rate_that_explodes_is_said_by_the_learner(
-    lr: str, said: str, tmp_path: Path, small_model: Path
-) -> None:
+def test_an_exploding_rate_is_said(lr: str, said: str, tmp_path: Path, small_model: Path) -> None:
     words = (
         *SMALL[:-1],
         "evaluation.every=0",
@@ -245,9 +243,7 @@ def test_a_learning_rate_that_explodes_is_said_by_the_learner(
     ), done.err[-3000:]
 
 
-def test_a_resume_on_other_prompts_is_refused_and_at_a_smaller_limit_reports_the_one_that_held(
-    tmp_path: Path, small_model: Path
-) -> None:
+def test_a_resume_refuses_prompts_and_tells_the_limit(tmp_path: Path, small_model: Path) -> None:
     path, run_dir = tmp_path / "p.jsonl", tmp_path / "runs" / "r"
     rows = [json.dumps({"prompt": f"{i}=", "answer": str(i)}) for i in range(10, 40)]
     path.write_text("\n".join(rows))
@@ -288,9 +284,7 @@ def test_a_resume_on_other_prompts_is_refused_and_at_a_smaller_limit_reports_the
     assert second.json["lag"]["limit_now"] == 1
 
 
-def test_a_result_is_the_last_line_before_an_error(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_result_is_the_last_line_before_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     """A claim that does not hold, say: its numbers are what a program wants, the error is on
     stderr; the next command starts afresh."""
 

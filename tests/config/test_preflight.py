@@ -309,9 +309,7 @@ def test_the_check_and_the_run_call_a_function_of_lists_with_several_prompts(
         ("", "failed", "the task's own: 1 for an empty completion, and no more for any of 8"),
     ],
 )
-def test_the_reference_answers_must_get_more_than_an_empty_completion(
-    name: str, state: str, said: str, project: Path
-) -> None:
+def test_an_empty_completion_gets_less(name: str, state: str, said: str, project: Path) -> None:
     (project / "r.py").write_text(LISTS)
     function = f"{project}/r.py:{name}" if name else ""
     blank = project / "blank.jsonl"  # an answer of white space equals an empty completion

@@ -116,9 +116,7 @@ def test_a_reason_from_an_agent_is_one_line_of_the_log(capsys: pytest.CaptureFix
     assert str(caught.value).isprintable()
 
 
-def test_a_result_is_without_what_was_not_measured(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_result_is_without_what_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = {"steps": 20, "loss_end": 0.022974684834480286, "heldout_end": None, "equal": False}
     long_table = {"rows": dict.fromkeys(map(str, range(12)), 0)}
     base.emit(found | long_table, as_json=False)

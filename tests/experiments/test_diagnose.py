@@ -435,9 +435,7 @@ def test_token_files_show_truncation_mismatch_or_nothing(framework: str, tmp_pat
         assert result["measured"]["token_ratio"] < 1.3 or name == "stale"
 
 
-def test_the_corrections_table_counts_what_the_learner_excludes(
-    tmp_path: Path,
-) -> None:
+def test_the_corrections_table_counts_what_the_learner_excludes(tmp_path: Path) -> None:
     write_tokens(tmp_path, "nemo-rl", 1, shift=0.4)
     log = diagnosis.read(tmp_path)
     samples = diagnosis.read_samples(log, 1)

@@ -201,9 +201,7 @@ def test_a_bad_eval_command_gets_one_clear_line(
 
 
 @pytest.mark.parametrize("command", ["compare", "sweep", "simulate"])
-def test_a_command_that_compares_runs_refuses_runs_of_no_steps(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_comparing_needs_runs_with_steps(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "demo", "--set", "learner.steps=0"])
     last = capsys.readouterr().err.strip().split("\n")[-1]

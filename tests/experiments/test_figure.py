@@ -75,9 +75,7 @@ def test_series_of_one_name_in_two_directories_stay_apart(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("ending", figures.FORMATS)
 @pytest.mark.parametrize("across", [STEP, LAG])
-def test_the_figure_is_of_its_kind_and_the_same_again(
-    ending: str, across: str, compared: Path, tmp_path: Path
-) -> None:
+def test_a_figure_is_of_its_kind(ending: str, across: str, compared: Path, tmp_path: Path) -> None:
     lines = make_lines(figures.read_points([compared], "eval/heldout", across))
     files = [tmp_path / f"{number}{ending}" for number in range(2)]
     for file in files:

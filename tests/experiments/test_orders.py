@@ -130,9 +130,7 @@ def late_runs(sort_model: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_ticket_order_waits_for_late_answers(
-    late_runs: dict[str, dict[str, Any]],
-) -> None:
+def test_ticket_order_waits_for_late_answers(late_runs: dict[str, dict[str, Any]]) -> None:
     prompt, late = late_runs["prompt"], late_runs["pace"]
     assert late["clock"] > prompt["clock"] and late["trained_ids"] == prompt["trained_ids"]
     assert max(map(int, late["lag_histogram"])) <= 2
@@ -141,7 +139,7 @@ def test_ticket_order_waits_for_late_answers(
     )
 
 
-def test_other_orders_train_other_samples_and_count_by_length_those_they_lose(
+def test_other_orders_train_others_and_count_losses(
     late_runs: dict[str, dict[str, Any]],
 ) -> None:
     pace, drop, first, fresh = (
@@ -265,9 +263,7 @@ def injected(run: Run) -> dict[str, Any]:
     return run("inject1", "staleness.max_lag=2", "staleness.inject=2")
 
 
-def test_a_constant_lag_is_that_lag_and_other_training(
-    injected: dict[str, Any], synchronous: dict[str, Any]
-) -> None:
+def test_a_lag_changes_the_training(injected: dict[str, Any], synchronous: dict[str, Any]) -> None:
     by_step = [
         r["lag/max"]
         for r in sorted(injected["rows"], key=lambda r: r["step"])

@@ -40,9 +40,7 @@ def test_synchronous_each_side_idles_for_the_others_share(generators: int) -> No
     assert o.tickets_mean == pytest.approx(4 * 6.4 / 10.4)
 
 
-def test_an_evaluating_generator_neither_gets_nor_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_evaluating_generator_neither_gets_nor_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it requests is granted, and what the window gets as free slots are those that wait."""
     sets = ("generators=3", "evaluation.generators=1", "evaluation.every=5", "staleness.max_lag=0")
     made = Simulation(config(*sets), change(BARE, step=0.1, train=4.0))

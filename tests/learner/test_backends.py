@@ -134,9 +134,7 @@ def test_every_backend_is_the_torch_learner(
     assert (mine["again"] >= 4) == ("gradient_checkpointing" in learner)
 
 
-def test_a_sample_split_into_rows_has_torchs_unsplit_gradient(
-    model_dir: Path,
-) -> None:
+def test_a_sample_split_into_rows_has_torchs_unsplit_gradient(model_dir: Path) -> None:
     """By plain gradient steps at every stage and with FSDP2, for losses by token, by sequence,
     towards a reference, and over mini-batches and epochs."""
     argv = [sys.executable, "tests/support/rows_program.py", str(model_dir)]
@@ -317,9 +315,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("two", [zero(3), TORCH, FSDP2])
-def test_a_rank_that_stands_still_ends_the_step_with_a_clear_error(
-    two: dict[str, Any], model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_rank_that_hangs_is_said(two: dict[str, Any], model_dir: Path, tmp_path: Path) -> None:
     """At stage 3 and with FSDP2 the forward pass waits for the others too; a killed rank is the
     subject of the whole run below.  Until it is stopped nobody is impatient."""
     learner = LEARNER | two | {"steps": 10**6}

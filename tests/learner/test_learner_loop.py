@@ -574,9 +574,7 @@ def test_how_many_versions_an_injection_names(inject: str, depth: int) -> None:
     assert got == depth
 
 
-def test_weights_that_give_no_logprobs_are_not_published(
-    life: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_without_logprobs_stay_private(life: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     one, _ = life()
     before = one.publisher.ring.list_labels()
     weight = next(p for n, p in policy.list_named_weights(one.core.model) if p.dim() == 2)
@@ -733,9 +731,7 @@ def test_a_welcomed_life_that_is_fenced_ends(lives: Callable[..., bool]) -> None
     assert FakeLearner.made[0].closed
 
 
-def test_a_signal_stops_the_life_and_says_it_is_unfinished(
-    lives: Callable[..., bool],
-) -> None:
+def test_a_signal_stops_the_life_and_says_it_is_unfinished(lives: Callable[..., bool]) -> None:
     def told(number: int) -> Callable[[FakeLearner], None]:
         def life(one: FakeLearner) -> None:
             assert not one.stopping
@@ -868,18 +864,14 @@ def test_the_model_is_exported_before_the_goodbye_is_sent(
     assert (after_cut / "weights_digest").read_text() == left
 
 
-def test_a_run_past_its_end_has_no_final_weights_until_the_new_end(
-    learner: MakeLearner,
-) -> None:
+def test_a_run_past_its_end_has_no_final_weights_until_the_new_end(learner: MakeLearner) -> None:
     one = learner()
     (one.run_dir / "weights_digest").write_text("of the end before")
     one.send_hello()
     assert one.welcomed and not (one.run_dir / "weights_digest").exists()
 
 
-def test_a_learner_makes_a_removed_ring_anew_while_it_waits(
-    learner: MakeLearner,
-) -> None:
+def test_a_learner_makes_a_removed_ring_anew_while_it_waits(learner: MakeLearner) -> None:
     """A generator that is started then finds the weights, though no step has been made since."""
     one = learner()
     one.send_hello()
@@ -891,9 +883,7 @@ def test_a_learner_makes_a_removed_ring_anew_while_it_waits(
     reader.close()
 
 
-def test_a_moved_buffer_is_asked_again_for_the_unanswered(
-    learner: MakeLearner,
-) -> None:
+def test_a_moved_buffer_is_asked_again_for_the_unanswered(learner: MakeLearner) -> None:
     one = learner()
     one.send_hello()
     one.repeat("ask 0", m.BatchRequest(one.epoch, 0))

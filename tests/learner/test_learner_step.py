@@ -13,15 +13,7 @@ import numpy as np
 import pytest
 import torch
 from algorithms_kit import parse_settings
-from learner_step_kit import (
-    ANCHORS,
-    GROUPS,
-    SIZE,
-    batch,
-    core,
-    model_dir,
-    weights,
-)
+from learner_step_kit import ANCHORS, GROUPS, SIZE, batch, core, model_dir, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_scheduler
 
@@ -543,9 +535,7 @@ def test_exact_runs_end_at_the_first_difference(model_dir: Path) -> None:
     )
 
 
-def test_the_exact_kl_of_each_step_needs_both_models_packed(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_kl_needs_both_packed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of another kind has no packed forward: the policy's own, or the reference's."""
     kl = {"loss": {"coefficient": 0.1, "off_policy": "prefix_full"}}
     for without in (0, 1):
@@ -573,9 +563,7 @@ def test_the_exact_kl_of_each_step_needs_both_models_packed(
         core(model_dir, kl={"loss": {"coefficient": 0.1, "off_policy": "prefix"}})
 
 
-def test_the_fresher_a_token_the_nearer_its_anchor_to_the_behaviour(
-    model_dir: Path,
-) -> None:
+def test_the_fresher_a_token_the_nearer_its_anchor_to_the_behaviour(model_dir: Path) -> None:
     """1 / (lag + 1) of mu's log-probability, the rest the learner's own: mu itself at lag 0."""
     c = core(model_dir, correction={"proximal": "interpolate"})
     data = batch()
@@ -672,7 +660,7 @@ def run_that_raises(error: Exception) -> Callable[..., Any]:
     return Raising
 
 
-def test_an_experiment_records_a_divergence_and_raises_everything_else(
+def test_experiments_record_divergence_and_raise_all_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = load.load("configs/demo.toml")

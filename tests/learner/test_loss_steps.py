@@ -78,9 +78,7 @@ def test_the_start_is_measured_first_for_kl_in_the_reward_and_for_stops_in_parts
     ],
     ids=str,
 )
-def test_whole_batches_need_their_logprobs_unless_they_are_the_start(
-    more: dict[str, Any],
-) -> None:
+def test_whole_batches_need_their_logprobs_unless_they_are_the_start(more: dict[str, Any]) -> None:
     b = batch(1)
     b.start = None
     proximal = more.get("correction", {}).get("proximal")

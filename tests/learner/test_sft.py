@@ -164,9 +164,7 @@ def test_a_template_that_fails_on_an_answer_is_named(tmp_path: Path) -> None:
         fit.read_pairs(str(path), load_tokenizer(model), SftData(train=str(path)), 256, model)
 
 
-def test_a_run_of_what_it_leaves_ends_answers_where_the_learned_ones_end(
-    tmp_path: Path, forked: Callable[..., dict[str, Any]]
-) -> None:
+def test_runs_end_answers_as_learned(tmp_path: Path, forked: Callable[..., dict[str, Any]]) -> None:
     """The template's end is no stop token of the model that it began with."""
     model = chatting(tmp_path / "m", ENDED + ASKING)
     rows: list[dict[str, Any]] = [

@@ -89,9 +89,7 @@ def test_the_rows_of_a_batch_carry_their_supports(model_dir: Path) -> None:
     assert pack(batch()).build_support_table([0, 1], torch.device("cpu")) is None
 
 
-def test_an_engine_without_support_is_warned_about(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_without_support_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = msgspec.structs.replace(ENGINES["vllm"], records_support=False)
     monkeypatch.setitem(ENGINES, "vllm", silent)
     with pytest.raises(ConfigError, match=r"agent\.forced: constrain needs an engine that"):

@@ -212,9 +212,7 @@ def test_threads_and_priorities_are_those_of_the_decision(
     assert lines == said and bool(set_up) == bool(later)
 
 
-def test_threads_are_set_beside_generators_of_this_machine_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_threads_consider_local_generators(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of two that are gone, one is noticed where its times are read and one where they were."""
     done: list[tuple[Any, ...]] = []
 

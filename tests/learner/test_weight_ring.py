@@ -128,9 +128,7 @@ while not pathlib.Path(sys.argv[2]).exists():
 """
 
 
-def test_a_stopped_reader_never_sees_a_torn_copy_nor_blocks_the_writer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_readers_see_no_torn_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader stands still whenever it has copied half; every other time its slot is overwritten
     meanwhile, as its pin is too old."""
     r, end = ring(tmp_path, 2, wait_s=600), tmp_path / "end"
@@ -178,9 +176,7 @@ def test_chunks_over_tcp_without_shared_memory(tmp_path: Path) -> None:
         server.close()
 
 
-def test_a_removed_ring_is_made_anew_with_all_that_it_held(
-    tmp_path: Path,
-) -> None:
+def test_a_removed_ring_is_made_anew_with_all_that_it_held(tmp_path: Path) -> None:
     """Who mapped the old files finds that nothing new comes there, and opens the new ones; who
     begins finds the newest version."""
     config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}})

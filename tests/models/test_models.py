@@ -431,9 +431,7 @@ def test_a_chat_template_is_rendered_without_torch(small_model: Path, tmp_path: 
     assert json.loads(done.out) == ["PlainTokenizer", ids, theirs.eos_token_id, False, turns]
 
 
-def test_a_qwen_models_tokenizer_is_the_one_that_transformers_chooses_and_imports_no_torch(
-    small_model: Path, tmp_path: Path
-) -> None:
+def test_a_qwen_tokenizer_is_transformers_without_torch(small_model: Path, tmp_path: Path) -> None:
     path = shutil.copytree(small_model, tmp_path / "m")
     vocab = {c: i for i, c in enumerate(["l", "o", "w", "1", "2", "Ġ", "lo", "low"])}
     made = transformers.Qwen2Tokenizer(

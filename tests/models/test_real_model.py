@@ -110,9 +110,7 @@ def test_the_packed_forward_is_transformers(directory: Path, model: PolicyModel)
             assert want.std() > 0.1
 
 
-def test_the_engine_draws_by_the_same_probabilities_and_says_paris(
-    config: Any, directory: Path, model: PolicyModel
-) -> None:
+def test_the_engine_draws_and_says_paris(config: Any, directory: Path, model: PolicyModel) -> None:
     engine = make_engine(config)
     engine.load(dict(list_named_weights(model)), Label(1, 0), "d")
     tokenizer = load_tokenizer(directory)

@@ -373,9 +373,7 @@ def test_any_transformers_mixture_records_and_replays(olmoe: policy.PolicyModel)
         assert float((own - other).abs().max()) > 1e-3
 
 
-def test_any_mixture_keeps_its_experts_across_a_swap(
-    olmoe: policy.PolicyModel,
-) -> None:
+def test_any_mixture_keeps_its_experts_across_a_swap(olmoe: policy.PolicyModel) -> None:
     first = {name: weight.clone() for name, weight in policy.list_named_weights(olmoe)}
     second = {name: weight.roll(1, -1) for name, weight in first.items()}
     e = GenericEngine(olmoe, slots=3, context=64, record_routing=True)

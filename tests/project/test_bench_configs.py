@@ -154,9 +154,7 @@ def test_generate_is_measured_in_the_way_that_is_fastest(monkeypatch: pytest.Mon
     assert ran == [("eager", "static", 256, 100), ("sdpa", None, 64, 100)]
 
 
-def test_a_buffers_stand_in_has_all_that_generators_ask(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_buffers_stand_in_has_all_that_generators_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = program("vllm_engine", monkeypatch)
     classes = (Generator, TicketHolder, sockets.BufferPeer)
     source = "".join(inspect.getsource(kind) for kind in classes)
@@ -224,9 +222,7 @@ def as_the_plain_loop(
 
 
 @pytest.mark.parametrize("family,kv,tied", FAMILIES)
-def test_what_it_says_it_sampled_from_is_what_transformers_says(
-    tmp_path: Path, family: str, kv: int, tied: bool
-) -> None:
+def test_its_logprobs_are_transformers(tmp_path: Path, family: str, kv: int, tied: bool) -> None:
     _, hf, answers = written(tmp_path, family, kv, tied)
     ids, place, mask = as_the_plain_loop(answers)
     with torch.no_grad():

@@ -91,9 +91,7 @@ def test_a_run_in_a_folder_with_files_of_our_names(folder: Path, small_model: Pa
     assert seen["actors"] == str(ROOT / "actors" / "__init__.py") and "lib/python" in seen["queue"]
 
 
-def test_modules_on_a_pythonpath_of_the_users_own_are_found_and_hide_nothing(
-    folder: Path, tmp_path: Path, small_model: Path
-) -> None:
+def test_users_modules_hide_nothing(folder: Path, tmp_path: Path, small_model: Path) -> None:
     """There the standard library comes later, as the user asked for; our names still win, as they
     do in the folder."""
     mine = tmp_path / "mine"

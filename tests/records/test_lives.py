@@ -103,9 +103,7 @@ def test_two_learners_live_side_by_side(run_dir: Path) -> None:
     assert two.end(0)
 
 
-def test_only_the_last_of_a_directory_is_the_last_and_others_wait_for_it(
-    run_dir: Path,
-) -> None:
+def test_only_the_last_of_a_directory_is_the_last_and_others_wait_for_it(run_dir: Path) -> None:
     first = process_log.ProcessIncarnation(run_dir, "buffer", alone=True)
     second = process_log.ProcessIncarnation(run_dir, "learner", alone=False)
     assert not first.end(0)
@@ -329,9 +327,7 @@ def test_a_run_without_a_batch_has_nothing_to_report(run_dir: Path) -> None:
         run_page.write(run_dir)
 
 
-def test_the_last_process_writes_the_end_unless_somebody_else_does(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_process_writes_the_end(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     monkeypatch.setattr(runner, "conclude", lambda config, run_dir, code: made.append(code))
 

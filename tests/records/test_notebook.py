@@ -71,9 +71,7 @@ def test_what_a_run_left(first: asyncrl.LoadedRun) -> None:
     assert ends.pop("generated") == sum(ends.values()) > 0
 
 
-def test_a_run_without_its_summary_is_read_as_far_as_it_came(
-    first: asyncrl.LoadedRun, tmp_path: Path
-) -> None:
+def test_a_run_without_summary_is_read_to_its_end(first: asyncrl.LoadedRun, tmp_path: Path) -> None:
     shutil.copytree(first.path, tmp_path / "cut")
     for name in ("summary.json", "buffer_summary.json"):
         (tmp_path / "cut" / name).unlink()

@@ -187,9 +187,7 @@ HOLDER = (
 )
 
 
-def test_memory_that_no_living_process_holds_is_swept_by_a_later_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unheld_memory_is_swept_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shm = tmp_path / "shm"
     shm.mkdir()
     monkeypatch.setattr(rundir, "SHM", shm)
@@ -229,9 +227,7 @@ def test_memory_that_no_living_process_holds_is_swept_by_a_later_start(
         alive.communicate("end")
 
 
-def test_memory_that_is_swept_at_the_moment_of_its_making_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_swept_early_is_remade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rundir, "SHM", tmp_path)
     (tmp_path / "run_id").write_text("x")
     place = rundir.get_shm_dir(tmp_path)

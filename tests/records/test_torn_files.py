@@ -296,9 +296,7 @@ def test_a_timeline_without_room_ends_nothing(tmp_path: Path) -> None:
     assert not merge(tmp_path).exists()
 
 
-def test_tensorboard_without_room_drops_its_events_and_ends_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tensorboard_may_lack_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer = metrics.MetricsWriter(tmp_path)
     writer.write(0, {"reward/mean": 0.5})
     writer.board.records.close()
@@ -398,9 +396,7 @@ def test_an_interrupt_leaves_no_part_of_a_directory(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-def test_a_directory_replaces_another_and_a_killed_process_remains(
-    tmp_path: Path,
-) -> None:
+def test_a_directory_replaces_another_and_a_killed_process_remains(tmp_path: Path) -> None:
     path = tmp_path / "model"
     hidden = tmp_path / ".mine"
     for directory in (path, hidden):
@@ -499,9 +495,7 @@ watchdog = {{ floor_s = 1800.0, startup_s = 3600.0 }}
     call("export", "runs/lauf-ä", "mødell")
 
 
-def test_runs_of_one_config_in_the_same_second_get_their_own_directories(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simultaneous_runs_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the command: the first is refused and leaves nothing, the others start at once."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda _: "20260101-000000")

@@ -44,11 +44,7 @@ from asyncrl.supervise.hosts import TAIL_BYTES
 from asyncrl.supervise.report import advice, plots, run_page, run_view
 from asyncrl.supervise.report.run_view import RunView
 from asyncrl.supervise.report.series import Series, downsample
-from asyncrl.supervise.report.token_samples import (
-    SHADES,
-    SampleStore,
-    format_terminal,
-)
+from asyncrl.supervise.report.token_samples import SHADES, SampleStore, format_terminal
 from asyncrl.transport import http_server, sockets
 from asyncrl.transport.http_server import HttpServer, ListenAddress
 from asyncrl.viewer import run_search, server
@@ -610,9 +606,7 @@ def test_a_run_that_cannot_be_summed_up_has_no_summary(run_dir: Path) -> None:
     )
 
 
-def test_health_checks_of_a_run_in_progress_are_of_its_summary(
-    run_dir: Path,
-) -> None:
+def test_health_checks_of_a_run_in_progress_are_of_its_summary(run_dir: Path) -> None:
     run = RunView("first", run_dir)
     run._summary = {"signs": [{"name": "odd", "said": "it was odd", "try_this": "nothing"}]}
     run._next_summary = math.inf
@@ -1111,9 +1105,7 @@ def test_a_page_has_a_process_of_its_own_until_it_is_closed(run_dir: Path) -> No
         httpx2.get(f"{address}/api/runs")
 
 
-def test_the_process_of_a_page_ends_with_this_one_and_takes_no_input(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pages_process_ends_with_ours(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parent's death is asked for before it runs anything."""
     started: list[dict[str, Any]] = []
 

@@ -63,9 +63,7 @@ def test_memory_kills_are_of_host_or_group(tmp_path: Path, monkeypatch: pytest.M
     assert machine_memory.count_memory_kills() == 8
 
 
-def test_a_process_that_was_killed_for_memory_is_named_with_its_longest_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_kills_name_longest_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor = Supervisor(
         Config(model=ModelConfig(path="m"), task=TaskConfig(name="sort")), tmp_path, print
     )

@@ -250,9 +250,7 @@ def test_the_threads_on_the_learners_machine_follow_who_is_there(waiting: Any) -
     assert made.count_local_threads() == 1
 
 
-def test_who_wants_no_sample_is_told_of_versions_and_end_alone(
-    waiting: Any,
-) -> None:
+def test_who_wants_no_sample_is_told_of_versions_and_end_alone(waiting: Any) -> None:
     made, sent = waiting(0)
     for name in ("drawing", "writing"):
         made.handle(name.encode(), greet(made.run, name, 1))

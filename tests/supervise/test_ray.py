@@ -374,9 +374,7 @@ def test_a_process_that_waits_for_a_host_ends_at_once_and_a_deaf_host_with_all(
     assert up.gone and (process.code, other.code) == (-signal.SIGKILL, -signal.SIGKILL)
 
 
-def test_a_generator_joins_with_its_key_and_has_its_own_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_joiner_has_its_key_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = [
         "generators=2",
         "wires.address='tcp://10.0.0.1:1'",

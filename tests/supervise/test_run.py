@@ -49,9 +49,7 @@ def test_limit_zero_is_synchronous_training(asyncrl: Call) -> None:
     assert summary["steps"] == 6 and summary["lag"]["max"] == 0
 
 
-def test_synchronous_runs_repeat_bitwise_also_after_stop_and_resume(
-    asyncrl: Call, tmp_path: Path, sort_model: Path
-) -> None:
+def test_synchronous_runs_repeat_bitwise(asyncrl: Call, tmp_path: Path, sort_model: Path) -> None:
     words = ("learner.steps=12", "staleness.max_lag=0", "learner.checkpoint_every=3", *FEW)
     words += ("wires.lease_s=600",)  # a generator that stands still draws nothing a second time
     first = asyncrl("run", *words, "name='one'").json

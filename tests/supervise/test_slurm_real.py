@@ -146,9 +146,7 @@ SETS_TEXT = (
 SETS = [*SETS_TEXT.split()]
 
 
-def test_the_script_runs_in_slurm_and_ends_with_a_checkpoint(
-    cluster: Cluster, tmp_path: Path, small_model: Path
-) -> None:
+def test_slurm_ends_with_a_checkpoint(cluster: Cluster, tmp_path: Path, small_model: Path) -> None:
     sets = [*SETS, f"model.path={str(small_model)!r}", "runs='runs'"]
     words = [word for each in sets for word in ("--set", each)]
     # as after `source .../bin/activate`, which the script leaves to the site

@@ -208,9 +208,7 @@ def test_a_bad_chat_is_refused_at_its_line(row: Any, problem: str, tmp_path: Pat
         read([{"prompt": "1+1=", "answer": "2"}, row], tmp_path)
 
 
-def test_the_last_assistant_turn_is_the_answer_or_its_beginning(
-    tmp_path: Path,
-) -> None:
+def test_the_last_assistant_turn_is_the_answer_or_its_beginning(tmp_path: Path) -> None:
     rows = [{"messages": [GO, FOUR]}]
     (prompt,) = read(rows, tmp_path, answer="messages.-1.content")
     assert (prompt.messages, prompt.answer) == ([GO], "4")

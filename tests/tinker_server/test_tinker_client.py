@@ -59,9 +59,7 @@ def test_losses_train_and_the_lag_is_known(trained: tinker.TrainingClient) -> No
         assert metrics["optim_grad_norm"] > 0 or loss == "gspo"  # every sequence may be clipped
 
 
-def test_a_prompt_is_scored_and_parameters_followed(
-    trained: tinker.TrainingClient,
-) -> None:
+def test_a_prompt_is_scored_and_parameters_followed(trained: tinker.TrainingClient) -> None:
     sampler = created(trained.save_weights_and_get_sampling_client())
     forward = trained.forward([tuned_datum(PROMPT)], "cross_entropy").result()
     scored = sampler.compute_logprobs(prompt()).result()

@@ -90,9 +90,7 @@ def doctor(server: ServerProcess, client: tinker.TrainingClient) -> dict[str, An
     return model
 
 
-def test_spans_and_weights_do_not_hide_old_tokens(
-    server: ServerProcess, service: tinker.ServiceClient
-) -> None:
+def test_old_tokens_cannot_be_hidden(server: ServerProcess, service: tinker.ServiceClient) -> None:
     """Each of these trained tokens of lag 2 under a limit of 1."""
     client = new_model(service)
     old = policy_datum(sampled_sequences(client, 1)[0], spans=True)
@@ -172,9 +170,7 @@ def test_a_killed_process_loses_and_repeats_nothing(
     assert [row["batch"] for row in rows] == [0, 1]  # each step once
 
 
-def test_a_sampling_process_killed_amid_requests_answers_each_once(
-    server: ServerProcess, service: tinker.ServiceClient
-) -> None:
+def test_killed_samplers_answer_once(server: ServerProcess, service: tinker.ServiceClient) -> None:
     """One request is being sampled, the other is not yet read when the process is killed."""
     client = new_model(service)
     sampler = client.save_weights_and_get_sampling_client().result()

@@ -347,10 +347,7 @@ def lags_of(ledger: SequenceLedger, datum: Datum, **keys: object) -> tuple[list[
 
 
 def test_a_sequence_is_found_by_the_bits_of_its_logprobs(
-    ledger: SequenceLedger,
-    trainer: ServedModels,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    ledger: SequenceLedger, trainer: ServedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, third = datums(trainer)
     known = record(ledger, first, 3)
@@ -487,9 +484,7 @@ def test_a_part_of_a_sequence_whose_tokens_are_forgotten_has_an_unknown_lag(
     assert (len(old.sequences), old.comparable_tokens) == (5, 4)
 
 
-def test_supervised_tokens_are_counted_and_can_be_forbidden(
-    ledger: SequenceLedger, trainer: ServedModels
-) -> None:
+def test_supervised_tokens_may_be_forbidden(ledger: SequenceLedger, trainer: ServedModels) -> None:
     """cross_entropy could train sampled tokens at any lag, with advantages as its weights."""
     first, _, _ = datums(trainer)
     id = record(ledger, first, 0)
@@ -524,9 +519,7 @@ def test_versions_count_only_before_the_fork(ledger: SequenceLedger, trainer: Se
     assert known == [None, None, 0]
 
 
-def test_equal_sequences_of_other_models_are_not_taken_for_ones_own(
-    ledger: SequenceLedger, trainer: ServedModels
-) -> None:
+def test_equal_sequences_are_told_by_model(ledger: SequenceLedger, trainer: ServedModels) -> None:
     """New adapters sample what the base model does, so models of one server sample the same."""
     first, second, _ = datums(trainer)
     foreign = [record(ledger, first, 0, "other"), record(ledger, first, 0, "")]
@@ -542,9 +535,7 @@ def test_equal_sequences_of_other_models_are_not_taken_for_ones_own(
     assert run.sequence is not None and run.sequence.id == inherited
 
 
-def test_the_ledger_closes_and_equal_sequences_are_trained_once_each(
-    ledger: SequenceLedger, trainer: ServedModels
-) -> None:
+def test_the_ledger_closes_and_counts_once(ledger: SequenceLedger, trainer: ServedModels) -> None:
     first, second, _ = datums(trainer)
     ids = [record(ledger, first, 0), record(ledger, first, 0), record(ledger, second, 0)]
     taken: Counter[str] = Counter()

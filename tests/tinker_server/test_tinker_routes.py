@@ -339,9 +339,7 @@ def test_a_request_to_sample_that_waits_is_canceled(
     assert draw(sampler, 1)
 
 
-def test_a_sampling_process_that_exits_samples_the_same(
-    server: LocalServer, service: tinker.ServiceClient
-) -> None:
+def test_a_new_sampler_samples_the_same(server: LocalServer, service: tinker.ServiceClient) -> None:
     link = server.server.samplers.link
     sampler = service.create_sampling_client(base_model="tiny").result()
     seeded = types.SamplingParams(max_tokens=6, seed=3)

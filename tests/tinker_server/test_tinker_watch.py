@@ -254,9 +254,7 @@ def test_the_settings_and_logs_of_a_model_are_its_server_s(served: Path) -> None
     )
 
 
-def test_the_ledger_is_current_while_a_client_only_samples(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ledger_follows_sampling(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "LEDGER_S", 0.01)
     with server.client() as service:
         client = service.create_lora_training_client("tiny", rank=2).result()

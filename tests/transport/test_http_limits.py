@@ -88,9 +88,7 @@ def door(doors: dict[str, Door], request: pytest.FixtureRequest) -> Door:
     return doors[request.param]
 
 
-def test_heads_and_bodies_have_a_size_and_a_time(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_and_bodies_have_size_and_time(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     assert door.ask(door.head()).startswith(b"HTTP/1.1 200 ")
     assert door.ask(door.head(key=False))[9:12] in (b"401", b"403")
     nameless = door.head().replace(b"host: 127.0.0.1\r\n", b"")

@@ -34,9 +34,7 @@ def test_a_line_is_shared_and_delays_what_has_left_it() -> None:
     assert Line(Shape(delay_s=0.02)).arrival(1 << 30, now=3.0) == 3.02
 
 
-def test_the_relay_hands_on_all_and_cuts_what_carried_so_much(
-    tmp_path: Path,
-) -> None:
+def test_the_relay_hands_on_all_and_cuts_what_carried_so_much(tmp_path: Path) -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while piece := await reader.read(4096):
             writer.write(piece)

@@ -165,9 +165,7 @@ def test_each_generator_has_a_pair_of_its_own_and_none_holds_up_the_others(
     ring.close()
 
 
-def test_a_learner_that_ends_is_told_to_the_generator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learners_end_reaches_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ring = weight_ring.WeightRing(tmp_path / "ring", SIZE, 2, ROWS, 1)
     digest = ring.write(Label(1, 0), fill(3))
     server = PairServer(tmp_path / "ring", "gloo", ROWS, DEADLINE_S)

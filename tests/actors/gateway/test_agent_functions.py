@@ -265,9 +265,7 @@ def test_without_the_hub_s_package_the_error_says_what_to_install(
     assert examine.examine("verifiers:words", {}, tmp_path) == {"error": str(error.value)}
 
 
-def test_another_package_of_that_name_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_package_of_that_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     other = ModuleType("verifiers")
     other.__version__ = "9"
     monkeypatch.setitem(sys.modules, "verifiers", other)
@@ -279,9 +277,7 @@ def test_another_package_of_that_name_is_named(
     )
 
 
-def test_an_environment_is_loaded_by_its_adapter_or_its_error_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_environment_loads_or_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package, adapter = ModuleType("verifiers"), ModuleType("adapter")
     package.__version__ = "0.1.9"
     package.load_environment = print

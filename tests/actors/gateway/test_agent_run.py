@@ -135,9 +135,7 @@ def test_a_killed_learners_sessions_go_on_under_its_next(model_dir: Path, tmp_pa
     assert ledger["duplicate"] == ledger["failed"] == 0
 
 
-def test_a_learner_held_up_by_an_endless_tool_is_told_of_it_and_freed_at_the_deadline(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_deadline_frees_a_learner_from_an_endless_tool(model_dir: Path, tmp_path: Path) -> None:
     """The session is named while it lasts, by the buffer and by `asyncrl doctor`; its deadline ends
     it, and nothing else of the run.  That comes when both have spoken: the gateway's clock jumps.
     """

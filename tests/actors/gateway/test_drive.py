@@ -143,9 +143,7 @@ def test_an_exception_fails_its_session_alone(drive: EnvironmentPool, kind: str,
         ("garbles", r"its process sent an invalid reply \(a frame of 4294967295 bytes\)"),
     ],
 )
-def test_one_that_hangs_or_dies_takes_the_others_along_and_they_are_lost_not_failed(
-    drive: EnvironmentPool, kind: str, why: str
-) -> None:
+def test_a_hang_or_death_loses_the_others(drive: EnvironmentPool, kind: str, why: str) -> None:
     for session, what in ((1, "talks"), (2, kind), (3, "talks")):
         drive.reset(reset(session, what))
     poll(drive, 3)

@@ -131,9 +131,7 @@ def test_ratios_are_taken_within_a_round(bench: Any) -> None:
     assert bench.judged_engines([{"embedded": a_round(1.0)["embedded"]}]) == []
 
 
-def test_a_step_without_a_warm_start_is_not_measured(
-    bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cold_step_is_not_measured(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = SimpleNamespace(end=lambda: None)
     monkeypatch.setattr(bench, "a_run", lambda *_: {"step": 1.0, "length": 30.0, "reward": 0.0})
     with pytest.raises(RuntimeError, match=r"reward 0\.00: the model has no warm start"):

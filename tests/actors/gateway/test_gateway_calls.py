@@ -241,9 +241,7 @@ def test_every_call_is_admitted_at_or_above_its_sessions_minimum(turn) -> None:
     assert turn.results.pop().routed == routed.encode()
 
 
-def test_a_call_that_fails_is_answered_and_the_others_are_drawn(
-    turn,
-) -> None:
+def test_a_call_that_fails_is_answered_and_the_others_are_drawn(turn) -> None:
     """Without a word its client would wait for ever, and those of its message too."""
     foreign = np.array([3, turn.vocabulary], "<i4").tobytes()
     bad = [

@@ -156,9 +156,7 @@ def test_a_session_is_one_row_of_its_calls_and_what_stood_between_them(world: Ma
     assert not w.gateway.held and not w.gateway.episodes
 
 
-def test_rewards_of_calls_stand_on_their_last_tokens_in_one_row(
-    world: MakeWorld,
-) -> None:
+def test_rewards_of_calls_stand_on_their_last_tokens_in_one_row(world: MakeWorld) -> None:
     w = world(fork="end")
     w.take(w.ticket())
     for text in ("ab", "abc", "a"):
@@ -234,9 +232,7 @@ def test_evaluations_are_against_their_own_opponent(world: MakeWorld) -> None:
     assert (s.calls, s.aside, s.reward) == (3, 0, 1.0)
 
 
-def test_a_limit_of_calls_is_an_outcome_once_the_policy_has_moved(
-    world: MakeWorld,
-) -> None:
+def test_a_limit_of_calls_is_an_outcome_once_the_policy_has_moved(world: MakeWorld) -> None:
     """Before that nothing of the sample could be trained: it has failed."""
     for kind, side, texts in (("", 1, ("a", "bb", "abc")), ("quits", 1, ("h", "h", "h"))):
         w = world(env="agent_envs:Longer", opponent="self", eval_opponent="random", max_calls=3)
@@ -320,9 +316,7 @@ def test_the_deadline_ends_a_session_whose_call_is_being_drawn(world: MakeWorld)
         ("dies", "its process ended (exit code 3)"),
     ],
 )
-def test_an_environment_that_fails_makes_a_failed_sample_never_a_reward_of_0(
-    world: MakeWorld, kind: str, why: str
-) -> None:
+def test_an_environments_failure_is_no_reward_of_0(world: MakeWorld, kind: str, why: str) -> None:
     w = world(env="agent_envs:Fails")
     w.take(w.ticket(kind=kind))
     w.answer(w.calls(1)[0], "ab")
@@ -348,9 +342,7 @@ def test_a_session_lost_with_anothers_environment_begins_again(world: MakeWorld)
     assert found[11].failed and not found[12].failed and found[12].calls == 3
 
 
-def test_sessions_of_an_earlier_epoch_go_on_under_the_next_grant(
-    world: MakeWorld,
-) -> None:
+def test_sessions_of_an_earlier_epoch_go_on_under_the_next_grant(world: MakeWorld) -> None:
     """Nothing of theirs is drawn between; what they drew before stays with their first attempt."""
     w = world()
     first = w.ticket(2)
@@ -573,9 +565,7 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: MakeWorld) -> None:
     assert {x.kind for x in told()} == {"grant"}
 
 
-def test_sessions_of_which_none_ends_well_end_the_run(
-    world: MakeWorld, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_failed_sessions_ends(world: MakeWorld, capfd: pytest.CaptureFixture[str]) -> None:
     """Eight, and half of those that began: not the first few of many, and none after one that did
     well."""
     w = world(env="agent_envs:Fails")
@@ -710,9 +700,7 @@ TEMPLATE = (
 )
 
 
-def test_tools_are_called_and_the_reward_judges_the_last_answer(
-    tmp_path: Path,
-) -> None:
+def test_tools_are_called_and_the_reward_judges_the_last_answer(tmp_path: Path) -> None:
     build_model(tmp_path / "m", "".join(map(chr, range(32, 127))), hidden=32, layers=1)
     (tmp_path / "m" / "chat_template.jinja").write_text(TEMPLATE)
     raw = {

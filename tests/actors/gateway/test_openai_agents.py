@@ -117,9 +117,7 @@ def worked(program: Any, endpoint: Endpoint) -> int:
     return asyncio.run(whole())
 
 
-def test_the_policy_is_scored_and_what_the_endpoint_refuses_fails(
-    program: Any,
-) -> None:
+def test_the_policy_is_scored_and_what_the_endpoint_refuses_fails(program: Any) -> None:
     endpoint = Endpoint(
         (200, "#341"),
         (200, "#340"),

@@ -107,9 +107,7 @@ def test_every_option_that_the_policy_cannot_follow_is_listed() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS_REFUSED)
-def test_an_option_with_an_effect_that_the_policy_lacks_is_refused(
-    name: str,
-) -> None:
+def test_an_option_with_an_effect_that_the_policy_lacks_is_refused(name: str) -> None:
     neutral, others, why = OPTIONS_REFUSED[name]
     for value in (None, *neutral):
         assert parsed("chat", {"messages": GO, name: value}) == {"messages": GO}, value
@@ -190,9 +188,7 @@ def test_ids_of_calls_and_defaults_of_requests() -> None:
     assert limited["message"] == "prompt: give token ids in [0, 9)"
 
 
-def test_a_long_grammar_is_refused_by_its_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_long_grammar_is_refused_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = {"forced": "constrain"}
     schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 900]}}}
     bodies = {

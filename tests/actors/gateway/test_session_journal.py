@@ -195,9 +195,7 @@ def test_a_torn_tail_costs_the_record_it_is_of(tmp_path: Path) -> None:
     assert len(read_records(recorded.file.path)) == 1
 
 
-def test_what_cannot_be_read_or_written_costs_that_session(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_file_costs_that_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded = Recorded(tmp_path)
     other = recorded.file.path.parent / "2.0.1"
     other.write_bytes(b"nonsense")

@@ -52,9 +52,7 @@ def begun(store: Store) -> Store:
         ["outside"] * 8 + ["crashed"],
     ],
 )
-def test_a_deadly_batch_is_set_aside_and_the_next_takes_its_place(
-    ends: list[str],
-) -> None:
+def test_a_deadly_batch_is_set_aside_and_the_next_takes_its_place(ends: list[str]) -> None:
     store = begun(make(3, 2, 2))
     bad, after = store.ask(1, 1)[0], store.ask(1, 2)[0]
     bad, after = [g.ticket for g in bad], [g.ticket for g in after]
