@@ -56,8 +56,8 @@ def estimate_k3(x: Tensor) -> Tensor:
 
 
 def estimate_low_var_kl(x: Tensor) -> Tensor:
-    """Return k3 clamped to [-10, 10], without gradient beyond."""
-    return estimate_k3(x).clamp(-10, 10)
+    """Return k3, which is never negative, clamped to 10, without gradient beyond."""
+    return estimate_k3(x).clamp(max=10)
 
 
 def compute_exact_kl(logs: Tensor, ref_logs: Tensor) -> tuple[Tensor, Tensor]:

@@ -131,9 +131,15 @@ def test_the_smallest_window_for_the_target(latency: float, load: float, measure
     window = find_smallest_window(timings, share, 32.0)
     assert replay(window) <= slower / (1 - target) + 1e-9
     assert window == 1.0 or replay(window - 1 / 8) > slower / (1 - target)
+    in_ms = [
+        BatchTiming(1000 * step, 1000 * (step - work), 1000 * latency, math.nan, load / step)
+    ] * KEPT
+    assert find_smallest_window(in_ms, share, 32.0) == window
 
 
 def test_the_part_of_a_batch_opens_between_two_commits() -> None:
+    assert msgspec.to_builtins(BatchTiming(1.0, 2.0, 3.0, 4.0, 5.0)) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert msgspec.to_builtins(AdmissionWindow()) == [2.0, 0.0, (), 0.0, 2.0]
     window = msgspec.structs.replace(after(AdmissionWindow(), [1.5] * KEPT), opens=0.0)
     timing = BatchTiming(1.0, 0.0, 1.5, math.nan, 0.2)
     moved = next_window(window, timing, SHARE, MOST, now=100.0)

@@ -91,6 +91,8 @@ def test_the_words() -> None:
     ).describe()
     assert "would not wait (95 % of sessions end within 210 s, a step takes 35 s)" in usual
     assert "ends that" not in usual
+    equal = msgspec.structs.replace(ONE, open_s=210.0)
+    assert "(open for 210 s, " in BlockingSession(equal, "gateway-0", 210.0, 35.0, 6).describe()
     unknown = msgspec.structs.replace(ONE, open_s=0.5)
     said = BlockingSession(unknown, "gateway-0", step_s=35.0, max_lag=6).describe()
     assert "(open for 0 s, a step takes 35 s)" in said

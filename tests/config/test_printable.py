@@ -23,7 +23,7 @@ from asyncrl.config.agents import AgentConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract import toml_writer
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.printable import escape_line, format_last_frame
+from asyncrl.contract.printable import describe_exit, escape_line, format_last_frame
 from asyncrl.contract.waits import ProcessWait, WaitLog
 from asyncrl.records import process_log
 from asyncrl.supervise import doctor, hosts, live
@@ -46,6 +46,7 @@ def test_every_character_that_acts_is_escaped() -> None:
             assert shown.isprintable() and re.fullmatch(r"a\\[xunrtU0-9a-f]+b", shown), ascii(c)
     assert escape_line("na\u00efve \u6f22\u5b57") == "na\u00efve \u6f22\u5b57"
     assert format_last_frame(ValueError("never raised")) == ""
+    assert [describe_exit(code) for code in (0, 3, -9)] == ["exit code 0", "exit code 3", "SIGKILL"]
     assert [len(escape_line("x" * length)) for length in (300, 301)] == [300, 303]
     assert escape_line("\x1b" * 1000).count("x1b") <= 76 and escape_line(EVIL * 99).endswith("...")
 
@@ -150,7 +151,9 @@ def test_a_config_without_tomli_w_loads_back_equal(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "tomli_w", None)
     plain = load.dump(config)
     assert "gpus = [0, 1]\n" in plain != usual
-    assert toml_writer.find_differences({"a": 1, "b": {}}, {"a": 2, "b": {}}) == {"a": (1, 2)}
+    assert toml_writer.find_differences(
+        {"a": 1, "b": {"c": 1, "d": {}}, "e": 1, "f": {}}, {"a": 2, "b": {"c": 3, "d": {}}, "f": 4}
+    ) == {"a": (1, 2), "b.c": (1, 3), "e": (1, None), "f": ({}, 4)}
     assert toml_writer.read_table(engines.__file__)["vllm"]
     assert load.build(tomllib.loads(plain)) == load.build(tomllib.loads(usual)) == config
     assert load.format_value(["a", 2]) == '["a", 2]'

@@ -601,12 +601,37 @@ def test_an_average_of_versions_is_proximal(rank: int, model_dir: Path, tmp_path
     assert again.average is not None and c.average is not None
     assert all(map(torch.equal, again.average.values, c.average.values))
     (tmp_path / "number_2" / "average_0.pt").unlink()
-    with pytest.raises(DamagedDataError, match=r"= ema\): continue with the .* version 0$"):
+    with pytest.raises(DamagedDataError) as error:
         checkpoint.restore(again, tmp_path / "number_2")
+    assert str(error.value) == (
+        f"checkpoint {tmp_path / 'number_2'} has no average of these weights (correction.proximal "
+        "= ema): continue with the correction.proximal, learner.backend and learner.ranks it was "
+        "made with, or replay from version 0"
+    )
     parts = SimpleNamespace(rank=3, sharded=True, list_parts=list)
     assert WeightAverage(parts, 1.0).locate(tmp_path).name == "average_3.pt"  # type: ignore[arg-type]
     parts.sharded = False
     assert WeightAverage(parts, 1.0).locate(tmp_path).name == "average_0.pt"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("backend", "count", "made"),
+    [
+        ("deepspeed", 1, "deepspeed_backend.DeepSpeedBackend"),
+        ("fsdp2", 2, "fsdp_backend.FsdpBackend"),
+        ("torch", 2, "ranks.ReplicatedBackend"),
+        ("torch", 1, ""),
+    ],
+)
+def test_the_backend_is_the_configured_one(
+    backend: str, count: int, made: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: Any = SimpleNamespace(learner=SimpleNamespace(backend=backend, process_count=count))
+    model: Any = object()
+    monkeypatch.setattr(step, "TorchBackend", lambda *how: ("", *how))
+    if made:
+        monkeypatch.setattr(f"learner.distributed.{made}", lambda *how: (made, *how))
+    assert step.make_backend(config, model) == (made, config, model)
 
 
 def transformers_rates(name: str, warmup: int, steps: int, **keys: float) -> list[float]:

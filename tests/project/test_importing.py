@@ -143,12 +143,12 @@ def test_a_foreign_python_runs_modules(started: Path, capsys: pytest.CaptureFixt
         "import sys\n"
         "print(sys.argv, __name__, vars(sys.modules['__main__']) is globals())\n"
         "package = sys.modules['asyncrl']\n"
-        "print(package.__path__, package.__file__, package.__doc__[:13])\n"
+        "print(package.__name__, package.__path__, package.__file__, package.__doc__[:13])\n"
     )
     foreign_start.main()
     assert capsys.readouterr().out == (
         f"{[str(started / 'told.py'), '3']} __main__ True\n"
-        f"{[str(INSIDE)]} {INSIDE / '__init__.py'} Reinforcement\n"
+        f"asyncrl {[str(INSIDE)]} {INSIDE / '__init__.py'} Reinforcement\n"
     )
     assert sys.modules["asyncrl"] is not asyncrl
 
