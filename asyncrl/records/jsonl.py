@@ -8,10 +8,24 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records.append_log import AppendLog
 
 JsonObject = dict[str, Any]
 _reported: set[tuple[str, int]] = set()  # (file, line) of damage that was reported
+
+
+@contextlib.contextmanager
+def name_damaged(place: object) -> Iterator[None]:
+    """Raise ConfigError, with the place of its file, for a value of another kind than expected."""
+    try:
+        yield
+    except (AsyncrlError, OSError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{place}: a file is damaged or of another version of asyncrl: {error!r}"
+        ) from error
 
 
 def read_object(path: Path) -> JsonObject:

@@ -51,29 +51,30 @@ class LagTotals(NamedTuple):
     unknown: int
     steps: int
 
-    @property
-    def known_tokens(self) -> int:
-        return sum(self.lags.values())
-
 
 def sum_lags(model: Path) -> LagTotals:
-    """Add up the lags of a model's optimizer steps."""
+    """Add up the lags of a model's optimizer steps.  Raises ConfigError."""
     lags: Counter[int] = Counter()
-    unknown = 0
-    rows = jsonl.read(model / "trained.jsonl")
-    for row in rows:
-        lags.update({int(lag): tokens for lag, tokens in row["lags"].items()})
-        unknown += row["unknown"]
-    return LagTotals(lags, unknown, rows[-1]["batch"] + 1 if rows else 0)
+    rows = jsonl.read(path := model / "trained.jsonl")
+    with jsonl.name_damaged(path):
+        for row in rows:
+            lags.update({int(lag): int(tokens) for lag, tokens in row["lags"].items()})
+        unknown = sum(int(row["unknown"]) for row in rows)
+        return LagTotals(lags, unknown, int(rows[-1]["batch"]) + 1 if rows else 0)
 
 
 def read_model_record(model: Path) -> JsonObject:
     """Read the record of a model's creation.  Raises ConfigError."""
-    try:
+    with jsonl.name_damaged(path := model / MODEL):
         record: JsonObject = {"model": model.name, "version": 0, "time": 0.0}
-        return record | dict(json.loads((model / MODEL).read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{model / MODEL}: {error}") from None
+        record |= dict(json.loads(path.read_bytes()))
+        return record | {"version": int(record["version"]), "time": float(record["time"])}
+
+
+def read_ledger(model: Path) -> dict[str, int]:
+    """Read the numbers of a model's ledger; {} without a file.  Raises ConfigError."""
+    with jsonl.name_damaged(path := model / LEDGER):
+        return {name: int(number) for name, number in jsonl.read_object(path).items()}
 
 
 def describe_processes(server: Path) -> list[JsonObject]:
@@ -114,13 +115,13 @@ def examine(path: Path) -> JsonObject:
 def _describe_model(folder: Path) -> JsonObject:
     record = read_model_record(folder)
     totals = sum_lags(folder)
-    ledger = jsonl.read_object(folder / LEDGER)
+    ledger = read_ledger(folder)
     return {
         "model": record["model"],
         "version": totals.steps or record["version"],
         "lag_mean": training_log.mean(totals.lags),
         "lag_max": max(totals.lags, default=0),
-        "trained_tokens": totals.known_tokens + totals.unknown,
+        "trained_tokens": totals.lags.total() + totals.unknown,
         "unknown_tokens": totals.unknown,
         "supervised_tokens": ledger.get("supervised_tokens", 0),
         "ledger": ledger,
@@ -197,8 +198,9 @@ class TinkerModelView(RunView):
     def list_overview(self, summary: JsonObject) -> list[Block]:
         """Return ended processes, the health checks that fired, and the main figures."""
         state = self.describe_state()
-        ledger = jsonl.read_object(self.path / LEDGER)
-        limit = read_settings(self.home / CONFIG)["staleness.max_lag"]
+        ledger = read_ledger(self.path)
+        with jsonl.name_damaged(config := self.home / CONFIG):
+            limit = float(read_settings(config)["staleness.max_lag"])
         largest = self.series.get_values("lag/max")
         figures = {
             "version": f"{state['step']:,}",
@@ -231,11 +233,11 @@ class TinkerModelView(RunView):
 
     def list_ledger(self, summary: JsonObject) -> list[Block]:
         """Return two tables: sequences by their number of trainings, trained tokens by lag."""
-        counts = jsonl.read_object(self.path / LEDGER)
+        counts = read_ledger(self.path)
         totals = sum_lags(self.path)
         others = {"unknown lag": totals.unknown, "supervised": counts.get("supervised_tokens", 0)}
         sampled, tokens = counts.get("sampled", 0), counts.get("sampled_tokens", 0)
-        trained = totals.known_tokens + sum(others.values())
+        trained = totals.lags.total() + sum(others.values())
         uses = {
             "never trained": "never_trained",
             "trained once": "trained_once",

@@ -18,6 +18,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.records import jsonl, page_kit
 from asyncrl.supervise.report import plots
 from asyncrl.supervise.report.run_view import RunView, list_differences
@@ -67,16 +68,14 @@ class WatchApp:
 
     def refresh(self) -> None:
         """Read what the runs have written, and find new ones."""
-        try:
-            runs = {run.path: run for run in run_search.find_runs(self.places)}
-        except (
-            ConfigError
-        ):  # no run has begun, or all were removed: the page shows the problem of each
-            runs = {}
+        runs: list[RunView] = []
+        # no run has begun, or all were removed: the page shows the problem of each
+        with contextlib.suppress(ConfigError):
+            runs = run_search.find_runs(self.places)
         paths = {run.path for run in self.runs.values()}
-        for path, run in runs.items():
-            if path not in paths:
-                run.id = run.id if run.id not in self.runs else str(path)
+        for run in runs:
+            if run.path not in paths:
+                run.id = run.id if run.id not in self.runs else str(run.path)
                 self.runs[run.id] = run
         for run in self.runs.values():
             run.refresh()
@@ -209,12 +208,16 @@ class WatchApp:
         """Wrap a handler: the endpoint sends JSON, or the error as one line with status 400."""
 
         def compute(query: Query) -> Response:
+            place = query.get("runs") or query.get("run") or ", ".join(map(str, self.places))
             try:
-                with self.lock:
-                    content, status = handle(query), 200
-            except (AsyncrlError, OSError, RecursionError) as error:
-                content, status = {"error": str(error)}, 400
-            return Response(msgspec.json.encode(content), status, media_type="application/json")
+                with self.lock, jsonl.name_damaged(place):
+                    content, status = msgspec.json.encode(handle(query)), 200
+            except (AsyncrlError, OSError) as error:
+                content, status = (
+                    msgspec.json.encode({"error": escape_line(str(error), LONGEST_LINE)}),
+                    400,
+                )
+            return Response(content, status, media_type="application/json")
 
         async def respond(request: Request) -> Response:
             return await run_in_threadpool(compute, request.query_params)

@@ -25,6 +25,7 @@ from click.testing import CliRunner
 from starlette.testclient import TestClient
 from watch_kit import (
     MARKUP,
+    ask_about_damage,
     client,  # noqa: F401  # noqa: F401
     metric_row,
     run_dir,  # noqa: F401  # noqa: F401  # noqa: F401
@@ -970,6 +971,23 @@ def test_a_deeply_nested_file_hides_its_own_run_only(run_dir: Path, name: str) -
     (run_dir.parent / "second" / name).write_text(nested + "\n")
     shown = answer(TestClient(WatchApp([run_dir.parent]).build_application()), "runs")
     assert [row["state"] for row in shown if row["id"] == "first"] == ["stopped"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["metrics.jsonl", "trained.jsonl", "token_samples.jsonl", "summary.json", "config.toml"]
+    + ["buffer_summary.json", "logs/lives.jsonl"],
+)
+def test_a_damaged_file_gets_one_clear_answer(run_dir: Path, name: str) -> None:
+    line = {"tokens": 9, "samples": 2, "mean_length": 4.5, "mean_reward": 0.5, "upto_8": 9}
+    speed = {"generator_tokens_per_s": 9.0, "idle_share": {"generator": 0.1, "learner": 0.2}}
+    counts = {"ledger": {"generated": 9}, "ledger_lines": {"trained": line}, "speed": speed}
+    write_summary(run_dir, **counts, lag={"mean": 1.0}, failures={"reward": 2})
+    (run_dir / "buffer_summary.json").write_text(json.dumps(FINISHED))
+    process_log.append_event(run_dir, "generator-0", 7, "ended", code=1)
+    for error in ask_about_damage(run_dir.parent, run_dir / name):
+        assert "\n" not in error
+        assert str(run_dir.parent) in error or error.startswith("sample 0: the run has")
 
 
 def test_links_out_of_a_run_are_no_logs(client: TestClient, run_dir: Path, tmp_path: Path) -> None:

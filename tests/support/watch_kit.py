@@ -1,6 +1,8 @@
 """A run directory as `asyncrl watch` finds it, and the page's routes over it."""
 
 import json
+from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +79,55 @@ def run_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def client(run_dir: Path) -> TestClient:
     return TestClient(WatchApp([run_dir.parent]).build_application())
+
+
+QUESTIONS = (
+    *("runs", "overview", "processes", "ledger", "config", "logs", "sample?number=0"),
+    *("plots?page=staleness", "plots?page=learner", "samples?reward=0..&lag=0..&sort=lag"),
+)
+ABSENT = object()
+
+
+def list_places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of everything in a JSON value; of a list, the first entry."""
+    for key in list(value) if isinstance(value, dict) else range(min(len(value), 1)):
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from list_places(value[key])
+
+
+def list_damaged(path: Path) -> Iterator[bytes]:
+    """The content of a file with another value, or none, in one place after the other."""
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    if path.suffix == ".toml":
+        lines = [first, *rest]
+        for number in range(0, len(lines), 1 + len(lines) // 12):
+            yield b"".join([*lines[:number], *lines[number + 1 :]])
+            yield b"".join([*lines[:number], b"staleness = 1\n", *lines[number + 1 :]])
+        return
+    row = json.loads(first)
+    values = cycle((None, ABSENT, "x", [], ABSENT, {}, -1, 2**70, "\ud800"))
+    for holder, key in list(list_places(row)):
+        old, new = holder[key], next(values)
+        holder[key] = new
+        if new is ABSENT:
+            del holder[key]
+        yield b"".join([json.dumps(row).encode() + b"\n", *rest])
+        if isinstance(holder, dict) or new is not ABSENT:
+            holder[key] = old
+        else:
+            holder.insert(key, old)
+
+
+def ask_about_damage(place: Path, path: Path) -> list[str]:
+    """Ask the page everything about each damage of a file; the errors that it answers with."""
+    whole, errors = path.read_bytes(), []
+    for damaged in list_damaged(path):
+        path.write_bytes(damaged)
+        client = TestClient(WatchApp([place], expected=True).build_application())
+        for question in QUESTIONS:
+            reply = client.get(f"/api/{question}")
+            assert reply.status_code == 200 or (reply.status_code == 400 and question != "runs")
+            errors += [reply.json()["error"]] if reply.status_code == 400 else []
+    path.write_bytes(whole)
+    return errors

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from tinker import types
 from tinker_kit import draw, policy_datum, tuned_datum
 from tinker_local_kit import LocalServer
-from watch_kit import sample_row, write_lines
+from watch_kit import ask_about_damage, sample_row, write_lines
 
 from asyncrl.cli import main
 from asyncrl.config import load
@@ -232,6 +232,22 @@ def test_a_model_in_training(served: Path) -> None:
     process.end(0)
     process.release()
     assert model.describe_state()["state"] == "stopped" and read_overview(model)[0] == []
+
+
+FILES = ("model.json", "ledger.json", "trained.jsonl", "token_samples.jsonl", "config.toml")
+
+
+@pytest.mark.parametrize("name", [*FILES, "../tinker.toml", "../logs/lives.jsonl"])
+def test_a_damaged_file_of_a_server_gets_one_clear_answer(served: Path, name: str) -> None:
+    write_lines(served / "metrics.jsonl", METRICS)
+    write_lines(served / "trained.jsonl", LAGS)
+    write_lines(served / "token_samples.jsonl", [sample_row(0)])
+    (served / tinker_status.LEDGER).write_text(json.dumps(COUNTS | {"sampled_tokens": 5000}))
+    process_log.append_event(served.parent, "sampling", 18, "ended", code=1)
+    errors = ask_about_damage(served.parent, served / name)
+    places = (str(served.parent), "sample 0: the run has")
+    assert all(any(place in error for place in places) for error in errors)
+    assert name not in FILES[:3] or any(str(served / name) in error for error in errors)
 
 
 def test_the_settings_and_logs_of_a_model_are_its_server_s(served: Path) -> None:

@@ -82,17 +82,18 @@ class RunView:
         view = cls(path.name, path)
         view.refresh()
         if view.problem:
-            raise ConfigError(f"{path}: {view.problem}")
+            raise ConfigError(view.problem)
         return view
 
     def refresh(self) -> None:
         """Read what the run has written since the last call; `problem` says why it could not."""
         self.problem = ""
         try:
-            self.series.refresh()
-            self.samples.refresh()
-        except (ValueError, RecursionError) as error:
-            self.problem = f"its files cannot be read: {error}"
+            with jsonl.name_damaged(self.path):
+                self.series.refresh()
+                self.samples.refresh()
+        except ConfigError as error:
+            self.problem = str(error)
 
     @property
     def config(self) -> Config:
@@ -138,12 +139,11 @@ class RunView:
         """Return the run's row of the list: state, steps, newest held-out reward, mean lag."""
         problem, state, step, planned = self.problem, "unreadable", 0, 0
         try:
-            progress, step, planned = self.read_progress()
+            with jsonl.name_damaged(self.path):
+                progress, step, planned = self.read_progress()
             state = state if problem else progress
         except (AsyncrlError, OSError) as error:
             problem = str(error)
-        except (ValueError, RecursionError) as error:
-            problem = problem or f"its files cannot be read: {error}"
         rows = self.series.rows
         return {
             "id": self.id,
