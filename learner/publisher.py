@@ -134,7 +134,7 @@ class Publisher:
         )
         if not math.isfinite(largest):
             return "are not finite"
-        is_probed = LARGE <= largest < HUGE and self.core.config.learner.backend == "torch"
+        is_probed = largest >= LARGE and self.core.config.learner.backend == "torch"
         is_usable = largest < HUGE and not (
             is_probed and not np.isfinite(policy.compute_probe_logprobs(self.core.model)).all()
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -39,8 +40,10 @@ from asyncrl.models import policy
 from asyncrl.records import process_log, rundir, stream, trace
 from asyncrl.supervise import run as runner
 from asyncrl.transport import sockets
+from asyncrl.transport.chunks import ChunkServer
 from asyncrl.transport.ring import RingReader
 from learner import checkpoint, loop, publisher
+from learner.backend import TorchBackend
 from learner.distributed import ranks
 from learner.loop import Learner
 from learner.state import BatchCursor, LearnerState
@@ -564,6 +567,56 @@ def test_injected_versions_survive_a_resume(life: Made) -> None:
     reader.close()
 
 
+def test_what_a_publication_gives_the_ring_and_the_server(
+    life: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchBackend, "probe", lambda self: b"probe")
+    server = Mock(spec=ChunkServer, address="tcp://here:1")
+    transport = SimpleNamespace(serve=lambda config, ring: server)
+    monkeypatch.setattr(publisher.weight_transport, "import_transport", lambda name: transport)
+    one, _ = life("correction.proximal='version'", "staleness.max_lag=2", "weights.slots=5")
+    made = one.publisher
+    here = 1, socket.gethostname(), str(made.directory), "tcp://here:1"
+    assert made.source == m.WeightsSource(*here)
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher.buffer_leadership, "read_current_address", lambda d: d / "x")
+        assert server.buffer() == one.run_dir / "x"
+    assert (made.window, made.depth, len(made.ring.slots), made.ring.most) == (2, 4, 5, 9)
+    made.ring.write = Mock(return_value="d")
+    made.keep = [Label(1, 0)]
+    assert made.publish(7) == "d" and server.on_published.call_args == call(Label(1, 7), "d")
+    label, _, keep, probe = made.ring.write.call_args.args
+    assert (label, keep, probe) == (Label(1, 7), [Label(1, n) for n in (0, 6, 5)], b"probe")
+    made.publish_bytes(2, b"x")
+    assert made.ring.write.call_args.args[3] == b""
+    with pretend_gpu():
+        two, _ = life("model.device='cuda'", "staleness.max_lag=2", "staleness.inject=1")
+        made = two.publisher
+        slots = two.config.weights.slots + 1
+        assert (made.window, made.depth, len(made.ring.slots)) == (0, 1, slots)
+        write = made.ring.write = Mock(wraps=made.ring.write)
+        digest = made.publish(1)
+        assert made.read_weights(Label(2, 1), digest) == flat(two)
+    assert write.call_args.args[3] == b"probe"
+
+
+def test_other_ranks_are_told_each_command(life: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(TorchBackend, "broadcast", lambda self, *command: sent.append(command))
+    one, _ = life("learner.steps=2", "learner.checkpoint_every=2")
+    one.run_batches()
+    trained = ["train", "publish"]
+    assert [command for command, *_ in sent] == ["publish", "save", *trained, *trained, "save"] + [
+        "export"
+    ]
+    assert [made.number for command, *more in sent if command == "train" for made in more] == [0, 1]
+    saved = [Path(part) for command, *more in sent if command == "save" for part in more]
+    assert saved == [one.directory / f".number_{n}.part" for n in (0, 2)]
+    sent.clear()
+    two, _ = life("learner.steps=2")
+    assert sent == [("restore", str(two.directory / "number_2")), ("publish",)]
+
+
 @pytest.mark.parametrize(
     ("inject", "depth"),
     [("", 0), ("staleness.inject=3", 3), ("staleness.inject=[0.5,0.25,0.25]", 2)],
@@ -590,17 +643,23 @@ def test_weights_without_logprobs_stay_private(life: Made, monkeypatch: pytest.M
     assert with_first(float(kept.view(-1)[0])) == "" and with_first(2e3) == ""
     assert with_first(float("nan")) == with_first(float("-inf")) == "are not finite"
     assert with_first(publisher.HUGE) == "are up to 1.0e+06, too large for finite logprobs,"
-    with pytest.raises(
-        NotFiniteError, match=r"after 7 batches: learner\.lr = .*nothing of them was"
-    ):
+    with pytest.raises(NotFiniteError) as error:
         one.publisher.publish(7)
+    assert str(error.value) == (
+        "the weights are up to 1.0e+06, too large for finite logprobs, after 7 batches: learner.lr "
+        f"= {one.config.learner.lr:g} is too large, or the loss is; nothing of them was published "
+        "or kept: resume with a smaller one"
+    )
     assert one.publisher.ring.list_labels() == before
     # a forward decides about large weights, where one process holds them all
     monkeypatch.setattr(
         policy, "compute_probe_logprobs", lambda model: np.array([0.0, np.nan], np.float32)
     )
     assert with_first(float(kept.view(-1)[0])) == ""
+    assert with_first(publisher.LARGE) == "are up to 1.0e+03, too large for finite logprobs,"
     assert with_first(2e3) == "are up to 2.0e+03, too large for finite logprobs,"
+    with pytest.raises(NotFiniteError, match=r"up to 2\.0e\+03"):
+        one.publisher.publish(7)
     elsewhere = SimpleNamespace(learner=SimpleNamespace(backend="fsdp2"))
     core = SimpleNamespace(config=elsewhere, layout=one.core.layout, model=one.core.model)
     monkeypatch.setattr(one.publisher, "core", core)
