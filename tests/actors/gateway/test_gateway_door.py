@@ -78,6 +78,11 @@ def test_what_sessions_over_http_wait_for(gateway: service.Gateway) -> None:
         episode: Any = SimpleNamespace(session=None)
         wait = door.explain_wait(episode, "limit", 2.0, 1.0)
         assert wait == WaitCause("agent", what, "limit", 2.0)
+    gateway.agents[""] = AgentConfig(function="words:play", at_once=7)
+    assert door.explain_queue("") == WaitCause("place", "a place: agent.at_once = 7")
+    door.starting.add("")
+    ready = WaitCause("place", "a process that imports agent.function = words:play to be ready")
+    assert door.explain_queue("") == ready
 
 
 def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) -> None:
@@ -160,12 +165,14 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
         gateway.drop(gateway.list_parked_episodes()[0])
         with pytest.raises(CallRefused) as caught:
             await drawing
-        lost = f"session {third.session.name} is lost: lease another"
-        assert (caught.value.status, str(caught.value)) == (410, lost)
+        said = (caught.value.status, caught.value.code, str(caught.value))
+        assert said == (410, "session_lost", f"session {third.session.name} is lost: lease another")
         assert third.session.state == "ended"
         assert not gateway.episodes and not door.episodes
-        with pytest.raises(CallRefused):
+        with pytest.raises(CallRefused) as caught:
             await door.draw(third.session, call)
+        said = (caught.value.status, caught.value.code, str(caught.value))
+        assert said == (410, "session_ended", f"session {third.session.name} has ended")
         # the same sample again: it may have acted before
         last = msgspec.structs.replace(ticket(4), ticket=1, samples=[sample])
         gateway.accept_tickets([msgspec.structs.replace(last, min_version=Label(3, 0))])
@@ -296,8 +303,9 @@ def test_a_call_that_a_generator_refuses_is_answered_by_a_failure(gateway: servi
         gateway.on_generator_message(b"g", m.CallResult(number, b"", b"", [], "length", failed=why))
         with pytest.raises(CallRefused) as caught:
             await drawing
-        assert caught.value.status == 500 and "tokens from 3 to 99\\n" in str(caught.value)
-        assert str(caught.value).isprintable()
+        said = (caught.value.status, caught.value.code, str(caught.value))
+        why = "a generator cannot sample this call: tokens from 3 to 99\\n\\x1b[2J"
+        assert said == (500, "call_refused", why)
         # the session goes on
         assert opened.session.state == "open" and not opened.session.open_calls
 

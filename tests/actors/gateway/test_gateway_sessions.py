@@ -22,7 +22,7 @@ from actors.gateway.call_tree import (
     join_text,
 )
 from actors.gateway.refusals import CallRefused
-from actors.gateway.sessions import Session, SessionCall, SessionLimits, SessionOutcome
+from actors.gateway.sessions import NEVER, Session, SessionCall, SessionLimits, SessionOutcome
 from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import (
     Prompt,
@@ -226,9 +226,11 @@ def test_a_limit_ends_the_calls_before_the_reward(limits: SessionLimits, limit: 
     if limit != "fork":
         answer(made, made.place_ids(ids(2), now=1.0), ids(5, 5))
     said = refused(made, ids(3), now=10.0)
-    assert (said.status, said.code) == (400, "session_limit") and f"agent.{limit}" in str(said)
+    assert (said.status, said.code) == (400, "session_limit")
+    assert str(said) == f"session 7.1.3 has reached agent.{limit}: send its reward within 30 s"
     # nothing gets in any more, not even what would open no row
     assert refused(made, ids(1, 5, 5), now=11.0).code == "session_limit"
+    assert made.next_deadline() == (f"the time to score it after agent.{limit}", 40.0)
     made.tick(39.9)
     assert made.state == "open"
     made.set_reward(0.5, now=39.9)
@@ -239,15 +241,18 @@ def test_no_reward_after_a_limit_fails_the_session() -> None:
     made = session(replace(FREE, deadline_s=100.0))
     call = made.place_ids(ids(1), now=0.0)
     made.tick(99.9)
-    assert not made.cuts
+    assert not made.cuts and made.next_deadline() == ("agent.deadline_s", 100.0)
     made.tick(100.0)
     assert made.cuts == [call] and made.state == "open"
     answer(made, call, ids(3), finish="length", now=101.0)
     made.tick(130.9)
     assert made.state == "open"
     made.tick(131.0)
-    assert made.is_complete and made.outcome and "agent.deadline_s" in made.outcome.failed
-    assert refused(made, ids(1), now=132.0).status == 410
+    assert made.is_complete
+    why = "agent.deadline_s was reached and no reward came"
+    assert made.outcome == SessionOutcome(0.0, {}, why)
+    said = refused(made, ids(1), now=132.0)
+    assert (said.status, str(said)) == (410, "session 7.1.3 has ended")
 
 
 def test_a_long_context_is_refused_and_ends_nothing() -> None:
@@ -278,7 +283,11 @@ def test_how_long_an_answer_may_be_and_whose_limit_that_is() -> None:
 def test_calls_at_once_are_bounded_and_that_ends_nothing() -> None:
     made = session(replace(FREE, parallel=2))
     calls = [made.place_ids(ids(1), now=0.0) for _ in range(2)]
-    assert refused(made, ids(1)).status == 429
+    said = refused(made, ids(1))
+    assert (said.status, said.code) == (429, "parallel_calls")
+    assert str(said) == (
+        "session 7.1.3 has 2 calls at once, agent.parallel = 2: wait for one of them"
+    )
     answer(made, calls[0], ids(5))
     made.place_ids(ids(1), now=0.0)
 
@@ -288,7 +297,11 @@ def test_calls_at_once_never_draw_more_than_the_session_may() -> None:
     first = made.place_ids(ids(1), now=0.0)
     assert (first.max_new_tokens, made.place_ids(ids(1), now=0.0).max_new_tokens) == (9, 3)
     said = refused(made, ids(1))
-    assert said.status == 429 and not made.limit  # what they leave may yet be drawn
+    assert (said.status, said.code) == (429, "parallel_calls")
+    # what they leave may yet be drawn
+    assert not made.limit and str(said) == (
+        "the open calls of session 7.1.3 may use up agent.max_tokens = 12: wait for one of them"
+    )
     answer(made, first, ids(5))
     assert made.place_ids(ids(1), now=0.0).max_new_tokens == 8
 
@@ -298,12 +311,13 @@ def test_an_idle_harness_is_gone_one_that_beats_or_waits_is_not() -> None:
     made.active_at = 5.0
     call = made.place_ids(ids(1), now=14.0)
     made.tick(100.0)
-    assert made.state == "open"  # it waits for us
+    assert made.state == "open" and made.next_deadline() == ("", NEVER)  # it waits for us
     answer(made, call, ids(5), now=100.0)
     made.tick(109.0)
-    assert made.state == "open"
+    assert made.state == "open" and made.next_deadline() == ("agent.idle_s", 110.0)
     made.tick(110.0)
-    assert made.outcome and "agent.idle_s" in made.outcome.failed
+    why = "no call and no beat for agent.idle_s = 10 s"
+    assert made.outcome == SessionOutcome(0.0, {}, why)
 
 
 def test_equal_bodies_are_draws_of_their_own_and_a_retry_joins() -> None:
@@ -314,7 +328,7 @@ def test_equal_bodies_are_draws_of_their_own_and_a_retry_joins() -> None:
         vote.call = made.place_ids(ids(1), now=0.0)
     made.on_connection_closed(votes[1], now=1.0)
     assert made.register_request(b"same", retry=True) is votes[1]
-    assert votes[1].call.alone_since == float("inf")
+    assert votes[1].call.alone_since == NEVER and votes[1].connections == 1
     assert made.register_request(b"other", retry=True) not in votes  # nothing known: a new draw
     # without the word: only one whose connection is gone is joined
     made.on_connection_closed(votes[2], now=1.0)
@@ -470,10 +484,14 @@ def test_an_adopted_session_goes_on_under_the_new_attempt() -> None:
     sampling = SamplingSettings(max_new_tokens=2)
     granted = msgspec.structs.replace(TICKET, attempt=9, samples=[1], sampling=sampling)
     made.resume_under(granted)
-    assert made.attempt == 9 and made.name == "7.1.3"
-    assert made.place_ids(ids(1, 5), now=0.0).max_new_tokens == 2
+    assert (made.key, made.ticket_key, made.name) == ((7, 1, 9), (7, 9), "7.1.3")
+    call = made.place_ids(ids(1, 5), now=0.0)
+    assert call.max_new_tokens == 2
+    answer(made, call, ids(5, 6))
+    made.resume_under(msgspec.structs.replace(granted, attempt=11))
+    assert made.adopted == [(3, 1), (9, 2)] and made.current_attempt_tokens == 0
     for wrong in ({"ticket": 8}, {"samples": [0]}):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(ProtocolError, match=r"^session 7\.1\.3 has no sample in ticket [78]$"):
             session().resume_under(msgspec.structs.replace(granted, **wrong))
 
 
@@ -481,7 +499,7 @@ def test_a_call_is_answered_only_once() -> None:
     made = session()
     call = made.place_ids(ids(1), now=0.0)
     answer(made, call, ids(5))
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ProtocolError, match=r"^session 7\.1\.3: call 0 was answered before$"):
         answer(made, call, ids(5))
 
 

@@ -274,6 +274,7 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
         opened = door.find(going.session.name)
         assert opened is not None and opened.key == going.key
         assert await door.lease("b", 0.0) is opened and opened.file is not None
+        assert door.begun == {(1, 0, None), (1, 1, None)} and opened.seed == going.seed
         assert opened.session.register_request(b"y", retry=True).answer == b"answer"
         waiting = opened.session.accept(
             opened.session.draft_text("ab=1")(), now=door.current_time()
