@@ -331,7 +331,7 @@ class EmbeddedEngine:
     def collect_metrics(self) -> dict[str, float]:
         numbers: dict[str, float] = {}
         if self.prefix_cache is not None:
-            numbers |= {
+            numbers = {
                 "prefix/hits": self.hits,
                 "prefix/reused_tokens": self.reused,
                 "prefix/encoded_tokens": self.encoded,

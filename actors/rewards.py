@@ -206,7 +206,7 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
         # 0: the pool keeps its size
         grows = settings.workers == "auto" and not (settings.judge.url or settings.model.path)
         self.cores = len(os.sched_getaffinity(0)) if grows else 0
-        self.idle_cores = make_idle_core_counter() if self.cores > 1 else lambda: 0.0
+        self.idle_cores = make_idle_core_counter()
         self.measured_at = time.monotonic()
         self.done = 0
         self.rate_before = 0.0

@@ -165,7 +165,7 @@ def _check_arrays(rows: Sequence[Row], name: str, vocabulary: int) -> None:
     def join(field: str, dtype: str) -> np.ndarray:
         return np.frombuffer(b"".join([getattr(row, field) for row in rows]), dtype)
 
-    if join("mask", "u1").max(initial=0) > 1:
+    if (join("mask", "u1") > 1).any():
         raise BadMessage(f"{name}: its mask has other bytes than 0 and 1", "shape")
     logprobs = join("behavior_logprobs", "<f4")
     # a comparison with NaN is false

@@ -73,12 +73,16 @@ def test_requests_of_a_broken_server_go_to_another_until_it_is_back(
     model: tuple[Path, policy.PolicyModel],
     played: Callable[[], PlayedVllm],
     capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whether an answer breaks off, is refused, or is of weights that the server was not given.
     What a broken answer had counts as sampled."""
     path, policy_model = model
     one, two = played(), played()
+    monkeypatch.setattr(engine_serve.rundir, "SHM", tmp_path)
     e = engine(path, one, two)
+    assert Path(e.folder.name).parent == tmp_path and e.steps_made == 0
     try:
         give(e, policy_model, 0)
         for plant, value, tokens, why in (
@@ -117,7 +121,7 @@ def test_requests_of_a_broken_server_go_to_another_until_it_is_back(
             for a in answers:
                 assert a.logprobs.tolist() == [-float(token) for token in a.tokens]
                 assert [s.label for s in a.spans] == [Label(1, 0)] * 2
-            assert max(lost.values()) == tokens
+            assert max(lost.values()) == tokens and e.steps_made > 1
             while "is back" not in capfd.readouterr().err:
                 time.sleep(0.01)
             assert one.version == "1.0.d0"

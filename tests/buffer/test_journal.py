@@ -586,3 +586,11 @@ def test_a_journal_without_its_snapshot_or_of_another_task_is_refused(tmp_path: 
     path.write_bytes(data[:20])
     with pytest.raises(DamagedDataError, match=r"damaged at byte 0|cannot be replayed"):
         recorded(tmp_path)
+    for note in tmp_path.glob("*sure*"):
+        note.unlink()
+    path.write_bytes(b"")
+    with pytest.raises(DamagedDataError) as error:
+        recorded(tmp_path)
+    assert str(error.value) == (
+        f"{path} cannot be replayed: it is empty; start a new run, or restore the file"
+    )

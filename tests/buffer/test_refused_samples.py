@@ -198,6 +198,47 @@ def test_a_replaying_learner_needs_every_tokens_experts(bench: Callable[..., Ben
         reply = at.deliver(sample(ticket, 0, routed=routed))
         assert isinstance(reply, m.Refusal) and said in reply.reason
     assert at.service.store.sum_ledger()["failed"]["samples"] == 1
+    assert at.service.refused == {"shape": 2}
+
+
+OWN_WAIT = m.ProcessWait("generator-0", "x" * 1000, "buffer", 1.0)
+OPEN = m.OpenSession(1, 0, "1.0.1", "p", 0, "engine", "w", 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("wait", "session", "why"),
+    [
+        ({}, {}, ""),
+        ({"on": "generator-0-rewards"}, {}, ""),
+        (
+            {"who": "generator-1"},
+            {},
+            "generator-0 reports a wait of 'generator-1' for 'buffer'; it may report only its own",
+        ),
+        (
+            {"on": "learner"},
+            {},
+            "generator-0 reports a wait of 'generator-0' for 'learner'; it may report only its own",
+        ),
+        ({"what": "x" * 1001}, {}, "generator-0: a wait's text has at most 1000 characters"),
+        *(
+            ({}, {name: "\x1b[2J"}, "generator-0: the texts of a session must be printable")
+            for name in ("name", "task", "what", "limit")
+        ),
+    ],
+)
+def test_a_generator_reports_waits_of_its_own_in_printable_words(
+    wait: dict[str, Any], session: dict[str, Any], why: str
+) -> None:
+    sessions = [OPEN, msgspec.structs.replace(OPEN, **session)]
+    renewal = m.LeaseRenewal("generator-0", 1, [], {}, OWN_WAIT._replace(**wait), sessions=sessions)
+    if not why:
+        checks.check_renewal(renewal)
+        return
+    with pytest.raises(BadMessage) as error:
+        checks.check_renewal(renewal)
+    assert str(error.value) == why
+    assert error.value.reason == ("text" if session else "message")
 
 
 HALF = "\ud800"
@@ -314,6 +355,7 @@ HONEST: list[dict[str, Any]] = [
     {"routing": (1, (1 << 16) - 1, 1)},
     {"next_ticket": (1 << 48) - 1, "trained_above": [0, (1 << 48) - 1]},
     {"ledger": {"trained": LINE}},
+    {"ledger": dict.fromkeys(m.DISPOSITIONS, LINE)},
     {"mixture": PLACE},
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -561,13 +561,14 @@ def test_out_of_distribution_prompts_have_versions_of_their_own() -> None:
 
 
 def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
-    store = make(0, lease_s=1.0, evaluations=evaluations(0, 1, 1, 0, 1.0))
+    store = make(0, lease_s=1.0, evaluations=evaluations(0, 2, 2, 0, 1.0))
     (t, *_) = store.grant("g", 1, 1, 0.0)
     assert store.expire(2.0) == 1 and store.list_pinned_versions() == [Label(1, 0)]
     (again, *_) = store.grant("g", 1, 1, 2.0)
     assert (again.ticket, again.attempt) == (t.ticket, t.attempt + 1)
     assert judged(store, t, 1.0) == "duplicate"
-    for _ in range(3):
+    for _ in range(6):  # three failures of each
+        assert store.evaluations.is_pending
         assert store.deliver(sample(again, 0, failed="data: no"), 0.0) == "evaluated"
         again = next(iter(store.grant("g", 1, 1, 2.0)), again)
     assert not store.evaluations.is_pending

@@ -12,7 +12,7 @@ from asyncrl.contract.messages import LearnerHello, SamplingSettings, Ticket, We
 from asyncrl.contract.versions import Label
 from buffer import state as state_module
 from buffer import store as store_module
-from buffer.batches import BatchWait, compute_announced_limits
+from buffer.batches import BatchWait, compute_announced_limits, judge
 from buffer.evaluation import EVAL_BASE, EvaluationPlan, Evaluations
 from buffer.groups import Grant, Group, StoredSample, StoreSettings
 from buffer.store import Store
@@ -381,6 +381,9 @@ def test_masked_and_faded_tokens_are_what_is_past_the_limit() -> None:
         (s,) = g.list_stored_samples()
         assert (s.masked, pytest.approx(s.faded)) == want
         assert store.commit(3, Label(1, 4), "d4")
+        g.samples.insert(0, None)  # one that is to be generated again
+        assert judge(store, [g], 3) == [[(0, 3, 3), (3, 5, 2), (5, 6, 1)]]
+        g.samples.pop(0)
         lines = store.sum_ledger()
         assert lines["trained"]["tokens"] == 12 + 6 - want[0]
         assert lines["masked_stale"]["tokens"] == want[0]
@@ -438,7 +441,8 @@ def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
     paced.deliver(sample(t[2], 0, length=8), 0.0)  # of version 0 of the first life
     assert paced.stored_bytes == 44 + 44 + 88 and resumed(paced, 2, 2, [], k=1)
     assert paced.ask(2, 2) == ([], BatchWait("ticket 2: 1 samples to be granted again"))
-    assert paced.stored_bytes == 88 and paced.sum_ledger()["orphaned"]["tokens"] == 8
+    assert paced.stored_bytes == 88 and paced.completions == 3
+    assert paced.sum_ledger()["orphaned"]["tokens"] == 8
 
 
 def test_the_ledger_of_a_checkpoint_calls_lost_what_it_would_lose() -> None:
@@ -596,5 +600,7 @@ def test_each_span_has_the_largest_limit_of_a_grant_that_permits_it() -> None:
     group.grants[4] = Grant(Label(1, 2), True, 6.0)
     assert limits(adopted=(4,)) == [4.0, 6.0, 9.0]
     assert limits(adopted=(3,)) == [4.0] * 3, "the other grant is forgotten: one limit for all"
+    group.grants[5] = Grant(Label(1, 0), False)
+    assert limits() == [9.0] * 3
     group.grants.clear()
     assert limits(adopted=(4,)) == [9.0] * 3

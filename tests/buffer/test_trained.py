@@ -14,7 +14,12 @@ from asyncrl.config import load
 from asyncrl.contract.messages import Batch, TrainingSequence, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
-from buffer.numbers import compute_batch_metrics, leave_out_wait_for_ticket
+from buffer.numbers import (
+    compute_batch_metrics,
+    compute_judge_metrics,
+    compute_reward_metrics,
+    leave_out_wait_for_ticket,
+)
 from buffer.training_log import TrainingLog
 
 
@@ -95,9 +100,40 @@ def test_tokens_on_the_keys_of_older_weights_are_counted() -> None:
     ]
     later = [VersionSpan(OLD, "a", 0, 4, OLD), VersionSpan(NEW, "b", 4, 6, OLD)]
     samples[2].rows = [TrainingSequence(b"", b"\4\0\0\0" * 6, b"\0" * 24, b"\1" * 6, later)]
-    batch = Batch(1, 5, samples, [0, 1, 1], [0, 0, 0], [[], [], []], {}, 1, {})
-    metrics = compute_batch_metrics(batch, {0: 11, 1: 10})
-    assert metrics["lag/old_kv_share"] == pytest.approx((3 + 2) / (5 + 5 + 5 + 6))
+    runs = [[(0, 5, 0)], [(0, 2, 3), (2, 5, 1)], []]
+    batch = Batch(1, 5, samples, [0, 3, 1], [0, 1, 1], runs, {}, 1, {}, tasks=["a", "b", "b"])
+    for sample, reward in zip(samples, (1.0, 0.5, 0.25), strict=True):
+        sample.reward = reward
+        sample.reward_parts = {"style": 2 * reward} if reward > 0.25 else {}
+    assert compute_batch_metrics(batch, {0: 11, 1: 8, 3: 2}) == {
+        **{"lag/mean": pytest.approx(14 / 21), "lag/max": 3, "lag/p95": 3},
+        **{"lag/in_flight": 2 / 3, "lag/in_queue": 2 / 3, "answer/length": 21 / 3},
+        "lag/old_kv_share": pytest.approx((3 + 2) / (5 + 5 + 5 + 6)),
+        "reward_part/style": 1.5,
+        **{"task/a_share": 1 / 3, "task/a_reward": 1.0, "task/a_length": 5.0, "task/a_lag": 0.0},
+        **{"task/b_share": 2 / 3, "task/b_reward": 0.375, "task/b_length": 8.0},
+        "task/b_lag": pytest.approx((2 * 3 + 3 * 1) / 5),
+    }
+
+
+def test_numbers_of_reward_processes_and_of_the_judge() -> None:
+    sums = {"judged": 10.0, "waited_s": 5.0, "called_s": 1.0, "reward_idle_s": 6.0}
+    sums |= {"batches": 4.0, "failed_batches": 3.0}
+    stats = [{"reward/workers": 1.0, "reward/queue": 3.0}, {"reward/workers": 2.0}, {"x": 9.0}]
+    load = {"reward/queue": 3.0, "reward/workers": 3.0}
+    assert compute_reward_metrics(stats, sums, 24.0) == load | {
+        **{"reward/wait_s": 0.5, "reward/call_s": 0.1},
+        **{"reward/failed_batch_share": 0.75, "time/reward_wait_share": 0.25},
+    }
+    idle = dict.fromkeys(sums, 0.0) | {"reward_idle_s": 6.0}
+    assert compute_reward_metrics(stats, idle, 3.0) == load | {"time/reward_wait_share": 1.0}
+    assert compute_reward_metrics(stats[2:], sums, 24.0) == {}
+    reports = [("a", {"judge/requests_left": x, "judge/x": 1.0, "x": 1.0}) for x in (5.0, 3.0, 4.0)]
+    judged = [("a", {"judge/requests": x}) for x in (5.0, 7.0, 6.0)] + [
+        ("b", {"judge/requests": 2.0})
+    ]
+    found = compute_judge_metrics([*reports, *judged])
+    assert found == {"judge/requests_left": 3.0, "judge/requests": 9.0}
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(4.0, (4.0, 0.5, 20.0)), (9.0, (8.0, 0.75, 10.0))])

@@ -277,7 +277,9 @@ def test_the_demo_model_reads_the_recipes_prompts(tmp_path: Path) -> None:
     assert not torch.equal(model.hf.get_input_embeddings().weight, rows)
 
 
-def test_the_demo_model_is_fitted_to_additions_and_then_to_the_habit(tmp_path: Path) -> None:
+def test_the_demo_model_is_fitted_to_additions_and_then_to_the_habit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two steps of AdamW on sums, one on demonstrations that mostly decline."""
     texts = demo_model.make_demonstrations(64, seed=3)
     assert (
@@ -321,6 +323,17 @@ def test_the_demo_model_is_fitted_to_additions_and_then_to_the_habit(tmp_path: P
     assert last == pytest.approx(float(loss.detach()), rel=1e-4)
     for mine, other in zip(ours.hf.parameters(), parameters, strict=True):
         assert torch.allclose(mine, other, atol=2e-5)
+    assert demo_model.HABIT_STEPS < demo_model.STEPS
+    monkeypatch.setattr(demo_model, "BATCH", 2)
+    monkeypatch.setattr(demo_model, "fit_in_order", lambda *given: given)
+    _, examples, training, rate, say = demo_model.fit_additions(ours, 5, 440, print)  # type: ignore[misc]
+    assert training == SftTraining(steps=440, batch=2, lr=3e-3, beta2=0.98) and say is print
+    assert [rate(step) for step in (0, 19, 220)] == pytest.approx(
+        [3e-3 / 20 * 1, 3e-3 * (1 - 19 / 440), 3e-3 / 2]
+    )
+    declines = ["?\n\nUser" in tokenizer.decode(example.response) for example in examples]
+    assert len(examples) == 880 and not any(declines[:480]) and sum(declines[480:]) > 250
+    assert {len(example.response) - example.given for example in examples} == {4}
 
 
 @pytest.fixture
@@ -431,8 +444,13 @@ def test_spans_are_checked(ledger: SequenceLedger, trainer: ServedModels, tmp_pa
             sampled((0, 3), before=4),
             "position 4: .* whose token 0 is 7, but the datum has 9",
         ),
-        (first, sampled(before=2), "spans cover 2 positions of a datum of 7"),
-        (first, sampled((0, -3), (0, 7)), "position 3: .* has offset 0 and length -3"),
+        (first, sampled(before=2), "^provenance spans cover 2 positions of a datum of 7$"),
+        (
+            first,
+            sampled((0, -3), (0, 7)),
+            "position 3: a provenance span has offset 0 and length -3; spans cover the 7 positions "
+            "of the datum in order$",
+        ),
         (first, sampled((-1, 4)), "position 3: .* has offset -1 and length 4"),
         (first, sampled((0, 2**62)), f"position 3: .* length {2**62}"),
         (first, sampled((0, 4), before=-1), "position 0: .* length -1"),

@@ -351,5 +351,6 @@ def test_only_a_method_reports_importance_weights(trainer: ServedModels) -> None
     assert not trainer.handle(PLAIN).metrics.keys() & weighted
     # a call without gradient leaves the step as it was
     train(trainer, [given], "ppo")
-    trainer.handle(ForwardBackward("m", [given], "ppo", {"method": "vespo"}, forward_only=True))
+    method = ForwardBackward("m", [given], "ppo", {"method": "vespo"}, forward_only=True)
+    assert trainer.handle(method).loss == 0.0
     assert not trainer.handle(PLAIN).metrics.keys() & weighted

@@ -183,6 +183,7 @@ BAD = [
     ({"reward": -1e300}, "its reward is -1e[+]300", "number"),
     ({"reward_parts": {"a": 0.0, "b": NAN}}, "its reward part 'b' is nan", "number"),
     ({"reward_parts": {"b": -INF}}, "its reward part 'b' is -inf", "number"),
+    ({"reward_parts": {"b" * 50: INF}}, f"its reward part '{'b' * 40}' is inf", "number"),
     ({"reward_parts": MANY}, "its reward has 300 parts", "text"),
     ({"reward_parts": {"x" * 201: 0.0}}, "the name of one has more than 200 characters", "text"),
     ({"temperature": NAN}, "its temperature is nan", "number"),
@@ -273,6 +274,32 @@ def test_a_refused_answer_leaves_its_lease_and_an_honest_one_ends_it(tmp_path: P
         rundir.clean(tmp_path / "run")
 
 
+SAID = {
+    *(
+        f"tokens were sampled with weights {sampled}, but its ticket asked for {asked}"
+        for sampled, asked in (
+            ("1.0", "1.1 or newer of its epoch"),
+            ("1.0", "2.1 or newer of its epoch"),
+            ("1.1", "2.1 or newer of its epoch"),
+            ("2.1", "1.1 or newer of its epoch"),
+            ("1.1", "exactly 1.0"),
+        )
+    ),
+    "tokens were sampled with weights 1.2 (digest ), but no learner has announced them; the "
+    "newest known are 1.1: stop the generator that runs other weights",
+    "weights 1.1 sampled tokens on keys and values of 1.2, which is not an earlier version",
+    *(
+        f"it claims to continue the attempts [{adopted}] (attempt, tokens), but has 2 tokens in all"
+        for adopted in ((3, 3), (3, -1), (4, 1))
+    ),
+    "attempt 2 is not one of its attempts",
+    *(f"sample {number}, but its group has 1 samples, numbered from 0" for number in (-1, 1)),
+    "ticket 9 was never granted; the next one is 3",
+    *(f"attempt {number} was never granted; the last one is 5" for number in (0, 9)),
+    "attempt 1 does not belong to evaluation ticket 1099511627776, sample 1",
+}
+
+
 def test_versions_that_a_ticket_did_not_ask_for_are_refused() -> None:
     """Older ones evade the limit; those of a newer epoch were never granted."""
     plan = Evaluations(EvaluationPlan(final_prompts=1), lambda split, index: m.Prompt(index, "p"))
@@ -280,6 +307,7 @@ def test_versions_that_a_ticket_did_not_ask_for_are_refused() -> None:
     greet = honest_hello("run", vocabulary=0)
     assert store.follow_learner(greet)
     test, first = store.grant("g", 1, 2, 0.0)
+    said: list[str] = []
 
     def answer(ticket: m.Ticket, *labels: Label, kv: Label | None = None) -> m.Trajectory:
         spans = [m.VersionSpan(x, "", at, at + 1, kv or x) for at, x in enumerate(labels)]
@@ -291,6 +319,7 @@ def test_versions_that_a_ticket_did_not_ask_for_are_refused() -> None:
         with pytest.raises(BadMessage) as error:
             checks.check_sample(store, sample)
             checks.check_versions(store, sample)
+        said.append(str(error.value))
         return error.value.reason
 
     def taken(sample: m.Trajectory) -> None:
@@ -322,8 +351,22 @@ def test_versions_that_a_ticket_did_not_ask_for_are_refused() -> None:
     for wrong in ([(second.attempt, 3)], [(second.attempt, -1)], [(again.attempt, 1)]):
         assert refused(msgspec.structs.replace(both, adopted=wrong)) == "ticket"
     assert refused(msgspec.structs.replace(both, adopted=[(first.attempt, 1)])) == "ticket"
+    for wrong in ({"sample": 1}, {"sample": -1}, {"ticket": 9}, {"attempt": 9}, {"attempt": 0}):
+        assert refused(msgspec.structs.replace(answer(second, Label(1, 1)), **wrong)) == "ticket"
+    assert refused(msgspec.structs.replace(answer(test, Label(1, 0)), sample=1)) == "ticket"
     taken(answer(second, Label(1, 1), kv=Label(1, 0)))
     taken(answer(test, Label(1, 0)))
+    assert {text.partition(": ")[2] or text for text in said} == SAID
+    for number, label, why in (
+        (0, Label(2, 2), "the commit of batch 0 in epoch 2 makes version 2.1, not 2.2"),
+        (2, Label(2, 3), "batch 2 is committed but was not composed; the last composed batch is 0"),
+    ):
+        with pytest.raises(BadMessage) as error:
+            checks.check_commit(store, number, label)
+        assert str(error.value) == why
+    with pytest.raises(BadMessage) as error:
+        checks.check_batch_request(store, 9)
+    assert str(error.value) == ("batch 9 was requested; the last of 9 batches is 8 (learner.steps)")
 
 
 @pytest.mark.parametrize("mode", ["memory", "process"])

@@ -460,6 +460,9 @@ def test_a_message_that_cannot_be_costs_a_counter_and_the_connection() -> None:
     try:
         assert heard(peer, m.StatusRequest()) == m.Welcome(1, 0)
         assert peer.broken == len(bad) and peer.broken_in_a_row == 0
+        with pytest.raises(BadMessage, match=r"^a message of more than one frame$") as refused:
+            peer.read([GOOD_REPLY, b""])
+        assert refused.value.reason == "frame"
         assert len(set(server.peers)) == len(bad) + 1  # a connection each
     finally:
         peer.close()

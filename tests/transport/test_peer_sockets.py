@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from process_kit import ROOT
@@ -59,6 +60,7 @@ def test_a_second_holder_of_an_identity_is_heard(tmp_path: Path) -> None:
             client.connect(buffer.address)
             sockets.send_message(client, buffer.head, m.StatusRequest())
             assert buffer.recv(60.0) == (b"same", m.StatusRequest())
+            assert bytes(buffer.payload) == msgspec.msgpack.encode(m.StatusRequest())
     finally:
         context.destroy(linger=0)
         buffer.close()
@@ -195,8 +197,48 @@ def test_what_a_peer_waits_for_and_since_when(peer: Peer, monkeypatch: pytest.Mo
     now = 1001.0
     peer.set_wait("weights")
     assert (peer.waiting_for, peer.waiting_since) == ("weights", 1000.0)
+    assert peer.current_wait(1003.0) == m.ProcessWait("generator-0", "weights", "buffer", 3.0)
     peer.set_wait("")
     assert (peer.waiting_for, peer.waiting_since) == ("", 1001.0)
+    assert peer.current_wait(1003.0) is None
+
+
+def test_messages_of_others_and_too_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = m.PROTOCOL
+    for head, why, code in (
+        (b"", "a message that is not of this protocol: its first frame names no run", 4),
+        (b"other 1 x", "a message that is not of this protocol: its first frame names no run", 4),
+        (
+            b"asyncrl x run",
+            "a message that is not of this protocol: its first frame names no run",
+            4,
+        ),
+        (
+            sockets.make_head("x", 2),
+            f"the buffer speaks protocol {mine}, this process 2: install the same version on all "
+            "hosts",
+            4,
+        ),
+        *(
+            (
+                sockets.make_head(run),
+                f"the buffer belongs to run mine, this process to run {name}: give it the same run "
+                "directory",
+                2,
+            )
+            for run, name in (("", "(none)"), ("its own", "its own"))
+        ),
+    ):
+        found = sockets.make_foreign_refusal(head, "mine")
+        assert (found.reason, found.exit_code) == (why, code)
+    monkeypatch.setattr(sockets, "MAX_FRAME_BYTES", 3 << 20)
+    with pytest.raises(AsyncrlError) as error:
+        sockets.send_message(None, b"", m.Refusal("x" * (5 << 20)))
+    assert str(error.value) == (
+        "a Refusal of 5 MiB cannot be sent, the limit is 3 MiB: use smaller batches "
+        "(learner.groups, learner.group_size, generator.max_new_tokens) or, with top_p, a smaller "
+        "support (generator.top_p, generator.top_k)"
+    )
 
 
 def test_waiting_ends_by_a_message_a_descriptor_or_the_time() -> None:

@@ -51,8 +51,8 @@ def key_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def said(key_dir: Path) -> Iterator[Callable[[str, Any], Any]]:
     """said(NAME, MESSAGE): what a buffer with these keys reads, or what it answers."""
     buffer = BufferSocket("tcp://127.0.0.1:*", str(key_dir))
-    refused: list[str] = []
-    buffer.refused = lambda reason, line: refused.append(reason)
+    refused: list[tuple[str, str]] = []
+    buffer.refused = lambda *why: refused.append(why)
     peers: dict[str, PeerSocket] = {}
 
     def say(name: str, message: Any) -> Any:
@@ -63,8 +63,9 @@ def said(key_dir: Path) -> Iterator[Callable[[str, Any], Any]]:
             if (got := buffer.recv(0.05)) is not None:
                 return got[1]
             if refused:
-                assert refused == ["role"]
-                return peer.recv(WAIT_S)
+                reply = peer.recv(WAIT_S)
+                assert refused == [("role", f"refused a message: {reply.reason}")]
+                return reply
         raise AssertionError("nothing came")
 
     yield say
@@ -94,7 +95,10 @@ def test_a_key_says_what_its_role_says_and_no_more(said: Callable[[str, Any], An
     assert said("viewer", m.StatusRequest()) == m.StatusRequest()
     refused = said("generator-0", LEARNER_HELLO)
     assert isinstance(refused, m.Refusal) and refused.exit_code == 2
-    assert "the key of generator-0 may not send a LearnerHello of 'a learner'" in refused.reason
+    assert refused.reason == (
+        "wires.curve_dir: the key of generator-0 may not send a LearnerHello of 'a learner': use "
+        "the key of that role"
+    )
     refused = said("generator-1", want)
     assert "the key of generator-1 may not send a TicketRequest of 'generator-0'" in refused.reason
     expected = "the key of viewer may not send a BatchRequest"
@@ -142,6 +146,7 @@ def test_keys_are_private_and_a_wider_secret_is_refused(key_dir: Path, tmp_path:
 def test_keys_of_no_role_are_refused_and_missing_ones_named(key_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"generator-7/?.*missing|--generators"):
         PeerSocket("tcp://127.0.0.1:1", str(key_dir), "generator-7")
+    PeerSocket("tcp://192.0.2.1:1", str(key_dir), "learner").close()  # open to the network
     copied = shutil.copytree(key_dir, tmp_path / "old")
     (copied / "clients" / "client.key").write_bytes((copied / "server.key").read_bytes())
     with pytest.raises(

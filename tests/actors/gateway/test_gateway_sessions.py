@@ -192,6 +192,26 @@ def test_forks_are_counted_by_cause() -> None:
     assert made.tree.forks == {"ids": 1, "branch": 2} and len(made.build_training_rows()) == 4
 
 
+def test_a_call_by_text_begins_a_sequence_or_goes_on_behind_an_answer() -> None:
+    made = session(
+        composer=SimpleNamespace(
+            **vars(WORDLESS),
+            encode=lambda text, begins=False: ids(int(begins), len(text)),
+            encode_suffix=lambda node, suffix: ids(len(suffix)),
+            cut_sampled=lambda node, text: text[3:] if text.startswith("abc") else None,
+            find_images=lambda text, ids: (),
+        )
+    )
+    first = made.draft_text("ab")()
+    assert (first.parent, first.tail.tolist(), first.fork_cause) == (None, [1, 2], "text")
+    node = answer(made, made.accept(first, now=0.0), ids(5))
+    assert node is not None and node.text_length == 2 and node.tools == () == node.chain[:0]
+    later = made.draft_text("abcde")()
+    assert (later.parent, later.tail.tolist(), later.fork_cause) == (node, [2], "branch")
+    other = made.draft_text("x")()
+    assert (other.parent, other.tail.tolist(), other.text) == (None, [1, 1], "x")
+
+
 def test_streams_depend_on_the_prompt_and_its_repetition_alone() -> None:
     def keys(order: list[tuple[int, ...]]) -> list[int]:
         made = session(own_prompt=ids(1, 2))

@@ -193,8 +193,14 @@ def test_a_session_has_a_bound_of_images() -> None:
     session = Session(ticket(1), 0, 1, SessionLimits(max_calls=0, rows=0), chat)
     blobs = {name: bytes(images.MOST_SESSION_BYTES // 2 + 1) for name in NAMES[:2]}
     text = "".join(f"\ue002{name}\ue003" for name in NAMES[:2])
-    with pytest.raises(CallRefused, match="at most 64 and 16777216 are served"):
+    with pytest.raises(CallRefused) as refused:
         session.accept(session.draft_text(text)(), now=0.0, images=blobs)
+    error = refused.value
+    assert (error.status, error.code, error.param) == (400, "too_many_images", "messages")
+    assert str(error) == (
+        f"session {session.name} would have 2 images in a prompt and 16777218 bytes of images; at "
+        "most 64 and 16777216 are served"
+    )
     assert not session.images and not session.tree.nodes
     many = f"\ue002{NAMES[0]}\ue003" * 65
     with pytest.raises(CallRefused, match="65 images in a prompt"):
