@@ -8,16 +8,21 @@ from typing import Any
 
 import pytest
 from process_kit import ROOT
+from store_kit import make
 from trajectory_kit import trajectory
 
 from asyncrl.config import load
+from asyncrl.contract.admission import AdaptiveLimit
+from asyncrl.contract.freshness.window import AdmissionWindow
 from asyncrl.contract.messages import Batch, TrainingSequence, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
 from buffer.numbers import (
     compute_batch_metrics,
     compute_judge_metrics,
+    compute_limit_metrics,
     compute_reward_metrics,
+    compute_window_metrics,
     leave_out_wait_for_ticket,
 )
 from buffer.training_log import TrainingLog
@@ -134,6 +139,20 @@ def test_numbers_of_reward_processes_and_of_the_judge() -> None:
     ]
     found = compute_judge_metrics([*reports, *judged])
     assert found == {"judge/requests_left": 3.0, "judge/requests": 9.0}
+
+
+def test_numbers_of_an_adaptive_limit_and_of_a_window() -> None:
+    store: Any = make(ess_floor=0.5, wait=0.1)
+    store.limit = AdaptiveLimit(3, before=2, ess=0.7, idle=0.25)
+    moved = {"limit/now": 3, "limit/before": 2, "limit/ess": 0.7, "limit/idle": 0.25}
+    assert compute_limit_metrics(store, AdaptiveLimit(2)) == moved
+    assert compute_limit_metrics(store, store.limit) == {"limit/now": 3}
+    for lower, more in ((1.5, 0.0), (3.0, 1.0)):
+        store.window = AdmissionWindow(2.0, wait=0.125, lower=lower)
+        found = compute_window_metrics(store)
+        now = store.current_window()
+        assert found == {"window/now": now, "window/wait": 0.125, "window/lower": more}
+    assert compute_limit_metrics(make(), store.limit) == {} == compute_window_metrics(make())
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(4.0, (4.0, 0.5, 20.0)), (9.0, (8.0, 0.75, 10.0))])
