@@ -650,8 +650,8 @@ class RecordedStore(Store):
                 self._apply(_decode(payload))
         except (StopIteration, msgspec.MsgspecError, KeyError) as error:
             raise DamagedDataError(
-                f"{path} cannot be replayed: {error or 'it is empty'}; start a new run, or restore "
-                "the file"
+                f"{path} cannot be replayed: {str(error) or 'it is empty'}; start a new run, or "
+                "restore the file"
             ) from error
 
     def _apply(self, record: StoreRecord) -> None:

@@ -205,7 +205,7 @@ def test_a_call_by_text_begins_a_sequence_or_goes_on_behind_an_answer() -> None:
     first = made.draft_text("ab")()
     assert (first.parent, first.tail.tolist(), first.fork_cause) == (None, [1, 2], "text")
     node = answer(made, made.accept(first, now=0.0), ids(5))
-    assert node is not None and node.text_length == 2 and node.tools == () == node.chain[:0]
+    assert node is not None and (node.text_length, node.chain) == (2, b"")
     later = made.draft_text("abcde")()
     assert (later.parent, later.tail.tolist(), later.fork_cause) == (node, [2], "branch")
     other = made.draft_text("x")()
