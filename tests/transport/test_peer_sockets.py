@@ -1,10 +1,13 @@
 import contextlib
 import io
+import math
 import os
 import re
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,12 +21,13 @@ from asyncrl.config.tree import WiresConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.contract.messages import DeliveryAcks, RunStatus, Trajectory
+from asyncrl.contract.printable import describe_exit
 from asyncrl.records import rundir
 from asyncrl.supervise import live
-from asyncrl.transport import sockets
+from asyncrl.transport import sockets, worker_pool
 from asyncrl.transport.chunks import reachable_address
 from asyncrl.transport.sockets import BufferPeer, BufferSocket
-from asyncrl.transport.worker_pool import frame, read_frame, take_frames
+from asyncrl.transport.worker_pool import Worker, WorkerPool, frame, read_frame, take_frames
 from buffer import numbers
 from buffer.sessions import PeerState
 
@@ -282,6 +286,126 @@ def test_frames_are_whole_or_none() -> None:
     incoming = bytearray(whole + frame(b"xy")[:-1])
     assert list(take_frames(incoming)) == [b"abc", b""]
     assert bytes(incoming) == frame(b"xy")[:-1] and list(take_frames(incoming)) == []
+    too_large = (worker_pool.FRAME_BYTES + 1).to_bytes(4, "big")
+    with pytest.raises(msgspec.DecodeError, match=r"^a frame of 67108865 bytes$"):
+        list(take_frames(bytearray(too_large)))
+    assert list(take_frames(bytearray(worker_pool.FRAME_BYTES.to_bytes(4, "big")))) == []
+
+
+class PlayedWorker(Worker):
+    """A worker without a process."""
+
+    slack_s, busy = 2.0, False
+    is_busy = property(lambda self: self.busy)
+
+    def __init__(self) -> None:
+        self.wire, self.other = socket.socketpair()
+        self.wire.setblocking(False)
+        self.process: Any = SimpleNamespace(poll=lambda: None)
+        self.incoming, self.outgoing = bytearray(), bytearray()
+        self.closed, self.invalid, self.ready = False, "", False
+        self.killed: list[float] = []
+        self.restart_clock()
+
+    def reply(self, kind: str, why: str = "") -> None:
+        self.other.sendall(frame(msgspec.msgpack.encode(PlayedReply(kind, why))))
+
+    def kill(self, wait_s: float = 0.0) -> int:
+        self.killed.append(wait_s)
+        return 3
+
+
+class PlayedReply(msgspec.Struct):
+    kind: str
+    why: str
+
+
+class PlayedPool(WorkerPool[PlayedWorker, PlayedReply]):
+    hang_text = "it took {limit_s:g} s"
+    start_text = "of them, the last one as {reason}"
+
+    def __init__(self, call_s: float) -> None:
+        self.noted: list[Any] = []
+        super().__init__("agent.env = a:b", lambda index: PlayedWorker(), 2, PlayedReply, call_s)
+
+    def on_ready(self, worker: PlayedWorker, reply: PlayedReply) -> None:
+        self.noted.append((worker, reply.kind))
+
+    def on_reply(self, worker: PlayedWorker, reply: PlayedReply) -> None:
+        self.noted.append((worker, reply.why))
+
+    def on_lost(self, worker: PlayedWorker, reason: str, *, hung: bool) -> None:
+        self.noted.append((worker, reason, hung))
+
+
+def test_a_pool_replaces_lost_workers_and_ends_when_none_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(worker_pool.time, "monotonic", lambda: now)
+    assert PlayedPool(90.0).start_s == 90.0
+    pool = PlayedPool(5.0)
+    first, second = pool.workers
+    assert pool.start_s == 60.0 and pool.compute_deadline(first) == 1060.0
+    assert pool.wires == [first.wire, second.wire]
+    pool.lost_starts = 2
+    first.reply("ready")
+    first.reply("done", "x")
+    pool.read()
+    assert pool.noted == [(first, "ready"), (first, "x")] and pool.lost_starts == 0
+    assert pool.compute_deadline(first) == math.inf
+    first.busy = True
+    now = 1007.0
+    pool.read()
+    assert pool.workers[0] is first
+    now = 1007.5
+    pool.read()
+    assert pool.noted[-1] == (first, "it took 5 s", True) and first.killed == [0.0]
+    assert (pool.hangs, pool.lost_starts) == (1, 0)
+    third = pool.workers[0]
+    third.reply("ready")
+    pool.read()
+    third.other.close()
+    pool.read()
+    assert pool.noted[-1] == (third, f"its process ended ({describe_exit(3)})", False)
+    assert third.killed == [worker_pool.EXIT_S, 0.0] and pool.lost_starts == 0
+    fourth = pool.workers[0]
+    fourth.other.sendall(frame(b"\xc1"))
+    pool.read()
+    assert fourth.invalid and fourth.killed == [0.0] and pool.lost_starts == 1
+    assert pool.noted[-1] == (
+        fourth,
+        f"its process sent an invalid reply ({fourth.invalid})",
+        False,
+    )
+    now = 1060.5
+    pool.read()
+    assert pool.noted[-1] == (second, "it took 60 s", True)
+    assert (pool.hangs, pool.lost_starts) == (1, 2)
+    pool.workers[1].process.poll = lambda: 3
+    with pytest.raises(ConfigError) as error:
+        pool.read()
+    assert str(error.value) == (
+        f"agent.env = a:b: 3 of them, the last one as its process ended ({describe_exit(3)})"
+    )
+    assert pool.workers[1].killed == [0.0, 0.0]
+    pool.workers[0].reply("broken", "no module a")
+    with pytest.raises(ConfigError, match=r"^no module a$"):
+        pool.read()
+    pool.exit_s = 1.5
+    pool.close()
+    assert [worker.killed[-1] for worker in pool.workers] == [1.5, 1.5]
+
+
+def test_what_a_worker_prints_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "PRINTED_CHARACTERS", 5)
+    stream: Any = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    out = worker_pool.BoundedOutput(stream)
+    assert [out.write(text) for text in ("abc", "defg", "h")] == [3, 4, 1] and out.writable()
+    out.flush()
+    assert (out.encoding, out.buffer) == ("utf-8", stream.buffer)
+    dropped = b"\n[the reward function has printed enough: the rest is dropped]\n"
+    assert stream.buffer.getvalue() == b"abcde" + dropped
 
 
 @pytest.mark.parametrize(
