@@ -1,12 +1,15 @@
 """What was trained, summed: the same totals and the same digest, however much of it is only sums;
 copies of a run keep to themselves."""
 
+import json
 import random
 import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import xxhash
 from process_kit import ROOT
 from store_kit import make
 from trajectory_kit import trajectory
@@ -25,7 +28,7 @@ from buffer.numbers import (
     compute_window_metrics,
     leave_out_wait_for_ticket,
 )
-from buffer.training_log import TrainingLog
+from buffer.training_log import TrainingLog, mean, quantile
 
 
 def batch(number: int, r: random.Random) -> Batch:
@@ -87,6 +90,34 @@ def test_a_copy_of_a_run_directory_has_a_socket_and_weights_of_its_own(tmp_path:
     assert rundir.get_shm_dir(tmp_path / "moved") != rundir.get_shm_dir(b)
     for path in (tmp_path / "moved", b):
         rundir.clean(path)
+
+
+def test_a_row_of_the_log_and_one_that_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trained.jsonl"
+    lags = [[(0, 2, 0), (2, 4, 2)], [(0, 2, 1), (2, 4, 1)]]
+    one = msgspec.structs.replace(batch(3, random.Random(0)), token_lags=lags)
+    log = TrainingLog(path)
+    assert log.add(one, 1.0) == {0: 2, 1: 4} and log.has_batch(3) and not log.has_batch(4)
+    log.close()
+    ids = xxhash.xxh3_64_hexdigest(b"3.0;3.1")
+    row = {"batch": 3, "samples": 2, "ids": ids, "lags": {"0": 2, "1": 4}, "tickets": [[3, 3]]}
+    assert json.loads(path.read_text()) == row and not capsys.readouterr().err
+    older = {"batch": 4, "samples": 1, "ids": "x", "lags": {}}
+    rows = [{"batch": 9}, older, {**older, "batch": 5}, {**older, "batch": 6}, {"from": 5}]
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    again = TrainingLog(path)
+    assert capsys.readouterr().err == (
+        f"note: {path}: left out a row that does not describe a batch: {{'batch': 9}}\n"
+    )
+    assert list(again.rows) == [3, 4] and again.rows[4].tickets == []
+    both = xxhash.xxh3_64_hexdigest((ids + "x").encode())
+    assert again.summarize() == (3, {0: 2, 1: 4}, both)
+    assert [mean(x) for x in ({}, {1: 1, 3: 3})] == [0.0, 2.5]
+    shares = [quantile({0: 1, 2: 2, 1: 1}, share) for share in (0.25, 0.26, 0.5, 0.51)]
+    assert shares == [0, 1, 1, 2] and quantile({}, 0.5) == 0
 
 
 OLD, NEW = Label(1, 4), Label(1, 5)

@@ -196,16 +196,19 @@ def test_a_call_by_text_begins_a_sequence_or_goes_on_behind_an_answer() -> None:
     made = session(
         composer=SimpleNamespace(
             **vars(WORDLESS),
-            encode=lambda text, begins=False: ids(int(begins), len(text)),
-            encode_suffix=lambda node, suffix: ids(len(suffix)),
+            encode=lambda text, begins=False: np.array([int(begins), len(text)]),
+            encode_suffix=lambda node, suffix: np.array([len(suffix)]),
             cut_sampled=lambda node, text: text[3:] if text.startswith("abc") else None,
             find_images=lambda text, ids: (),
         )
     )
     first = made.draft_text("ab")()
     assert (first.parent, first.tail.tolist(), first.fork_cause) == (None, [1, 2], "text")
-    node = answer(made, made.accept(first, now=0.0), ids(5))
+    call = made.accept(first, now=0.0)
+    node = made.on_result(call, np.array([5]), np.zeros(1), [], "stop")
     assert node is not None and (node.text_length, node.chain) == (2, b"")
+    assert call.prompt_ids.dtype == node.ids.dtype == np.int32 and node.logprobs.dtype == np.float32
+    assert made.place_ids(np.array([7, 8]), now=0.0).prompt_ids.dtype == np.int32
     later = made.draft_text("abcde")()
     assert (later.parent, later.tail.tolist(), later.fork_cause) == (node, [2], "branch")
     other = made.draft_text("x")()
