@@ -331,9 +331,9 @@ def test_the_demo_model_is_fitted_to_additions_and_then_to_the_habit(
     assert [rate(step) for step in (0, 19, 220)] == pytest.approx(
         [3e-3 / 20 * 1, 3e-3 * (1 - 19 / 440), 3e-3 / 2]
     )
-    declines = ["?\n\nUser" in tokenizer.decode(example.response) for example in examples]
+    declines = ["?\n\nUser" in tokenizer.decode(example.answer) for example in examples]
     assert len(examples) == 880 and not any(declines[:480]) and sum(declines[480:]) > 250
-    assert {len(example.response) - example.given for example in examples} == {4}
+    assert {len(example.answer) - example.given for example in examples} == {4}
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ from actors.gateway.session_api import SessionApi
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.versions import Label
 from asyncrl.models import tokenizer
 
@@ -62,13 +61,6 @@ def test_the_config_says_what_clients_may_ask_for(config: Config, tmp_path: Path
         assert getattr(policy, key) == getattr(agent, key) != getattr(AgentConfig(), key)
     assert policy.stops == {*gateway.stops} and policy.stops
     assert policy.vocabulary == gateway.vocabulary > 0  # ids of the token route lie below it
-    tools = msgspec.structs.replace(config, agent=AgentConfig(tools=["json:dumps"]))
-    with pytest.raises(AsyncrlError) as error:
-        service.Gateway(tools, tmp_path, source=SessionApi)
-    assert str(error.value) == (
-        f"agent.tools: the tokenizer in {config.model.path} has no chat template, so the model "
-        "cannot be shown tools; add one there (chat_template.jinja) or use agent.env"
-    )
 
 
 def test_what_sessions_over_http_wait_for(gateway: service.Gateway) -> None:
