@@ -132,7 +132,8 @@ def test_each_source_begins_the_sessions_of_its_part(gateway: Any) -> None:
     limits = {e.session.ticket.prompt.task: e.session.limits for e in gateway.episodes.values()}
     assert [limits[x].max_calls for x in ("play", "ask", "sort")] == [3, 32, 1]
     assert limits["play"].max_tokens == 40
-    (call,) = [c for c in gateway.calls.values() if c.episode.session.ticket.prompt.task == "sort"]
+    calls = gateway.calls.values()
+    call = next(c for c in calls if c.episode.session.ticket.prompt.task == "sort")
     assert call.call.stream_key == 0  # that of a run without sessions
     assert "agent.at_once = 4" in http.explain_queue("ask").text
     http.starting.add("ask")
