@@ -31,6 +31,7 @@ from buffer.ledger import sum_tokens
 from buffer.service import open_store
 
 NAN = float("nan")
+HALF = "has \\ud800, half of a character: UTF-8 cannot encode it"
 BAD: list[dict[str, Any]] = [
     {"reward": 1e19},
     {"reward": NAN},
@@ -54,28 +55,29 @@ BAD: list[dict[str, Any]] = [
             "reward is -2e+15, more than 1e+15 in magnitude, which overflows the learner's "
             "float32: scale it down",
         ),
-        ({"reward_parts": {"a": 2e15}}, "a is 2e+15, more than 1e+15 in magnitude, which"),
+        (
+            {"reward_parts": {"a": 2e15}},
+            "a is 2e+15, more than 1e+15 in magnitude, which overflows the learner's float32: "
+            "scale it down",
+        ),
         ({"reward_parts": {"a\n": NAN}}, "a\\n is nan, not a finite number"),
-        ({"reward_parts": dict.fromkeys(map(str, range(257)), 0.0)}, "a reward has 257 parts; at "),
+        (
+            {"reward_parts": dict.fromkeys(map(str, range(257)), 0.0)},
+            "a reward has 257 parts; at most 256 are allowed",
+        ),
         (
             {"reward_parts": {"x" * 201: 0.0}},
-            f"the name of a part has 201 characters, '{'x' * 40}...'; at most 200",
+            f"the name of a part has 201 characters, '{'x' * 40}...'; at most 200 are allowed",
         ),
-        (
-            {"reward_parts": {"\ud800": 0.0}},
-            "the name of a part has \\ud800, half of a character: ",
-        ),
+        ({"reward_parts": {"\ud800": 0.0}}, f"the name of a part {HALF}"),
         (
             {"failed": m.RewardFailure("data", "x" * 65537)},
             "the reason has 65537 characters; at most 65536 are allowed",
         ),
-        ({"failed": m.RewardFailure("data", "\ud800")}, "the reason has \\ud800, half of a "),
-        (
-            {"text": "a\udfff"},
-            "the text of the completion has \\udfff, half of a character: UTF-8 cannot encode it",
-        ),
-        ({"prompt_text": "\ud800"}, "the text of the prompt has \\ud800, half of a character: "),
-        ({"group_key": "\ud800"}, "the key of the group has \\ud800, half of a character: "),
+        ({"failed": m.RewardFailure("data", "\ud800")}, f"the reason {HALF}"),
+        ({"text": "a\ud800"}, f"the text of the completion {HALF}"),
+        ({"prompt_text": "\ud800"}, f"the text of the prompt {HALF}"),
+        ({"group_key": "\ud800"}, f"the key of the group {HALF}"),
     ],
 )
 def test_an_outcome_is_refused_with_its_reason(change: dict[str, Any], said: str) -> None:
@@ -83,7 +85,7 @@ def test_an_outcome_is_refused_with_its_reason(change: dict[str, Any], said: str
     outcomes.check_sample(good)
     with pytest.raises(ValueError) as refused:
         outcomes.check_sample(msgspec.structs.replace(good, **change))
-    assert str(refused.value).startswith(said)
+    assert str(refused.value) == said
 
 
 def test_a_failed_sample_keeps_its_tokens_and_drops_its_outcome() -> None:

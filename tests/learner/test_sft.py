@@ -391,10 +391,18 @@ def test_it_learns_and_a_run_takes_what_it_leaves(
     model, prompts = f"model.path='{found['model']}'", f"task.prompts='{tmp_path / 'train.jsonl'}'"
     sets = (model, "model.warm_start=false", prompts)
     preflight(load.load(ROOT / "configs" / "file_example.toml", sets))
-    with pytest.raises(ConfigError, match=r"is not empty: continue it with"):
+    with pytest.raises(ConfigError) as full:
         sft.prepare(config, "my.toml")
-    with pytest.raises(NothingToDo, match="all its 10 steps"):
+    assert str(full.value) == (
+        f"{run_dir} is not empty: continue it with `asyncrl sft --resume {run_dir}`, or choose "
+        "another name with --set name=..."
+    )
+    with pytest.raises(NothingToDo) as over:
         sft.run(config, run_dir, print)
+    assert str(over.value) == (
+        f"{run_dir} has completed all its 10 steps; to add steps, use --resume {run_dir} --set "
+        "training.steps=..."
+    )
 
 
 def test_a_resumed_training_is_bit_for_bit_one_that_never_stopped(
@@ -417,7 +425,7 @@ def test_a_resumed_training_is_bit_for_bit_one_that_never_stopped(
         sft.run(cut, run_dir, print)
     said: list[str] = []
     again = sft.run(sft.load_resumed(run_dir, ()), run_dir, said.append)
-    assert said[-1].startswith("resumed from") and "number_6" in said[-1]
+    assert said[-1] == f"resumed from {run_dir / 'checkpoints' / 'number_6'}"
     assert again is not None
     assert again | {"seconds": 0, "model": ""} == whole | {"seconds": 0, "model": ""}
     lines = [(Path(f["model"]).parent / "metrics.jsonl").read_text() for f in (whole, again)]
@@ -429,6 +437,11 @@ def test_a_signal_leaves_a_checkpoint_and_the_command_goes_on(
 ) -> None:
     run_dir = sft.prepare(config, "my.toml")
     before = signal.getsignal(signal.SIGTERM)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with sft.catch_stop_signals() as stopping:
+            assert stopping() is False
+            os.kill(os.getpid(), number)
+            assert stopping() is True
     assert sft.run(config, run_dir, lambda _: os.kill(os.getpid(), signal.SIGTERM)) is None
     assert signal.getsignal(signal.SIGTERM) is before
     assert (run_dir / "checkpoints" / "number_0" / "manifest").exists()
@@ -455,7 +468,7 @@ def test_a_refused_start_leaves_nothing_and_a_refused_resume_all(
     bad = sft.load_resumed(run_dir, ("data.train='gone.jsonl'",))
     with pytest.raises(ConfigError, match=r"gone\.jsonl"):
         sft.run(bad, run_dir, print)
-    assert run_dir.exists() == is_resumed
+    assert run_dir.exists() == is_resumed == (run_dir / ".sft.lock").exists()
     with pytest.raises(ConfigError) as error:
         sft.load_resumed(run_dir.parent, ())
     assert str(error.value) == f"{run_dir.parent} holds no training of `asyncrl sft` (no sft.toml)"
