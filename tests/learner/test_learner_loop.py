@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ from asyncrl.contract.errors import (
 )
 from asyncrl.contract.versions import Label, PolicyTree
 from asyncrl.models import policy
-from asyncrl.records import process_log, rundir, stream, trace
+from asyncrl.records import jsonl, process_log, rundir, stream, trace
 from asyncrl.supervise import run as runner
 from asyncrl.transport import sockets
 from asyncrl.transport.chunks import ChunkServer
@@ -49,6 +50,7 @@ from learner.loop import Learner
 from learner.state import BatchCursor, LearnerState
 
 STEPS = 4
+EXACT = ("exact='try'", "weights.in_flight='between_groups'")
 LEDGER = {"trained": {"tokens": 7.0}}
 
 
@@ -293,6 +295,61 @@ def test_a_resumed_learner_goes_on_from_its_checkpoint_and_its_own_version_has_n
     assert [a.number for a in second.of(m.BatchRequest)] == [3]
     assert [(c.number, c.label) for c in second.of(m.Commit)] == [(3, Label(2, 4))]
     assert two.finished
+
+
+def test_what_a_life_says_of_itself(life: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("record.samples_every=1", "record.token_samples=['best']", "learner.ranks='auto'")
+    one, buffer = life("learner.steps=2", *more)
+    assert one.core.measure.read_weights == one.publisher.read_weights
+    one.run_batches()
+    said = [line.partition("learner: ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert [line for line in said if line] == [
+        "connected to the buffer at ipc:///nowhere",
+        "follows epoch 1 from version 0 of 2",
+        "wrote the checkpoint of version 0",
+        "trains batch 0, its first one",
+        "wrote the checkpoint of version 2",
+    ]
+    assert [c.metrics["time/learner_threads"] for c in buffer.of(m.Commit)] == [1, 1]
+    assert [row["batch"] for row in jsonl.read(one.run_dir / "token_samples.jsonl")] == [0, 1]
+
+
+@pytest.mark.parametrize("lora", ["merged", "adapter"])
+def test_a_life_with_adapters_publishes_and_exports_them(life: Made, lora: str) -> None:
+    one, buffer = life("lora.rank=2", f"export.lora='{lora}'", "learner.steps=1")
+    one.run_batches()
+    (commit,) = buffer.of(m.Commit)
+    assert commit.metrics["weights/full_bytes"] == one.core.model.adapter.base_bytes
+    assert commit.metrics["weights/bytes"] == one.publisher.ring.size != one.full_bytes
+    assert (one.run_dir / "model" / "adapter_config.json").exists() == (lora == "adapter")
+    assert (one.run_dir / "weights_digest").read_text() == commit.digest
+
+
+@pytest.mark.parametrize(
+    ("sets", "is_behind"),
+    [
+        (("model.device='cuda'", "staleness.max_lag=1"), True),
+        (("model.device='cuda'", "staleness.max_lag=0"), False),
+        (("model.device='cuda'", "staleness.max_lag=1", *EXACT), False),
+        (("model.device='cpu'", "staleness.max_lag=1"), False),
+    ],
+)
+def test_only_behind_a_gpu_training_goes_on_beside_a_publication(
+    life: Made, sets: tuple[str, ...], is_behind: bool
+) -> None:
+    with pretend_gpu():
+        one, buffer = life("learner.steps=2", *sets)
+        assert one.publishes_behind == is_behind
+        train, threads = one.core.train, []
+
+        def train_and_note(batch: m.Batch) -> dict[str, float]:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return train(batch)
+
+        one.core.train = train_and_note  # type: ignore[method-assign]
+        one.run_batches()
+    assert threads == [True, not is_behind]
+    assert [c.digest for c in buffer.of(m.Commit)] == list(buffer.held.values())
 
 
 def test_a_lost_commit_is_repeated_in_order_while_training_goes_on(life: Made) -> None:
@@ -701,6 +758,9 @@ class FakeLearner:
         self.welcomed = self.finished = self.stopping = self.closed = False
         self.how = self.lives[len(self.made)]
         self.made.append(self)
+        if isinstance(self.how, BaseException) and "overtaken at once" in str(self.how):
+            self.closed = True
+            raise self.how
 
     def run_batches(self) -> None:
         if isinstance(self.how, BaseException):
@@ -766,7 +826,7 @@ def finish(one: FakeLearner) -> None:
 def test_a_life_that_is_overtaken_before_its_welcome_starts_over(
     lives: Callable[..., bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert lives(LearnerFenced("overtaken"), LearnerFenced("again"), finish) is True
+    assert lives(LearnerFenced("overtaken"), LearnerFenced("overtaken at once"), finish) is True
     assert len(FakeLearner.made) == 3 and all(one.closed for one in FakeLearner.made)
     assert capsys.readouterr().err.count("starting over from the newest checkpoint") == 2
     assert (
