@@ -202,10 +202,7 @@ class ChatFormat:
         return str(text)
 
     def _begins_with_prompt(self, node: CallNode, text: str) -> bool:
-        return (
-            len(text) >= node.text_length
-            and compute_text_digest(text[: node.text_length]) == node.text_digest
-        )
+        return compute_text_digest(text[: node.text_length]) == node.text_digest
 
     def _ended_by_token(self, node: CallNode) -> bool:
         return int(node.ids[-1]) in self.ends
@@ -228,7 +225,7 @@ class ChatFormat:
                 self._find_closing(node, messages, turn),
             )
         length, digest, closing = node.rendered_turn
-        if len(text) < length or compute_text_digest(text[:length]) != digest:
+        if compute_text_digest(text[:length]) != digest:
             return None
         return closing + text[length:]
 

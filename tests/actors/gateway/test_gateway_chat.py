@@ -16,6 +16,7 @@ from gateway_kit import CHATML, tokenizer
 
 from actors.gateway.call_tree import build_rows
 from actors.gateway.chat import (
+    INVALID,
     ChatFormat,
     find_parser,
     make_call_id,
@@ -492,6 +493,41 @@ def test_messages_as_templates_take_them() -> None:
             {"id": "c", "function": {"name": "f", "arguments": given}} for given in wanted
         ],
     }
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([], "messages: give a list of at least one message"),
+        ({"role": "user"}, "messages: give a list of at least one message"),
+        ([{"content": "x"}], "messages[0]: give an object with `role` and `content`"),
+        (["x"], "messages[0]: give an object with `role` and `content`"),
+        (
+            [{"role": "user", "content": 3}],
+            "messages[0]: content is int; give text, or a list of text parts",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "audio"}]}],
+            "messages[0]: a content part of type 'audio': only text is supported",
+        ),
+        (
+            [{"role": "user", "content": [3]}],
+            "messages[0]: a content part of type 'int': only text is supported",
+        ),
+        *(
+            (
+                [{"role": "user"}, {"role": "assistant", "tool_calls": calls}],
+                "messages[1].tool_calls: give a list of objects with `id` and `function`",
+            )
+            for calls in ([{"id": "c"}], 3, ["x"])
+        ),
+    ],
+)
+def test_messages_that_no_template_takes(messages: Any, why: str) -> None:
+    with pytest.raises(CallRefused) as refused:
+        normalize_messages(messages)
+    error = refused.value
+    assert (error.status, error.code, error.param, str(error)) == (400, INVALID, "messages", why)
 
 
 def mine(text: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from actors.gateway.call_tree import (
     encode_identity,
     join_text,
 )
-from actors.gateway.refusals import CallRefused
+from actors.gateway.refusals import CallRefused, build_too_long_error
 from actors.gateway.sessions import NEVER, Session, SessionCall, SessionLimits, SessionOutcome
 from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import (
@@ -213,6 +213,42 @@ def test_a_call_by_text_begins_a_sequence_or_goes_on_behind_an_answer() -> None:
     assert (later.parent, later.tail.tolist(), later.fork_cause) == (node, [2], "branch")
     other = made.draft_text("x")()
     assert (other.parent, other.tail.tolist(), other.text) == (None, [1, 1], "x")
+
+
+def test_a_prompt_that_is_too_long_cuts_the_sample_and_another_refusal_does_not() -> None:
+    for build, finish in (
+        (lambda: build_too_long_error("the prompt has 9", 4), "length"),
+        (lambda: CallRefused(400, "chat_template", "no"), "stop"),
+    ):
+
+        def refuse(text: str, *, begins: bool, build: Any = build) -> np.ndarray:
+            raise build()
+
+        made = session(composer=SimpleNamespace(encode=refuse))
+        with pytest.raises(CallRefused):
+            made.draft_text("x")()
+        assert made.finish == finish
+
+
+def test_a_session_describes_itself() -> None:
+    made = session(replace(FREE, deadline_s=100.0), opened=10.0)
+    answer(made, made.place_ids(ids(1), now=11.0), ids(5, 6), number=2)
+    answer(made, made.place_ids(ids(2), now=11.0, aside=True), ids(7))
+    made.place_ids(ids(1, 5, 6, 7), now=11.0)
+    described = {
+        **{"session": "7.1.3", "state": "open", "calls": 3, "open_calls": 1, "tokens": 3},
+        **{"aside": 1, "rows": 1, "forks": {}, "versions": ["1.0", "1.2"], "limit": ""},
+        **{"refused": 0, "refusal": None, "left_s": 69.9},
+    }
+    assert made.describe(40.06) == described and made.describe(999.0)["left_s"] == 0.0
+    for _ in range(2):
+        made.refusals.add(CallRefused(400, "invalid_value", "stop:\ngive a text"))
+    refusal = {"code": "invalid_value", "message": "stop:\\ngive a text"}
+    assert made.describe(40.06) == described | {"refused": 2, "refusal": refusal}
+    assert str(made.refusals) == (
+        "2 of its calls were refused, the last one with invalid_value: stop:\\ngive a text"
+    )
+    assert session().describe(0.0)["left_s"] is None
 
 
 def test_streams_depend_on_the_prompt_and_its_repetition_alone() -> None:
@@ -552,6 +588,8 @@ def test_messages_are_the_same_in_any_spelling() -> None:
     halves = [{"role": "user", "content": half} for half in ("\ud83d", "\ud83e", "?")]
     assert len({encode_identity(each) for each in halves}) == 3  # JSON may hold them, UTF-8 may not
     assert len({compute_text_digest(half["content"]) for half in halves}) == 3
-    assert join_text(None) == ""
+    assert join_text(None) == "" and join_text(["a", {"text": "b"}, {"refusal": "c"}]) == "abc"
+    bare = {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "add"}}]}
+    assert encode_identity(bare) == encode_identity(call(""))
     with pytest.raises(ValueError, match="image_url"):
         join_text([{"type": "image_url", "image_url": {"url": ""}}])
