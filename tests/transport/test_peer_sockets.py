@@ -15,6 +15,7 @@ import pytest
 import zmq
 from process_kit import ROOT
 
+from actors import delivery
 from actors.delivery import Outbox
 from asyncrl.config import load
 from asyncrl.config.tree import WiresConfig
@@ -443,6 +444,44 @@ def test_an_acknowledgement_is_waited_for_from_the_first_sending() -> None:
     box.on_acks(DeliveryAcks(1, [(0, 1, second.attempt, "accepted")], 1000, None), 12.0)
     assert box.collect_metrics() == {"link/acked": 2.0, "link/ack_waited_s": 5.0}
     assert box.is_empty and box.unacked_bytes == 0
+
+
+def test_samples_share_frames_and_are_sent_again_until_acknowledged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size = delivery.estimate_size(sample(0))
+    wires = WiresConfig(retry_s=1.0, frame_bytes=2 * size, credit_bytes=3 * size)
+    box = Outbox(wires, "generator-0", 7)
+
+    def sent(now: float, flush: bool = False) -> list[tuple[int, list[int], int]]:
+        frames = list(box.take_frames(now, flush=flush))
+        assert all((x.producer, x.session, x.images) == ("generator-0", 7, {}) for x in frames)
+        return [(x.sequence, [each.sample for each in x.samples], x.drawn) for x in frames]
+
+    box.add(sample(0))
+    assert sent(10.0) == sent(10.01) == [] and box.fresh_bytes == size and not box.unacked_bytes
+    assert sent(10.03) == [(1, [0], 1)] and box.unacked_bytes == size and not box.fresh_bytes
+    for number in (1, 2, 3):
+        box.add(sample(number))
+    assert not box.is_full
+    assert sent(10.5) == [(2, [1, 2], 3), (3, [3], 4)] and box.is_full
+    box.add(sample(4))
+    assert sent(10.6, flush=True) == [], "no credit"
+    assert sent(11.2) == [(4, [0], 4)] and sent(11.3) == []
+    assert sent(12.0) == [(5, [1, 2], 4), (6, [3], 4)]
+    assert box.list_unacked_keys() == {(0, number, 1) for number in range(5)}
+    acks = [(0, number, 1, "accepted") for number in range(4)]
+    box.on_acks(DeliveryAcks(1, acks, 9 * size, None), 13.0)
+    waited = pytest.approx(13.0 - 10.03 + 3 * (13.0 - 10.5))
+    assert box.collect_metrics() == {"link/acked": 4.0, "link/ack_waited_s": waited}
+    assert (box.unacked_bytes, box.credit) == (0, 9 * size)
+    assert sent(13.0) == [(7, [4], 5)] and list(box.sizes) == [(0, 4, 1)]
+    monkeypatch.setattr(delivery, "REMEMBERED", 2)
+    report = delivery.TokenReport()
+    report.restore(0, 1, 4)
+    assert report.on_report([(0, 1, 6), (m.EVAL_BASE, 2, 9)]) == 2
+    assert report.on_delivery(1, 1, 3) == 5 == report.on_report([(1, 1, 2)])
+    assert report.on_report([(2, 1, 1)]) == 6 and list(report.attempts) == [(1, 1), (2, 1)]
 
 
 def test_two_generators_links_become_a_line() -> None:
