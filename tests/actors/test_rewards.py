@@ -18,13 +18,20 @@ import pytest
 from process_kit import ROOT, run_command, until
 
 from actors import rewards
-from actors.reward_worker import RewardCall, call, check_value, split_results
+from actors.reward_worker import (
+    RewardCall,
+    RewardReply,
+    RewardUnit,
+    call,
+    check_value,
+    split_results,
+)
 from actors.rewards import RewardResult, RewardRunner, _RewardPool, next_pool_size
 from asyncrl.config import load
 from asyncrl.config.tree import TaskConfig as TaskConfig
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.contract.messages import Prompt
+from asyncrl.contract.messages import Prompt, RewardFailure
 from asyncrl.tasks import get_task
 from asyncrl.transport import worker_pool
 from asyncrl.transport.worker_pool import PRINTED_CHARACTERS
@@ -503,6 +510,92 @@ def test_when_a_pool_measures_whether_it_should_grow(monkeypatch: pytest.MonkeyP
     pool._feed()
     assert sent == [(free, [["a"]])] and free.is_reserved and not full.is_reserved
     assert pool.suspects == deque("b") and (full.bytes, free.bytes) == (0, 1)
+
+
+def test_what_becomes_of_a_reply_and_of_the_work_of_a_lost_process() -> None:
+    pool = _RewardPool.__new__(_RewardPool)
+    pool.queue, pool.suspects, pool.results, pool.spans = (deque[Any]() for _ in range(4))
+    pool.unit_s, pool.call_s, pool.log, pool.judges_again = 0.0, 5.0, "; reward.log: L", True
+    pool.done = pool.batches = pool.failed_batches = pool.hangs = 0
+    jobs = [rewards._RewardJob((n, 0, 0), RewardCall(RIGHT, f"t{n}", [n])) for n in range(6)]
+    process: Any = SimpleNamespace(since=0.0, invalid="", window=1, bytes=70, is_reserved=True)
+    process.units = {1: (jobs[:1], 10), 2: (jobs[1:3], 20), 3: (jobs[3:5], 20), 4: (jobs[5:], 10)}
+
+    def failed(n: int, kind: Any, why: str) -> RewardResult:
+        why += f"; prompt {RIGHT.text!r}, response 't{n}'"
+        return RewardResult((n, 0, 0), 0.0, {}, None, RewardFailure(kind, why))
+
+    pool.on_reply(process, RewardReply("alive", ended=1.0))
+    assert process.since == 1.0 and len(process.units) == 4
+    pool.on_reply(process, RewardReply("ok", 1, [(0.5, {"a": 1.0}, None)], began=1.0, ended=3.0))
+    result = RewardResult((0, 0, 0), 0.5, {"a": 1.0}, None, "")
+    assert pool.results.pop() == (jobs[0], result, 3.0) and pool.spans == deque([(1.0, 3.0, 1)])
+    assert (process.bytes, process.is_reserved, process.since) == (60, False, 3.0)
+    assert (pool.unit_s, pool.done, pool.batches, pool.failed_batches) == (2.0, 1, 0, 0)
+    pool.on_reply(process, RewardReply("ok", 2, [(1.0, {}, None), "no"], began=3.0, ended=4.0))
+    assert [(job, ended) for job, _, ended in pool.results] == [(job, 4.0) for job in jobs[1:3]]
+    assert pool.results[1][1] == failed(2, "data", "no")._replace(
+        failed=RewardFailure("data", failed(2, "data", "no").failed.why + pool.log)  # type: ignore[union-attr]
+    )
+    assert pool.unit_s == pytest.approx(0.9 * 2.0 + 0.1 * 1.0)
+    assert (pool.done, pool.batches, pool.failed_batches) == (3, 1, 0)
+    for id, results, why in (
+        (3, [(1.0, {}, None)], "1 results for 2 responses"),
+        (9, [], "0 results for 0 responses"),
+    ):
+        pool.on_reply(process, RewardReply("ok", id, results))  # type: ignore[arg-type]
+        assert process.invalid == why and len(process.units) == 2 and pool.done == 3
+    pool.on_reply(process, RewardReply("failed", 3, why="raised X"))
+    assert list(pool.suspects) == jobs[3:5], "each is judged alone"
+    assert (pool.batches, pool.failed_batches, pool.hangs) == (2, 1, 0)
+    pool.on_reply(process, RewardReply("hung", 4, ended=9.0))
+    hang = "the reward hung for more than 5 s (reward.deadline_s)"
+    assert pool.results[-1] == (jobs[5], failed(5, "data", hang), 9.0) and pool.hangs == 1
+    process.units = {5: (jobs[:2], 0), 6: (jobs[2:3], 0), 7: (jobs[3:5], 0), 8: (jobs[5:], 0)}
+    process.window = 2
+    pool.suspects.clear()
+    pool.on_lost(process, "it ended", hung=False)
+    assert list(pool.suspects) == jobs[:3], "those that it ran"
+    assert list(pool.queue) == jobs[3:] and (pool.batches, pool.failed_batches) == (3, 2)
+    process.units = {9: (jobs[:1], 0)}
+    for hung, kind in ((False, "machinery"), (True, "data")):
+        pool.on_lost(process, "it ended", hung=hung)
+        assert pool.results[-1][1] == failed(0, kind, "it ended")
+
+
+def test_how_a_pool_shares_out_its_work() -> None:
+    pool = _RewardPool.__new__(_RewardPool)
+    jobs = [rewards._RewardJob((n, 0, 0), RewardCall(RIGHT, f"t{n}", [n])) for n in range(6)]
+    size = 64 + 4 * (len(RIGHT.text) + len(RIGHT.answer) + 2 + 1)
+    pool.suspects, pool.last_id, pool.batch = deque(), 0, 3
+
+    def fed(*processes: Any, unit_s: float = 0.0, queue: int = 6) -> list[list[int]]:
+        """The numbers of the jobs of each process's units."""
+        pool.workers, pool.unit_s = [*processes], unit_s
+        pool.queue = deque(jobs[:queue])
+        pool._feed()
+        units = [[[job.key[0] for job in of] for of, _ in x.units.values()] for x in processes]
+        assert [x.bytes for x in processes] == [size * sum(map(len, of)) for of in units]
+        return units
+
+    def process(**more: Any) -> Any:
+        fields = {"units": {}, "ready": True, "is_reserved": False, "bytes": 0, "batched": False}
+        return Mock(**fields | {"window": 1} | more)
+
+    one, two = process(), process()
+    assert fed(one, process(ready=False), two, process(is_reserved=True)) == [[[0]], [], [[1]], []]
+    assert list(pool.queue) == jobs[2:] and [*one.units, *two.units] == [1, 2] == [1, pool.last_id]
+    one.restart_clock.assert_called_once_with()
+    one.send.assert_called_once_with([RewardUnit(1, [jobs[0].call])])
+    assert fed(one, two, unit_s=rewards.AHEAD_S / 2, queue=3) == [[[0], [0], [2]], [[1], [1]]]
+    one.restart_clock.assert_called_once_with()
+    one.send.assert_called_with([RewardUnit(3, [jobs[0].call]), RewardUnit(4, [jobs[2].call])])
+    assert fed(process(window=2), process()) == [[[0], [1]], [[2]]]
+    assert fed(process(batched=True), process(batched=True)) == [[[0, 1, 2]], [[3, 4]]]
+    full = process(bytes=rewards.AHEAD_BYTES + 1)
+    pool.workers, pool.queue = [full], deque(jobs)
+    pool._feed()
+    assert not full.units and len(pool.queue) == 6
 
 
 def test_a_pool_grows_as_long_as_that_pays() -> None:

@@ -325,6 +325,8 @@ def test_an_ask_says_what_it_waits_for() -> None:
     write(late, late.grant("g", 1, 1, 0.0)[0])
     late.grant("h", 1, 1, 0.0)
     assert late.ask(1, 0) == ([], BatchWait("2 more groups: 1 at h", "h"))
+    late.grant("i", 1, 1, 0.0)
+    assert late.ask(1, 0) == ([], BatchWait("2 more groups: 1 at h, 1 at i", "h"))
 
 
 def test_the_freshest_answers_train_first() -> None:
