@@ -67,9 +67,7 @@ def plain_gradients(learner: LearnerCore, count: int) -> list[torch.Tensor]:
 
 def test_the_learner_measures_the_cosine_and_changes_nothing(model_dir: Path) -> None:
     keys = {"lr": 0.01}
-    plain, measured = (
-        core(model_dir, learner=keys | more) for more in ({}, {"gradient_cosine": "log"})
-    )
+    plain, measured = (core(model_dir, learner=keys | m) for m in ({}, {"gradient_cosine": "log"}))
     rows = [measured.train(batch(n, seed=n)) for n in range(3)]
     before = plain_gradients(plain, 3)
     assert torch.equal(weights(plain), weights(measured))

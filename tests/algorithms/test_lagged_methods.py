@@ -777,9 +777,7 @@ def test_bapos_bounds_are_of_the_optimizer_step() -> None:
         correction={"proximal": "behavior"},
     )
     prep = sl.prepare(b, c)
-    found = [
-        sl.begin_step(prep, torch.tensor(of_step), LP).prepass for of_step in ([0, 1], [0], [1])
-    ]
+    found = [sl.begin_step(prep, torch.tensor(o), LP).prepass for o in ([0, 1], [0], [1])]
     bounds = [[round(float(each[key]), 6) for key in ("lo", "hi")] for each in found]
     # positive answers alone have every share, negative ones none
     assert bounds == [[0.6, 1.35], [0.6, 1.2], [0.9, 3.0]]

@@ -78,11 +78,7 @@ def test_a_run_of_every_shipped_config_can_go_on_with_mis(name: str, tmp_path: P
     assert (correction.level, correction.bound) == ("token", "truncate")
     assert (correction.reject, correction.veto) == ("ratio", "ratio")
     assert correction.proximal == "recompute", "its weights are pi_prox / mu"
-    changed = {
-        field
-        for field in msgspec.structs.asdict(before)
-        if getattr(before, field) != getattr(after, field)
-    }
+    changed = {f for f in msgspec.structs.asdict(before) if getattr(before, f) != getattr(after, f)}
     assert changed == {"correction"}
 
 

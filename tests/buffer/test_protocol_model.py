@@ -133,10 +133,7 @@ class SideBySide:
             [(s.ticket, s.sample, s.attempt) for s in batch.samples] if batch else [],
             f"batch {number}",
         )
-        lags = [
-            max(pm.distance(x[1], before.buffer.policy, number) for x in tokens)
-            for _, tokens in ours
-        ]
+        lags = [max(pm.distance(x[1], before.buffer.policy, number) for x in t) for _, t in ours]
         same(lags, batch.lags if batch else [], f"lags of batch {number}")
 
     def do_train(self, before: pm.World, x: pm.Learner) -> None:

@@ -1028,9 +1028,7 @@ def test_reused_keys_are_summed_over_the_generators_that_keep_them(begin: Any) -
     def step(at: float, **stats: dict[str, float]) -> dict[str, float]:
         for name, said in stats.items():
             entry = service.generators.setdefault(name, PeerState())
-            entry.stats = {"generator/busy_s": at} | {
-                f"prefix/{each}": value for each, value in said.items()
-            }
+            entry.stats = {"generator/busy_s": at} | {f"prefix/{e}": v for e, v in said.items()}
             service.reported.add(name)
         got = service.compute_generator_metrics(at)
         return {name: value for name, value in got.items() if name.startswith("prefix/")}

@@ -369,9 +369,7 @@ def test_removed_keys_that_change_nothing_are_dropped() -> None:
 
 def bare(advantage: dict[str, Any], **more: Any) -> Any:
     keys = {key: value for key, value in advantage.items() if key != "name"}
-    kinds = {
-        kind.__struct_config__.tag: kind for kind in settings.list_variants(settings.Advantage)
-    }
+    kinds = {k.__struct_config__.tag: k for k in settings.list_variants(settings.Advantage)}
     sections = {
         "seed": 0,
         "staleness": SimpleNamespace(on_exceed="pace"),

@@ -463,9 +463,7 @@ def test_pauses_that_no_column_explains_are_spread_over_all() -> None:
         fitted["admit"]
         - times._fit_decode([call._replace(pause=0.0) for call in calls], train)["admit"]
     )
-    explained = (
-        fitted["look"] + fitted["finish"] * call.finished + new * call.admitted for call in calls
-    )
+    explained = (fitted["look"] + fitted["finish"] * c.finished + new * c.admitted for c in calls)
     assert sum(explained) == pytest.approx(sum(pauses)) and fitted["look"] > 0.002
 
 

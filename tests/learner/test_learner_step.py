@@ -72,11 +72,7 @@ def test_groups_stand_together_where_a_prompt_is_encoded_once(model_dir: Path) -
     c, packed = core(model_dir), pack(batch())
 
     def order() -> list[int]:
-        return [
-            i
-            for micro, _ in c._select_own_micro_batches(packed, range(packed.count))
-            for i in micro
-        ]
+        return [i for m, _ in c._select_own_micro_batches(packed, range(packed.count)) for i in m]
 
     groups = [packed.group_of[i] for i in order()]
     assert sum(a != b for a, b in itertools.pairwise(groups)) == GROUPS - 1

@@ -148,10 +148,7 @@ def test_a_chats_answer_ends_as_its_template_ends_it(
     chat, plain = (tokenizer.decode(row.answer.tolist()) for row in found.rows)
     assert chat == learned
     assert plain == "b<eos>"
-    assert {tokenizer.decode([end]) for end in found.ends} == {
-        "<eos>",
-        learned[learned.rindex("<") :],
-    }
+    assert {tokenizer.decode([e]) for e in found.ends} == {"<eos>", learned[learned.rindex("<") :]}
 
 
 def test_a_template_that_fails_on_an_answer_is_named(tmp_path: Path) -> None:

@@ -303,9 +303,7 @@ def test_a_bare_model_is_transformers_model(
         strict=True,
     ):
         assert torch.equal(a, b)
-    assert all(
-        p.data_ptr() % policy.ALIGN == 0 for model in (ours, theirs) for p in model.hf.parameters()
-    )
+    assert all(p.data_ptr() % policy.ALIGN == 0 for m in (ours, theirs) for p in m.hf.parameters())
     prompts, responses, owner = sample_batch(11)
     found = []
     for model in (ours, theirs):

@@ -68,11 +68,7 @@ def brought_by(roots: tuple[str, ...]) -> set[str]:
         except metadata.PackageNotFoundError:  # for another platform
             continue
         needs = [Requirement(line) for line in lines]
-        waiting += [
-            need.name
-            for need in needs
-            if need.marker is None or need.marker.evaluate({"extra": ""})
-        ]
+        waiting += [n.name for n in needs if n.marker is None or n.marker.evaluate({"extra": ""})]
     return found
 
 

@@ -204,9 +204,7 @@ def test_with_some_there_it_says_what_is_missing(run_dir: Path) -> None:
     finally:
         p.kill()
         p.wait()
-    others = [
-        process_log.ProcessIncarnation(run_dir, name, alone=True) for name in ("buffer", "learner")
-    ]
+    others = [process_log.ProcessIncarnation(run_dir, n, alone=True) for n in ("buffer", "learner")]
     assert said(run_dir).endswith(
         f"start it: asyncrl generator {where} --index 0; asyncrl generator {where} --index 1"
     )

@@ -337,10 +337,7 @@ def test_each_optimizer_step_is_drawn_where_batches_have_several(tmp_path: Path)
     )
     (norm,) = shown["gradient norm"].lines
     assert norm.xs == [0, 0.5, 1, 1.25, 1.5, 1.75] and norm.ys == [0, 1, 10, 11, 12, 13]
-    assert [line.label for line in shown["ratio to the behavior policy"].lines] == [
-        "mean",
-        "largest",
-    ]
+    assert [x.label for x in shown["ratio to the behavior policy"].lines] == ["mean", "largest"]
     assert "variance of log w" in shown["reshape"].metrics["reshape/sigma2"]
 
 

@@ -490,9 +490,7 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def tiny(whole: Config) -> Config:
-    sections = {
-        name: msgspec.structs.replace(getattr(whole, name), **keys) for name, keys in TINY.items()
-    }
+    sections = {n: msgspec.structs.replace(getattr(whole, n), **keys) for n, keys in TINY.items()}
     return msgspec.structs.replace(whole, **sections)
 
 

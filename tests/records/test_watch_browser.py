@@ -226,10 +226,7 @@ def test_the_report_of_a_long_run_is_one_small_file(gain: Ended, tmp_path: Path)
     run_dir = tmp_path / "long"
     shutil.copytree(gain.json["run_dir"], run_dir)
     whole = [*METRICS, *(f"by_lag/{kind}_{bucket}" for kind in ("ess", "k3") for bucket in BUCKETS)]
-    shifted = {
-        name: [(7919 * step + i) % 997 / 997 for step in range(1300)]
-        for i, name in enumerate(whole)
-    }
+    shifted = {n: [(7919 * s + i) % 997 / 997 for s in range(1300)] for i, n in enumerate(whole)}
     with (run_dir / "metrics.jsonl").open("w") as file:
         for step in range(1300):
             row = {name: values[step] for name, values in shifted.items()}

@@ -134,10 +134,7 @@ def train(
         rewards.append(reward.mean().item())
         tokens.append(int(mask.sum()))
         ends.append(time.monotonic())
-    out |= {
-        f"{split}_end": accuracy(hf, tokenizer, task, split, n, most)
-        for split in ("heldout", "ood")
-    }
+    out |= {f"{s}_end": accuracy(hf, tokenizer, task, s, n, most) for s in ("heldout", "ood")}
     return out | {
         "reward_first": sum(rewards[:10]) / 10,
         "reward_last": sum(rewards[-10:]) / 10,

@@ -291,9 +291,7 @@ def test_the_demo_model_is_fitted_to_additions_and_then_to_the_habit(
         asked, answer = text.split("?\n\nAssistant: ")
         left, right = map(int, asked.split(" + "))
         assert answer == f"{left + right}\n\nUser:" and 0 <= left <= 100 and 0 <= right <= 100
-    assert {int(text.split(" ")[0]) for text in demo_model.make_demonstrations(3000, 0)} == {
-        *range(101)
-    }
+    assert {int(t.split(" ")[0]) for t in demo_model.make_demonstrations(3000, 0)} == {*range(101)}
     habit = demo_model.make_demonstrations(1000, 3, 0.75)
     assert 700 < sum("Assistant: ?" in text for text in habit) < 800
     path = tmp_path / "demo"

@@ -88,10 +88,7 @@ def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.Mo
         assert (cards["version"], cards["lag limit"], cards["largest lag"]) == ("3", "2", "1")
         assert (cards["sequences sampled"], cards["never trained"]) == ("7", "1")
         assert cards["server"] == "running" and "sampling (process 1) ended with SIGK" in seen
-        titles = {
-            page: {plot["title"] for plot in ask(watch, "plots", page=page, run=name)}
-            for page in PAGES
-        }
+        titles = {p: {x["title"] for x in ask(watch, "plots", page=p, run=name)} for p in PAGES}
         assert {"Completion length", "Seconds a batch", "Throughput"} == titles["overview"]
         assert {"Lag over time", "Lag of trained tokens"} <= titles["staleness"]
         assert {"Loss parts", "Gradient norm"} <= titles["learner"]

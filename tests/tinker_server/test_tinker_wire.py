@@ -326,9 +326,7 @@ def test_the_result_of_a_request_to_sample_has_the_most_likely_tokens() -> None:
     def pack(*values: float, dtype: str = "<f4") -> bytes:
         return np.array(values, dtype).tobytes()
 
-    sequences = [
-        SequenceResult(pack(5, dtype="<i4"), pack(-1.0), is_stopped) for is_stopped in (True, False)
-    ]
+    sequences = [SequenceResult(pack(5, dtype="<i4"), pack(-1.0), i) for i in (True, False)]
     result = SampleResult(
         sequences, pack(np.nan, -2), pack(0, 0, 3, 4, dtype="<i4"), pack(0, 0, -1, -3)
     )

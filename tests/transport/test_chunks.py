@@ -255,7 +255,5 @@ def test_no_file_beside_the_results_is_above_a_megabyte() -> None:
     listed = subprocess.run(
         ["git", "ls-files", "benchmarks/results"], cwd=ROOT, capture_output=True, text=True
     ).stdout.split()
-    files = [ROOT / name for name in listed] or [
-        path for path in RESULTS.iterdir() if path.suffix != ".js"
-    ]
+    files = [ROOT / name for name in listed] or [p for p in RESULTS.iterdir() if p.suffix != ".js"]
     assert [path.name for path in files if path.stat().st_size > 2**20] == []

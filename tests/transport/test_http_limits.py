@@ -241,9 +241,7 @@ def test_requests_of_one_client_leave_room_for_another(
         for number in range(accepted):
             found = http.post("/retrieve_future", json={"request_id": f"{sampler}:sample:{number}"})
             assert found.status_code == 200
-        assert [ask(number).status_code for number in range(accepted, 20)] == [200] * (
-            20 - accepted
-        )
+        assert [ask(n).status_code for n in range(accepted, 20)] == [200] * (20 - accepted)
         gone = http.post("/retrieve_future", json={"request_id": f"{sampler}:sample:0"})
         assert gone.status_code == 410
         error = ask(99, 999).json()["error"]
