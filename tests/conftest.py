@@ -113,8 +113,7 @@ def _warm_start(directory: Path) -> None:
         "c = load(sys.argv[2], ['model.path=' + repr(sys.argv[1])]); warm_start(c, sys.argv[1], "
         "threads=1)"
     )
-    argv = [sys.executable, "-c", code, str(directory / "sort"), DEMO]
-    run_command(argv, timeout=7200).check()
+    run_command([sys.executable, "-c", code, str(directory / "sort"), DEMO], timeout=7200).check()
 
 
 @pytest.fixture(scope="session")
@@ -123,8 +122,7 @@ def gain(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Ended:
 
     def make(path: Path) -> None:
         words = ("learner.steps=40", "staleness.max_lag=4", "name='gain'", *JUDGED)
-        argv = demo_command("run", path, sort_model, *words)
-        done = run_command(argv, timeout=7200)
+        done = run_command(demo_command("run", path, sort_model, *words), timeout=7200)
         (path / "ended.json").write_text(json.dumps([done.code, done.out, done.err]))
 
     code, out, err = json.loads((shared(tmp_path_factory, "gain", make) / "ended.json").read_text())

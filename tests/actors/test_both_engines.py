@@ -60,8 +60,7 @@ def both(tmp_path: Path, model: Path, *sets: str) -> tuple[dict[str, Any], list[
     env = held(answers=True)
     env["PYTHONPATH"] += f":{tmp_path}"
     summary = run_command(argv, env=env).check().json
-    rows = jsonl.read(Path(summary["run_dir"]) / "samples.jsonl")
-    return summary, rows
+    return summary, jsonl.read(Path(summary["run_dir"]) / "samples.jsonl")
 
 
 def swaps_in_mid_answer(rows: list[dict[str, Any]]) -> set[str]:
@@ -71,8 +70,7 @@ def swaps_in_mid_answer(rows: list[dict[str, Any]]) -> set[str]:
 
 def task_of_shares(path: Path, first: str, other: str, symbols: str) -> tuple[str, ...]:
     """Settings of a task that ten batches teach: write the first letter of `symbols`."""
-    letter = symbols[0]
-    (path / "share_of_a_letter.py").write_text(REWARD.format(letter=letter))
+    (path / "share_of_a_letter.py").write_text(REWARD.format(letter=symbols[0]))
     for name, begins in (("p", first), ("h", other)):
         rows = [{"prompt": a + b} for a in begins for b in symbols]
         (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -91,8 +91,7 @@ def test_swap_in_mid_answer(tmp_path: Path, in_flight: str) -> None:
     old = policy.build_model(tmp_path / "a", "abcdefgh", seed=1)
     new = policy.build_model(tmp_path / "b", "abcdefgh", seed=2)
     e = engine(old, in_flight=in_flight)
-    requests = [request(t, 0, [3, 4, 3 + t], 20) for t in range(8)]
-    e.add(requests)
+    e.add([request(t, 0, [3, 4, 3 + t], 20) for t in range(8)])
     answers = e.step(6)
     e.load(dict(policy.list_named_weights(new)), Label(1, 1), "d1")
     while e.active:
@@ -293,8 +292,7 @@ def test_a_long_prompt_is_encoded_in_blocks_of_queries(
 
     monkeypatch.setattr(decoder, "SCORES", 1 << 18)
     most, in_blocks = encoded()
-    tokens = ids.numel()
-    assert most <= max(1 << 18, tokens * 4 * model.hf.config.intermediate_size)
+    assert most <= max(1 << 18, ids.numel() * 4 * model.hf.config.intermediate_size)
     monkeypatch.setattr(decoder, "SCORES", 1 << 40)
     monkeypatch.setitem(packed_attention.UNCUT, "cpu", 1 << 20)
     whole_most, whole = encoded()

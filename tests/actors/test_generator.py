@@ -148,8 +148,7 @@ def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(make: MakeG
 
 def test_the_timeline_has_loads_and_prefills(make: MakeGenerator) -> None:
     g = make()
-    given = tickets(g, announcement(1), ticket(0, 1, epoch=1, samples=2))
-    one_pass(g, given)
+    one_pass(g, tickets(g, announcement(1), ticket(0, 1, epoch=1, samples=2)))
     asked = [x for x in g.socket.said if isinstance(x, m.TicketRequest)]
     assert asked[-1].holding == Label(1, 0), "the live view shows the weights of each generator"
     assert (asked[-1].producer, asked[-1].session) == (g.producer, g.session)

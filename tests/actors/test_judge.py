@@ -196,8 +196,7 @@ def test_a_judge_that_has_to_be_asked_again(
     assert sums["judge/requests_left"] == 88 and "judge/tokens_left" not in sums
     # the next life of the run: what was graded is known, what failed is asked again
     before = len(server.asked)
-    again = judged(*texts, **more)
-    assert again[:2] == [good, good] and len(server.asked) == before + 5
+    assert judged(*texts, **more)[:2] == [good, good] and len(server.asked) == before + 5
     assert read_totals(tmp_path / "judge.sqlite", settings)["judge/cached"] == 5
 
 
@@ -277,8 +276,7 @@ def test_a_call_has_time_for_all_its_attempts(
     server: Server, monkeypatch: pytest.MonkeyPatch, attempts: int, call_s: float
 ) -> None:
     monkeypatch.setattr(judges, "LONGEST_S", 0.1)
-    settings = config(server, deadline_s=10.0, timeout_s=9.0, attempts=attempts)
-    pool = rewards._RewardPool(settings)
+    pool = rewards._RewardPool(config(server, deadline_s=10.0, timeout_s=9.0, attempts=attempts))
     pool.end()
     assert pool.call_s == pytest.approx(call_s)
 
@@ -537,8 +535,7 @@ def test_every_attempt_waits_longer_and_is_counted(monkeypatch: pytest.MonkeyPat
         max_tokens=100, temperature=0.5, key_env="JUDGE_KEY",
     )  # fmt: skip
     assert talk.run("Grade this.") == ["SCORE: 5"]
-    bodies = {request.content for request in talk.requests}
-    (body,) = bodies
+    (body,) = {request.content for request in talk.requests}
     wanted = {"model": "grader", "messages": messages("Grade this."), "max_tokens": 100}
     wanted |= {"temperature": 0.5}
     assert body == json.dumps(wanted, sort_keys=True, separators=(",", ":")).encode()

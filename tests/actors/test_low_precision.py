@@ -37,8 +37,7 @@ def emulated(weight: np.ndarray, number_format: str) -> np.ndarray:
         return np.rint(weight / largest * 127) * largest / 127
     scaled = weight / largest * 448
     # e4m3: 3 stored mantissa bits, the smallest normal exponent is -6, subnormals below it
-    exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(scaled), 1e-30))), -6)
-    step = np.exp2(exponent - 3)
+    step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(np.abs(scaled), 1e-30))), -6) - 3)
     return np.rint(scaled / step) * step * largest / 448
 
 
@@ -154,8 +153,7 @@ def test_rounding_is_that_of_the_format(number_format: str) -> None:
 
 
 def test_embeddings_and_the_head_are_not_rounded(model: Path) -> None:
-    hf = policy.load_policy(model).hf
-    names = [name for name, _ in list_linear_layers(hf)]
+    names = [name for name, _ in list_linear_layers(policy.load_policy(model).hf)]
     assert len(names) == 2 * 7 and not any("head" in name for name in names)
 
 

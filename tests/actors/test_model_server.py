@@ -404,8 +404,7 @@ def test_answers_have_every_field_of_the_api(url: str, directory: Path) -> None:
     assert found["text_offset"] == [0, 1] and found["top_logprobs"][0] is None
     assert len(found["top_logprobs"][1]) == 1
     assert set(found) == {*("tokens", "token_logprobs", "text_offset", "top_logprobs")}
-    ended = ask("completions", prompt=[3, 1], max_tokens=0, echo=True, logprobs=0)
-    (choice,) = ended["choices"]
+    (choice,) = ask("completions", prompt=[3, 1], max_tokens=0, echo=True, logprobs=0)["choices"]
     special = load_tokenizer(directory).decode([1])
     assert choice["logprobs"]["tokens"][1] == special and choice["text"].endswith(special)
     tool = {"messages": [{"role": "tool", "content": "a"}]}

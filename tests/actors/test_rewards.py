@@ -147,8 +147,7 @@ def runner(
         function: str = "", workers: int | str = 0, deadline_s: float = 600.0, **more: Any
     ) -> RewardRunner:
         reward = {"function": function, "workers": workers, "deadline_s": deadline_s} | more
-        raw = {"model": {"path": "m"}, "task": {"name": "sort"}, "reward": reward}
-        config = load.build(raw)
+        config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}, "reward": reward})
         made.append(RewardRunner(config, get_task(config.task)))
         return made[-1]
 
@@ -276,8 +275,7 @@ def test_a_function_that_takes_lists(runner: MakeRewardRunner) -> None:
     r = runner("mine:lists", batch=8)
     got = judge(r, *["2", "3"] * 20)
     assert [x[1] for x in got] == [1.0, 0.0] * 20
-    sizes = [x[2]["together"] for x in got]
-    assert max(sizes) == 8, "full lists, and never more"
+    assert max(x[2]["together"] for x in got) == 8, "full lists, and never more"
     spans: list[tuple[float, float, int]] = []
     r.timed = lambda name, began, ended, answers: spans.append((began, ended, answers))
     judge(r, "2", "2", "2")
@@ -320,8 +318,7 @@ def test_a_list_of_the_wrong_length_fails_all_its_answers(runner: MakeRewardRunn
 
 def test_calls_with_lists_that_fail_are_counted(runner: MakeRewardRunner, tmp_path: Path) -> None:
     r = runner("mine:lists", batch=4)
-    got = judge(r, "alone", "2", "alone", "2")
-    assert [x[4] for x in got] == [""] * 4 and len(noted()) == 5
+    assert [x[4] for x in judge(r, "alone", "2", "alone", "2")] == [""] * 4 and len(noted()) == 5
     numbers = r.collect_metrics()
     assert (numbers["reward/batches"], numbers["reward/failed_batches"]) == (1, 1)
     judge(r, "2", "2")

@@ -170,8 +170,7 @@ def test_aborted_requests_leave_the_book(model: Any) -> None:
     answers = e.step(2)
     progress = e.count_tokens()
     assert progress and all(tokens >= 2 for tokens in progress.values())
-    keys = [(t, s, 1) for t in range(2) for s in range(2)]
-    tokens = e.abort(keys)
+    tokens = e.abort([(t, s, 1) for t in range(2) for s in range(2)])
     assert {k: tokens[k] for k in progress} == progress
     assert len(tokens) + len(answers) == 4 and e.active == 0 and e.count_tokens() == {}
     assert not (e.draft_book.outstanding or e.draft_book.groups or e.draft_book.finished)
@@ -231,16 +230,14 @@ def test_a_row_without_drafts_keeps_no_other_from_them(model: Any) -> None:
     assert e.drafts is not None and all(row is not None for row in e.rows)
     policy = DraftPolicy(MOST, 64)
     policy.pays = lambda live: True
-    drafts = e._propose(policy)
-    counts = (drafts >= 0).sum(1).tolist()
+    counts = (e._propose(policy) >= 0).sum(1).tolist()
     assert counts[3] > 0, counts
     first, second, third, _ = e.rows
     assert first is not None and second is not None and third is not None
     e.rows[0] = None
     second.request = dataclasses.replace(second.request, constraint=Grammar())
     third.request = dataclasses.replace(third.request, max_new_tokens=third.sampled + 1)
-    found = (e._propose(policy) >= 0).sum(1).tolist()
-    assert found == [0, 0, 0, counts[3]]
+    assert (e._propose(policy) >= 0).sum(1).tolist() == [0, 0, 0, counts[3]]
 
 
 def test_drafts_pay_while_the_gain_is_above_their_cost() -> None:

@@ -194,8 +194,7 @@ def test_a_ticket_is_taken_once_and_lost_ones_are_refused() -> None:
 
 
 def test_samples_start_with_weights_of_their_epoch_that_are_new_enough() -> None:
-    at_two = msgspec.structs.replace(ticket(1, 1, 1), min_version=V2)
-    leased = LeasedTicket(at_two, [0])
+    leased = LeasedTicket(msgspec.structs.replace(ticket(1, 1, 1), min_version=V2), [0])
     found = [leased.is_ready(x) for x in (None, V1, V2, V3, Label(2, 9))]
     assert found == [False, False, True, True, False]
     leased = LeasedTicket(exact(1, 1, V2), [0])

@@ -117,8 +117,7 @@ def test_a_ticket_whose_grant_dies_with_the_buffer_goes_out_again_at_once(tmp_pa
     assert [ticket.kind for ticket in lost] == ["eval", "train", "train"]
     life.service.close()
     life = Life(tmp_path / "run")
-    learner = honest_hello(life.service.run)
-    assert not tickets(life.hear(learner, hi, ask)), "the leases stand"
+    assert not tickets(life.hear(honest_hello(life.service.run), hi, ask)), "the leases stand"
     *_, heard = life.hear(renewal(0))
     assert isinstance(heard, m.HeartbeatReply) and heard.attempts == 3
     again = tickets(life.hear(renewal(heard.attempts)))

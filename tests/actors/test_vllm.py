@@ -95,8 +95,7 @@ def test_adapters_are_added_to_the_base_at_the_swap(tmp_path: Path) -> None:
             answers += engine.step(5)
         seen.append(answers[0])
         want = expected(adapters.merge_model(model, "cpu"), answers[0], asked)
-        apart = torch.from_numpy(answers[0].logprobs) - want
-        assert float(apart.abs().max()) < 1e-5
+        assert float((torch.from_numpy(answers[0].logprobs) - want).abs().max()) < 1e-5
     assert engine.probes == 3
     assert np.array_equal(seen[0].logprobs, seen[2].logprobs)
     assert not np.array_equal(seen[0].logprobs, seen[1].logprobs)
@@ -204,8 +203,7 @@ def test_swap_in_mid_answer(case: Case) -> None:
     """recompute_kv: each token follows from the weights that its span names; keep_kv: the new
     weights attend to old keys."""
     first = case.load(case.old)
-    requests = [request(t, 0, [3, 4, 3 + t], 20) for t in range(8)]
-    case.engine.add(requests)
+    case.engine.add([request(t, 0, [3, 4, 3 + t], 20) for t in range(8)])
     made = case.engine.steps_made
     early = case.engine.step(6)
     assert case.engine.steps_made == made + 6

@@ -278,8 +278,7 @@ def test_a_run_of_sessions_with_vllm_and_deepspeed(tmp_path: Path) -> None:
     run_command(argv, timeout=7200).check()
     samples = check(tmp_path / "v", 0, 3)
     assert max(s["calls"] for s in samples) > 1 and any(0 in s["mask"] for s in samples)
-    summary = json.loads((tmp_path / "v" / "summary.json").read_text())
-    assert summary["mismatch_k3_max"] < 1e-8
+    assert json.loads((tmp_path / "v" / "summary.json").read_text())["mismatch_k3_max"] < 1e-8
     found = [row.get("mismatch/k3_at_lag_0") for row in rows(tmp_path / "v" / "metrics.jsonl")]
     seen = [value for value in found if value is not None]
     assert seen and max(seen) < 1e-8

@@ -455,8 +455,7 @@ def test_residuals_skip_what_is_outside_the_mask_and_end_in_the_bootstrap() -> N
         return by_token("gae", R, MASK, SEQ, values=V, bootstrap=vec(10, 0), **keys)
 
     assert gae(gamma=g, lam=0.0)[0].tolist() == pytest.approx(delta)
-    got = gae(lam=0.0)[0]
-    assert got.tolist() == (pytest.approx([1 + 1.5 - 0.5, 0, 2 + 10 - 1.5, 3 - 2, 1]))
+    assert gae(lam=0.0)[0].tolist() == (pytest.approx([1 + 1.5 - 0.5, 0, 2 + 10 - 1.5, 3 - 2, 1]))
     d, lam = delta, 0.8
     want = [d[0] + g * lam * d[2], 0, d[2], d[3] + g * lam * d[4], d[4]]
     a, returns = gae(gamma=g, lam=lam)

@@ -59,8 +59,7 @@ def test_decoupled_ppo_by_hand() -> None:
     """One answer of three tokens, A = +1/2 each; rho = 3, 1, 1 truncated at 2; r = 1.1, 1.5 (cut),
     0.5 (open for A > 0)."""
     rho, r = vec(3, 1, 1), vec(1.1, 1.5, 0.5)
-    behavior = vec(-1, -1, -1)
-    prox = torch.cat([behavior + rho.log(), vec(-1)])
+    prox = torch.cat([vec(-1, -1, -1) + rho.log(), vec(-1)])
     b = answers([3, 1], [1, 0], groups=[0, 1], mask=yes(1, 1, 1, 0), proximal=prox)
     lp = torch.cat([prox[:3] + r.log(), vec(-1)]).requires_grad_(True)
     c = config(advantage={"name": "reinforce", "baseline": "batch"}, correction={"preset": "tis"})
@@ -203,12 +202,10 @@ advantage.name=dr_grpo
 )
 def test_a_clip_that_cannot_act_is_warned_of(settings: str, warned: bool) -> None:
     """The ratio to a proximal policy that is the policy itself is 1 in the only step of a batch."""
-    made = rules.find_warnings(convert(settings))
-    assert any("is always 1" in line for line in made) == warned
+    assert any("is always 1" in line for line in rules.find_warnings(convert(settings))) == warned
 
 
 @pytest.mark.parametrize(("settings", "said"), WARNED, ids=[w[1][:24] for w in WARNED])
 def test_what_a_run_is_told_once(settings: str, said: str) -> None:
-    made = config(**parse_settings(settings))
-    assert any(said in line for line in rules.find_warnings(made))
+    assert any(said in line for line in rules.find_warnings(config(**parse_settings(settings))))
     assert not any(said in line for line in rules.find_warnings(config()))

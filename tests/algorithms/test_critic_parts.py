@@ -86,8 +86,7 @@ def stepped(c: Any, rate: float, gradient: float = 3.0) -> tuple[float, torch.Te
     before = head(c).clone()
     for p in c.critic.trainer.parameters:
         p.grad = torch.full_like(p, gradient)
-    norm = c.critic.trainer.apply(rate)
-    return norm, head(c) - before
+    return c.critic.trainer.apply(rate), head(c) - before
 
 
 def test_a_step_takes_its_rate_and_is_clipped(model_dir: Path) -> None:
@@ -95,8 +94,7 @@ def test_a_step_takes_its_rate_and_is_clipped(model_dir: Path) -> None:
     norm, moved = stepped(c, 0.1)
     assert norm == pytest.approx(3 * math.sqrt(33))
     assert torch.allclose(moved, torch.full((1, 32), -0.3))
-    clipped = gae(model_dir, {"trunk": "shared"}, learner={"clip_norm": 1.0})
-    norm, moved = stepped(clipped, 0.1)
+    norm, moved = stepped(gae(model_dir, {"trunk": "shared"}, learner={"clip_norm": 1.0}), 0.1)
     assert norm == pytest.approx(3 * math.sqrt(33))
     assert torch.allclose(moved, torch.full((1, 32), -0.1 / math.sqrt(33)), atol=1e-6)
     bad, moved = stepped(gae(model_dir, {"trunk": "shared"}), 0.1, math.inf)

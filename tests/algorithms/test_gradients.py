@@ -76,8 +76,7 @@ def test_the_learner_measures_the_cosine_and_changes_nothing(model_dir: Path) ->
         cosine = torch.cosine_similarity(before[n], before[n - 1], dim=0)
         assert rows[n]["optim/gradient_cosine"] == pytest.approx(float(cosine), abs=0.01)
         assert rows[n]["optim/gradient_cosine_max"] == rows[n]["optim/gradient_cosine"]
-    several = core(model_dir, learner=keys | {"gradient_cosine": "log", "epochs": 3})
-    row = several.train(batch())
+    row = core(model_dir, learner=keys | {"gradient_cosine": "log", "epochs": 3}).train(batch())
     assert row["optim/gradient_cosine"] < row["optim/gradient_cosine_max"] <= 1
 
 

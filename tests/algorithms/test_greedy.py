@@ -123,11 +123,9 @@ def test_a_learner_that_stops_asking_ends_the_granting(begun: Any) -> None:
         service.answer()
         for said in heard:
             for ticket in said.tickets if isinstance(said, m.TicketGrant) else ():
-                deliver = answers(ticket)
-                service.handle(b"g", msgspec.structs.replace(deliver, session=7))
+                service.handle(b"g", msgspec.structs.replace(answers(ticket), session=7))
         heard.clear()
-    granted = service.store.cursor
-    assert granted == room and len(service.store.alive) <= room
+    assert service.store.cursor == room and len(service.store.alive) <= room
     assert service.refused.total() == 0 and service.store.policy == Label(1, 0)
 
 

@@ -305,8 +305,7 @@ def test_a_long_run_forgets_what_nobody_needs(monkeypatch: pytest.MonkeyPatch) -
     store = ts.make(float("inf"), steps=1000)
     slow, *_ = store.grant("slow", 1, 1, 0.0)  # a group that waits from the first version on
     for n in range(300):
-        t = store.grant("g", 1, 1, 0.0)[0]
-        ts.write(store, t)
+        ts.write(store, store.grant("g", 1, 1, 0.0)[0])
         ts.train(store, n)
         store.retire_batches(n)
         assert len(store.tree) <= 2 * 20 + 2

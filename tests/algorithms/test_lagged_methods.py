@@ -102,8 +102,7 @@ def test_oapl_by_hand() -> None:
     _, got, sums = gradient(example(), c, lp)
     assert (-2 * got).tolist() == pytest.approx([0.432566] * 3 + [-0.161969] * 3, abs=1e-6)
     adv = advantage("oapl", vec(1, 0), GROUP, beta=1.0)
-    total = ratios.sum_by_sample(lp - MU.log(), SEQ, 2)
-    exact = (0.5 * total - adv).square().mean()
+    exact = (0.5 * ratios.sum_by_sample(lp - MU.log(), SEQ, 2) - adv).square().mean()
     assert torch.allclose(torch.autograd.grad(exact, lp)[0], got)
     assert float(sums["loss/policy"]) == pytest.approx(float(exact.detach()))
     each = term("dro", LP - MU.log(), adv[SEQ], LP, dro_beta=0.5).coefficient
@@ -172,8 +171,7 @@ def test_the_limits_of_vespo() -> None:
 def test_the_prefix_minimum_starts_anew_with_each_answer_and_skips_what_is_masked() -> None:
     x, seq = vec(0.3, -1, 2, 0.5, -3, 0.1), torch.tensor([7, 7, 7, 7, 2, 2])
     mask = torch.tensor([True, False, True, True, True, True])
-    ones = torch.ones_like(x)
-    given = surrogates.SurrogateTokens(x, ones, x, x, mask, seq, 8)
+    given = surrogates.SurrogateTokens(x, torch.ones_like(x), x, x, mask, seq, 8)
     wide = settings.MinproLoss(eps_low=1.0, eps_high=99.0)
     got = surrogates.SURROGATES["minpro"](given, wide).coefficient.log()[mask].tolist()
     assert got == pytest.approx([0.3, 2.3, 0.8, -3, -2.9])
@@ -200,8 +198,7 @@ def test_bapos_bounds_move_until_positive_tokens_have_their_share() -> None:
     assert share(0.6, 1.35) == pytest.approx(0.516779, abs=1e-6)
     assert bounds(0.4) == [0.6, 1.2] and bounds(0.515) == [0.6, 1.35]
     assert bounds(1.0) == [0.9, 3.0]  # out of reach: the last bounds
-    low = 0.62
-    needed = share(low, 3.0)
+    needed = share(0.62, 3.0)
     assert needed < share(0.6, 3.0)  # a higher lower bound gives negative tokens more
     assert bounds(0.9, ~EVERY) == [0.6, 1.2]
 
@@ -421,8 +418,7 @@ def test_a_mask_of_m2po_is_of_the_whole_batch_and_of_the_step() -> None:
     b.proximal = b.behavior.clone()
     lp = theta(b)
     c = config(loss={"surrogate": "vanilla"}, correction={"proximal": "behavior", "m2": 0.04})
-    whole = gradient(b, c, lp)[1]
-    assert torch.allclose(whole, gradient(b, c, lp, [[i] for i in range(12)])[1])
+    assert torch.allclose(gradient(b, c, lp)[1], gradient(b, c, lp, [[i] for i in range(12)])[1])
     half = list(range(4))
     inside = b.seq < 4
     gone = correction.find_m2_exclusions(
@@ -501,8 +497,7 @@ def test_the_rate_follows_the_ess_of_whole_answers() -> None:
     mask = torch.tensor([True] * 3 + [False] * 3)
     assert sl.sum_sample_weights(X, mask, SEQ, 2).tolist() == pytest.approx([1, 0.9, 0.81])
     # on policy the rate is whole
-    on = sl.sum_sample_weights(X * 0, EVERY, SEQ, 2).tolist()
-    assert on == [2, 2, 2]
+    assert sl.sum_sample_weights(X * 0, EVERY, SEQ, 2).tolist() == [2, 2, 2]
 
 
 def test_ipo_drops_what_moved_far_on_either_side_and_pulls_the_rest() -> None:
@@ -629,8 +624,7 @@ def test_gdpo_in_the_loss_takes_the_rewards_parts_by_name() -> None:
     b.parts = torch.rand(12, 2, generator=g, dtype=D)
     b.part_names = ("form", "truth")
     lp = theta(b)
-    truth = {"name": "gdpo", "part_weights": {"form": 0.0}}
-    got = gradient(b, config(advantage=truth), lp)[1]
+    got = gradient(b, config(advantage={"name": "gdpo", "part_weights": {"form": 0.0}}), lp)[1]
     adv = advantages.whiten(advantage("grpo", b.parts[:, 1], b.groups))
     c = config(advantage={"name": "reinforce", "baseline": "none"})
     b.rewards = adv
@@ -655,10 +649,8 @@ def test_otb_by_hand() -> None:
     got = otb(energy, groups)
     first, second = 1 / (1 + 3), 3 / (3 + 4)
     assert got.tolist() == pytest.approx([1 - first, 0, 1 - second, 0, -first, -second])
-    equal = otb(energy * 0 + 1, groups)
-    assert equal[mask].tolist() == pytest.approx([0.5, 0.5, 0, -0.5, -0.5])
-    apart = otb(energy, torch.tensor([0, 1]))
-    assert apart.tolist() == [0] * 6
+    assert otb(energy * 0 + 1, groups)[mask].tolist() == pytest.approx([0.5, 0.5, 0, -0.5, -0.5])
+    assert otb(energy, torch.tensor([0, 1])).tolist() == [0] * 6
     b = batch(12)
     b.energy = torch.rand(len(b.seq), generator=torch.Generator().manual_seed(3), dtype=D)
     lp = theta(b)
@@ -739,10 +731,8 @@ def test_an_answer_without_a_token_in_the_loss_is_not_of_its_group() -> None:
         whole = step_batch(MU.log(), SIGN, mask, SEQ, groups)
         return surrogates.PREPASS["gepo"](whole, settings.GepoLoss())["group_q"]
 
-    log_q = group_q(mask, GROUP)
-    assert log_q.exp()[:3].tolist() == pytest.approx([0.542884] * 3, abs=1e-6)
-    both = group_q(EVERY, GROUP)
-    assert both.exp().tolist() == pytest.approx([0.493326] * 6, abs=1e-6)
+    assert group_q(mask, GROUP).exp()[:3].tolist() == pytest.approx([0.542884] * 3, abs=1e-6)
+    assert group_q(EVERY, GROUP).exp().tolist() == pytest.approx([0.493326] * 6, abs=1e-6)
     apart = group_q(EVERY, torch.tensor([0, 1]))
     assert apart.exp().tolist() == pytest.approx([0.542884] * 3 + [0.430887] * 3, abs=1e-6)
 
@@ -803,8 +793,7 @@ def published_loss(name: str, b: LossBatch, lp: torch.Tensor) -> torch.Tensor:
     terms = []
     for i, at in enumerate(samples):
         group = [r for r, g in zip(rewards, b.groups, strict=True) if g == b.groups[i]]
-        mean = sum(group) / len(group)
-        advantage = rewards[i] - mean
+        advantage = rewards[i] - (sum(group) / len(group))
         if name in ("grpo", "dapo", "gspo", "sapo", "cispo"):
             advantage /= float(torch.tensor(group, dtype=D).std()) + 1e-4
         if name == "rloo":
@@ -885,8 +874,7 @@ def test_three_times_the_advantage_is_three_times_all(name: str, keys: dict[str,
     one, three, none = (trust(name, SIGN * size, **keys) for size in (1.0, 3.0, 0.0))
     assert torch.allclose(three.coefficient, 3 * one.coefficient)
     assert torch.allclose(three.objective, 3 * one.objective)
-    half = trust(name, SIGN * 0.5, **keys)
-    assert torch.allclose(half.coefficient, 0.5 * one.coefficient)
+    assert torch.allclose(trust(name, SIGN * 0.5, **keys).coefficient, 0.5 * one.coefficient)
     assert float(one.objective.abs().max()) > 0
     assert none.coefficient.tolist() == [0] * 6 and none.objective.tolist() == [0] * 6
 
@@ -998,8 +986,7 @@ def test_tokens_outside_the_mask_change_no_answers_ratio() -> None:
 def test_an_answer_with_nothing_in_the_loss_has_no_oapl_and_no_weight() -> None:
     b = example()
     b.mask = torch.zeros(6, dtype=torch.bool)
-    c = config(**vcpo(stop={"lr_by_ess": "linear"}))
-    prep = sl.prepare(b, c)
+    prep = sl.prepare(b, config(**vcpo(stop={"lr_by_ess": "linear"})))
     step = sl.begin_step(prep, torch.arange(2))
     _, sums = sl.compute_micro_loss(prep, step, torch.arange(6), LP)
     assert sl.compute_learning_rate_share(prep, step, sums) == 1.0
@@ -1091,8 +1078,7 @@ def test_the_kl_of_the_loss_is_of_what_is_kept_and_prefix_fulls_value_is_its_own
     assert float(sums["loss/kl"]) == pytest.approx(by_hand)
     exact = vec(0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
     found = kl.compute_term(LP, LP, MU.log(), SEQ, off_policy="prefix_full", step_kl=exact)
-    before = vec(1, 1.2, 0.6, 1, 0.8, 1.6)
-    assert torch.allclose(found, before * exact)
+    assert torch.allclose(found, vec(1, 1.2, 0.6, 1, 0.8, 1.6) * exact)
 
 
 def test_adapters_without_peft_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

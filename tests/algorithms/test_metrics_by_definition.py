@@ -336,8 +336,7 @@ def test_terms_and_reshape_sums_become_metrics() -> None:
             "p_correct": 0.75,
         }
     )
-    none = diagnostics._compute_reshape_metrics([0.0] * 12)
-    assert set(none.values()) == {0.0}
+    assert set(diagnostics._compute_reshape_metrics([0.0] * 12).values()) == {0.0}
     one = diagnostics._compute_reshape_metrics(
         [1.0, 0.5, 3.0, 2.0, 4.0, 20.0, 0.25, 1.0, 0.75, 1.0, 6.0]
     )

@@ -256,8 +256,7 @@ def test_accepted_keys_act(models: dict[str, Path], section: str, struct: Any, f
         around |= {"loss.surrogate": "reshape", "correction.proximal": "behavior"}
     if section == "value":
         around |= {"advantage.name": "gae"}
-    raw = dict(around)
-    now = layers.get_value(raw, Config, key)
+    now = layers.get_value(dict(around), Config, key)
     changed = around | {key: other(field, key, now)}
     for batches in (1, BATCHES.get(key, 2)):  # most act in the first one
         before = found(models, around, batches)

@@ -60,8 +60,7 @@ def with_terms(
     b: LossBatch, c: Any, lp: torch.Tensor, **more: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     prep = sl.prepare(b, c)
-    everyone = torch.arange(len(b.rewards))
-    step = sl.begin_step(prep, everyone, lp.detach())
+    step = sl.begin_step(prep, torch.arange(len(b.rewards)), lp.detach())
     return sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp, **more)
 
 
@@ -105,8 +104,7 @@ def scaled(c: Any, kl: float) -> sl.StepPlan:
     for _ in range(80):  # r - 1 - log r = kl, by halving
         x = (low + high) / 2
         low, high = (x, high) if math.expm1(x) - x < kl else (low, x)
-    prep = sl.prepare(b, c)
-    return sl.begin_step(prep, torch.arange(len(b.rewards)), b.behavior + x)
+    return sl.begin_step(sl.prepare(b, c), torch.arange(len(b.rewards)), b.behavior + x)
 
 
 BYPASS = {"correction": {"proximal": "behavior"}}
@@ -252,8 +250,7 @@ def test_each_surrogate_is_given_its_own_settings(name: str, keys: dict[str, Any
 def test_a_veto_by_probability_looks_at_the_anchor_and_not_at_the_ratio() -> None:
     b = batch(19)
     b.mask[:] = True
-    first = torch.tensor([True, *(b.seq[1:] != b.seq[:-1]).tolist()])
-    low = first & (b.seq % 3 == 0)
+    low = torch.tensor([True, *(b.seq[1:] != b.seq[:-1]).tolist()]) & (b.seq % 3 == 0)
     b.proximal = torch.where(low, -20.0, b.behavior)
     b.behavior = torch.where(low, -20.0, b.behavior)
     lp = b.proximal.clone().requires_grad_(True)

@@ -163,8 +163,7 @@ def test_a_failed_reward_is_said_once(
 ) -> None:
     function = config("fails_later").reward.function
     sets = (*SMALL, f"reward.function={function!r}", "name='r'", "reward.error_budget=0.1")
-    argv = demo_command("run", tmp_path, small_model, *sets)
-    done = run_command(argv)
+    done = run_command(demo_command("run", tmp_path, small_model, *sets))
     assert done.code == 1
     said = f"KeyError: 'no such key' at own_reward.py:{line_of('return {}[')} in helper"
     assert done.err.count(said) == 1, done.err
@@ -435,16 +434,14 @@ def test_columns_of_other_names(tmp_path: Path) -> None:
     path = rows(tmp_path / "p.jsonl", *({"question": f"{x}?", "solution": x} for x in "abc"))
     with pytest.raises(ConfigError, match=r'is it `question`\? task.columns = \{ prompt = "ques'):
         read_prompts(path, "train")
-    columns = {"prompt": "question", "answer": "solution"}
-    task = FileTask(path, columns=columns)
+    task = FileTask(path, columns={"prompt": "question", "answer": "solution"})
     every = [prompt for split in ("train", "heldout") for prompt in task.sets[split]]
     assert sorted((p.text, p.answer) for p in every) == [("a?", "a"), ("b?", "b"), ("c?", "c")]
     assert every[0].meta == {"solution": every[0].answer}, "a reward may ask for it by its name"
     with pytest.raises(ConfigError, match="has no column `task`; it has question, solution"):
         read_prompts(path, "train", {"prompt": "task"})
     words = ["task.name='file'", f"task.prompts={path!r}", 'task.columns={prompt="question"}']
-    config = load.load("demo", words)
-    assert get_task(config.task).prompt("heldout", 0, 0).text[1:] == "?"
+    assert get_task(load.load("demo", words).task).prompt("heldout", 0, 0).text[1:] == "?"
     with pytest.raises(ConfigError, match=r"task.columns: sort reads no file"):
         load.load("demo", ['task.columns={prompt="question"}'])
     with pytest.raises(ConfigError, match=r"task\.columns"):

@@ -40,8 +40,7 @@ def choices(struct: Any, key: str) -> set[str]:
     """The words that the configuration accepts for a key, or the tags that choose a struct."""
     if key == struct.__struct_config__.tag_field:
         return {below.__struct_config__.tag for below in cf.list_variants(struct)}
-    kind = typing.get_type_hints(struct)[key]
-    return set(typing.get_args(kind))
+    return set(typing.get_args(typing.get_type_hints(struct)[key]))
 
 
 NAMED = [

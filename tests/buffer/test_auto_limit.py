@@ -154,8 +154,7 @@ def test_an_adopted_session_keeps_to_the_limit_of_its_first_grant(first: int, tr
     store = new_store()
     store.follow_learner(hello(1))
     store.limit = AdaptiveLimit(first)
-    granted = store.grant("g", 1, 2, 0.0)
-    assert [(t.attempt, t.limit) for t in granted] == [(1, first), (2, first)]
+    assert [(t.attempt, t.limit) for t in store.grant("g", 1, 2, 0.0)] == [(1, first), (2, first)]
     span = VersionSpan(Label(1, 0), "", 0, 4, Label(1, 0))
     session = Trajectory(0, 0, 1, b"", bytes(16), b"", b"", [span], 0.0, {}, "stop", 1.0)
     assert store.deliver(session, 0.0) == "accepted"

@@ -98,8 +98,7 @@ def test_images_of_sessions_come_with_the_delivery_and_are_kept_once() -> None:
     store.accept_samples([seen(ticket, 0, NAMES[2])], images=blobs)  # a copy
     store.accept_samples([seen(ticket, 1, NAMES[2], NAMES[0])], images=blobs)
     assert set(store.alive[0].images) == {NAMES[0], NAMES[2]}  # and not what no sample names
-    samples = store.alive[0].count_sample_bytes()
-    assert store.stored_bytes == before + samples + len(BLOBS[2])
+    assert store.stored_bytes == before + store.alive[0].count_sample_bytes() + len(BLOBS[2])
     found, _ = store.ask(1, 0)
     assert set(store.make_batch(found, 1, 0).images) == {NAMES[0], NAMES[2]}
 
@@ -112,8 +111,7 @@ def test_the_buffer_takes_the_largest_session() -> None:
 
 
 def test_an_outbox_sends_each_image_once_a_frame_until_it_is_acknowledged() -> None:
-    store = store_of()
-    (ticket, _) = store.grant("g", 1, 4, 0.0)
+    (ticket, _) = store_of().grant("g", 1, 4, 0.0)
     box = Outbox(WiresConfig(), "gateway-0", 1)
     blobs = {NAMES[2]: BLOBS[2]}
     for number in range(2):
@@ -216,8 +214,7 @@ def test_samples_without_their_images_are_refused(bench: Callable[..., Bench]) -
         spans = [msgspec.structs.replace(span, digest="") for span in one.spans]
         return msgspec.structs.replace(one, spans=spans)
 
-    good = deliver(label(seen(ticket, 0, name)))
-    assert [kind for *_, kind in good.acks] == ["accepted"]
+    assert [kind for *_, kind in deliver(label(seen(ticket, 0, name))).acks] == ["accepted"]
     session = deliver(label(seen(ticket, 1, NAMES[0])), **{NAMES[0]: BLOBS[0]})
     assert [kind for *_, kind in session.acks] == ["accepted"]
     damaged = BLOBS[1][:100]
@@ -262,8 +259,7 @@ def test_a_learner_checks_the_images_of_its_batch() -> None:
 
 
 def test_a_generator_checks_the_images_of_its_tickets() -> None:
-    store = store_of()
-    tickets = store.grant("g", 1, 2, 0.0)
+    tickets = store_of().grant("g", 1, 2, 0.0)
     message_checks.check(m.TicketGrant(1, 1, tickets, None))
     for blobs, said in (([BLOBS[0][:20]], "not a PNG"), ([BLOBS[0]] * 65, "65 images")):
         prompt = msgspec.structs.replace(tickets[0].prompt, images=blobs)

@@ -156,8 +156,7 @@ def test_a_killed_buffer_draws_the_same_prompts(tmp_path: Path) -> None:
 
 def test_a_new_buffer_continues_from_the_checkpoint() -> None:
     """`memory`: the learner's checkpoint has the position, and what was not trained comes again."""
-    whole = store_of(mixer())
-    wanted = play(whole, 9)
+    wanted = play(store_of(mixer()), 9)
     first = store_of(mixer())
     trained = play(first, 3)
     answer(first, grant(first))
@@ -191,8 +190,7 @@ def test_a_task_that_runs_dry_is_named_and_does_not_hold_up_the_others() -> None
         return (1.0, 1.0) if prompt.task == "b" and dry else (0.0, 1.0)
 
     store = store_of(mixer(), filter_no_spread=True)
-    trained = play(store, 6, rewards)
-    assert set(trained) == {"a", "c"}
+    assert set(play(store, 6, rewards)) == {"a", "c"}
     (line,) = store.mixer.events
     assert line.startswith("task b runs dry: its last 32 groups were all removed (the last one")
     assert "filtered" in line
@@ -204,8 +202,7 @@ def test_a_task_that_runs_dry_is_named_and_does_not_hold_up_the_others() -> None
 
 
 def test_a_file_ends_after_its_passes() -> None:
-    parts = {"file": part("file", passes=2), "other": part()}
-    store = store_of(mixer(parts, {"file": 6}))
+    store = store_of(mixer({"file": part("file", passes=2), "other": part()}, {"file": 6}))
     trained = play(store, 5)
     assert trained.count("file") == 12 and trained[-GROUPS:] == ["other"] * GROUPS
     (line,) = store.mixer.events

@@ -109,8 +109,7 @@ def test_a_buffer_that_slept_is_over_when_it_wakes(tmp_path: Path, small_model: 
         old = hosts.all.pop("buffer")
         old.send_signal(signal.SIGSTOP)
         hosts.all["old"] = old
-        words = ["--take-over", second]
-        hosts.start("new", "buffer", hosts.run_dir, hosts.keys, *words)
+        hosts.start("new", "buffer", hosts.run_dir, hosts.keys, *["--take-over", second])
         hosts.wait_for(lambda: hosts.committed(second) >= 0)
         allow(hosts.is_allowed, MEANWHILE)
         hosts.wait_for(lambda: hosts.committed(second) >= BEFORE + 3)

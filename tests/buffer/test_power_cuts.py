@@ -68,8 +68,7 @@ def test_no_acknowledged_record_is_lost_at_any_sync(wait: bool, disk: Disk, tmp_
             left = disk.cut(root, tmp_path / "left")
             try:
                 found = j.list_segments(left / "journal")
-                kept = list(j.read(found[-1])) if found else [b"0"]
-                numbers = [int(x) for x in kept]
+                numbers = [int(x) for x in (list(j.read(found[-1])) if found else [b"0"])]
                 whole = numbers == list(range(numbers[0], numbers[-1] + 1))
                 if not whole or numbers[-1] < promised:
                     wrong.append(f"{promised} promised, there are {numbers}")

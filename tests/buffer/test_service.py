@@ -141,8 +141,7 @@ def test_a_commit_that_is_told_again_is_answered_again_and_counted_once(begin: A
 )
 def test_damaged_newer_checkpoints_are_said_with_remedy(begin: Any, mode: str, todo: str) -> None:
     run = begin(f"durability.mode={mode!r}")
-    peer = run.peer()
-    ask(peer, run.hello(1, number=5), m.Welcome)
+    ask(run.peer(), run.hello(1, number=5), m.Welcome)
     assert ask(run.peer(), run.hello(3, number=4, origin=1), m.Refusal).exit_code == 5
     said = ask(run.peer(), run.hello(2, number=3, origin=1), m.Refusal).reason
     assert re.search(r"version 3, .* no groups before version 5: .*" + todo, said)
@@ -238,8 +237,7 @@ def test_the_session_that_a_learner_waits_for_is_named(begin: Any) -> None:
     def held_up() -> BlockingSession | None:
         return ask(viewer, m.StatusRequest(), m.RunStatus).held_up  # type: ignore[no-any-return]
 
-    first = ticket(1)
-    ask(gateway, answers(first), m.DeliveryAcks)
+    ask(gateway, answers(ticket(1)), m.DeliveryAcks)
     ask(learner, m.BatchRequest(1, 0), m.Batch)
     numbers = {"time/step": 20.0, "time/learner_idle_share": 0.5}
     ask(learner, m.Commit(1, 0, Label(1, 1), "d1", numbers), m.CommitReply)
@@ -936,8 +934,7 @@ def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_i
     run = begin("durability.mode='process'", "learner.steps=1")
     generator, learner = run.peer(), run.peer()
     ask(learner, run.hello(1), m.Welcome)
-    t = first_ticket(run, generator)
-    ask(generator, answers(t), m.DeliveryAcks)
+    ask(generator, answers(first_ticket(run, generator)), m.DeliveryAcks)
     ask(learner, m.BatchRequest(1, 0), m.Batch)
     ask(learner, m.Commit(1, 0, Label(1, 1), "d1", {}), m.CommitReply)
     learner.send(m.LearnerGoodbye(1, 1))

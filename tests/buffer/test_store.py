@@ -201,8 +201,7 @@ def test_a_resumed_learner_gets_its_batches_again_and_orphans_are_written_anew()
 def test_lag_across_a_branch_counts_both_sides() -> None:
     store = make(4)
     for n in range(2):
-        t = store.grant("g", 1, 1, 0.0)[0]
-        store.deliver(sample(t, 0, (Label(1, n), 4)), 0.0)
+        store.deliver(sample(store.grant("g", 1, 1, 0.0)[0], 0, (Label(1, n), 4)), 0.0)
         train(store, n)
     late = store.grant("g", 1, 1, 0.0)[0]
     store.deliver(sample(late), 0.0)  # by (1, 2)
@@ -556,8 +555,7 @@ def started(evaluations: Evaluations, number: int, steps: int) -> dict[str, int]
 def test_out_of_distribution_prompts_have_versions_of_their_own() -> None:
     few = evaluations(4, 9, 9, 3, 1.0, ood_every=4)
     assert started(few, 4, 7) == {"heldout": 9, "ood": 3}, "never more than there are"
-    none = evaluations(1, 2, 5, 0, 1.0, ood_every=1)
-    assert started(none, 1, 7) == {"heldout": 2}
+    assert started(evaluations(1, 2, 5, 0, 1.0, ood_every=1), 1, 7) == {"heldout": 2}
 
 
 def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:

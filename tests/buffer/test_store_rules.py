@@ -521,8 +521,7 @@ def test_a_learner_that_is_further_on_than_the_buffer_has_trained_what_lies_here
     assert lines["trained"]["tokens"] == 100 + 8 and lines["orphaned"]["tokens"] == 8
     assert lines["left_over"]["tokens"] == 4
     assert store.deliver(sample(t[1], 0), 1.0) == "trained"
-    got = store.grant("g", 1, 3, 1.0)
-    assert [x.ticket for x in got] == [5, 6, 8] and store.skip == set()
+    assert [x.ticket for x in store.grant("g", 1, 3, 1.0)] == [5, 6, 8] and store.skip == set()
 
 
 def test_versions_far_behind_and_unnamed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

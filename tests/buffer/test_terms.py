@@ -188,8 +188,7 @@ def test_what_one_that_is_over_writes_nobody_reads(tmp_path: Path) -> None:
     assert hello(old, 1, 0, k=5)
     old.grant("g", 1, 2, 0.0)
     old.flush_journal()
-    second = buffer_leadership.take_leadership(tmp_path, THERE, moved=True)
-    new = store_of(tmp_path, second)
+    new = store_of(tmp_path, buffer_leadership.take_leadership(tmp_path, THERE, moved=True))
     assert new.attempts == old.attempts == 1
     new.grant("h", 1, 2, 0.0)
     new.flush_journal()
@@ -205,8 +204,7 @@ def test_what_one_that_is_over_writes_nobody_reads(tmp_path: Path) -> None:
     new.journal.close()
     names = sorted(path.name for path in (tmp_path / "journal").glob("*.log"))
     assert names == ["00000001-00000004.log", "00000002-00000002.log"]
-    third = buffer_leadership.take_leadership(tmp_path, HERE)
-    again = store_of(tmp_path, third)
+    again = store_of(tmp_path, buffer_leadership.take_leadership(tmp_path, HERE))
     assert state(again) == before and again.attempts == 2
     again.journal.close()
     assert not (tmp_path / "journal" / "00000003.sure").stat().st_mode & 0o077
@@ -223,8 +221,7 @@ def test_a_buffer_that_is_over_before_it_has_read_touches_nothing(
     first.grant("g", 1, 2, 0.0)
     first.flush_journal()
     late = buffer_leadership.take_leadership(tmp_path, HERE)
-    newest = buffer_leadership.take_leadership(tmp_path, THERE, moved=True)
-    store = store_of(tmp_path, newest)
+    store = store_of(tmp_path, buffer_leadership.take_leadership(tmp_path, THERE, moved=True))
     store.grant("g", 1, 2, 0.0)
     store.flush_journal()
     assert store.journal._remover is not None

@@ -119,8 +119,7 @@ def test_a_reward_module_that_cannot_be_imported_is_said_before_the_start(
 
 def with_rewards(tmp_path: Path, model: Path, *words: str) -> Ended:
     env = ENV | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    argv = demo_command("run", tmp_path, model, *SMALL, *words, "name='r'")
-    return run_command(argv, env=env)
+    return run_command(demo_command("run", tmp_path, model, *SMALL, *words, "name='r'"), env=env)
 
 
 def test_a_reward_that_fails_on_right_answers_is_said(tmp_path: Path, sort_model: Path) -> None:
@@ -270,8 +269,7 @@ def test_an_export_of_an_untrained_model_is_noted(
     (path / "model").mkdir(parents=True)
     (path / "model" / "config.json").write_text("{}")
     checkpoint.seal(path)
-    config = load.load("configs/demo.toml")
-    (tmp_path / "run" / "config.toml").write_text(load.dump(config))
+    (tmp_path / "run" / "config.toml").write_text(load.dump(load.load("configs/demo.toml")))
     main(["export", str(tmp_path / "run"), str(tmp_path / "out")], standalone_mode=False)
     assert (tmp_path / "out" / "config.json").exists() and (tmp_path / "out" / "README.md").exists()
     assert ("has made no step" in capsys.readouterr().err) == (number == 0)
@@ -329,8 +327,7 @@ def test_a_full_disk_ends_the_run_with_a_whole_checkpoint(tmp_path: Path, sort_m
             and re.search("(could not|cannot) be written", done.err)
             and "free some space" in done.err
         ), done.err[-3000:]
-        left = newest_checkpoints(run_dir)
-        assert all(checkpoint.verify(p) == "" for p in left)
+        assert all(checkpoint.verify(p) == "" for p in newest_checkpoints(run_dir))
         assert not list(run_dir.glob("checkpoints/epoch_*/.number_*"))
     finally:
         if limit:

@@ -341,8 +341,7 @@ def test_tensorboard_reads_what_is_written_at_once(tmp_path: Path) -> None:
     assert got == [(-0.5, 0.0), (0.5, 2.0), (1.5, 0.0), (2.5, 1.0)]
     # a step's numbers travel together: one event each was most of what they cost the buffer
     (path,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
-    sizes = [len(e.summary.value) for e in EventFileLoader(str(path)).Load()]
-    assert sizes == [0, 3, 1]
+    assert [len(e.summary.value) for e in EventFileLoader(str(path)).Load()] == [0, 3, 1]
     again = metrics.MetricsWriter(tmp_path)  # another life: what was written stays
     again.close()
     assert path.stat().st_size > 100

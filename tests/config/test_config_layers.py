@@ -195,8 +195,7 @@ def variants() -> list[Any]:
 @pytest.mark.parametrize(("section", "tag"), variants())
 def test_what_is_written_loads_back_equal(section: str, tag: str) -> None:
     """Every method with its defaults; nothing that is not read is written."""
-    field = layers.map_fields(Config)[section]
-    key = layers.get_tag(layers.list_structs(field.type)[0])[0]
+    key = layers.get_tag(layers.list_structs(layers.map_fields(Config)[section].type)[0])[0]
     made = load.build({"model": {"path": "m"}, "task": {"name": "sort"}, section: {key: tag}})
     raw = tomllib.loads(load.dump(made))
     assert load.build(raw) == made and layers.find_unread(layers.flatten(raw, Config), Config) == []
@@ -478,8 +477,7 @@ def test_a_stop_of_a_limit_alone_skips_from_the_start() -> None:
     for stop in (settings.Stop(kl_max=0.5), config(stop={"kl_max": 0.5}).stop):
         prep = sl.prepare(batch(3), bare({"name": "rloo", "whiten": False}, stop=stop))
         assert prep.budget is None and not sl.needs_current(prep)
-        at = torch.arange(len(prep.batch.seq))
-        a, w = sl.sum_update_kl(prep, at, theta(batch(3)).detach())
+        a, w = sl.sum_update_kl(prep, torch.arange(len(prep.batch.seq)), theta(batch(3)).detach())
         x = theta(batch(3)).detach() - prep.start
         weight = (prep.start - prep.batch.behavior).exp().clamp(max=2.0)
         assert float(a) == pytest.approx(float((weight * (x.exp() - 1 - x))[prep.valid].sum()))

@@ -42,8 +42,7 @@ def test_every_key_has_a_meaning_values_a_default_and_a_page_that_exists() -> No
         (shown,) = explain.explain(key)
         assert len(shown.meaning) > 10 and shown.meaning[-1] in ".)", key
         assert shown.values and shown.default, key
-        page = ROOT / shown.page
-        assert page.is_file(), f"{key}: {shown.page}"
+        assert (ROOT / shown.page).is_file(), f"{key}: {shown.page}"
 
 
 def test_every_number_has_a_unit_or_is_known_to_have_none() -> None:
@@ -220,8 +219,7 @@ def test_the_defaults_of_every_method_are_written_down() -> None:
 
 def test_a_bare_config_trains_as_the_demo_does() -> None:
     """Model and task alone are the demo's algorithm and limit, whatever size the demo has."""
-    least = {"model": {"path": "m"}, "task": {"name": "sort"}}
-    bare = load.convert(least, "bare.toml")
+    bare = load.convert({"model": {"path": "m"}, "task": {"name": "sort"}}, "bare.toml")
     demo = load.load("demo")
     for section in ("advantage", "correction", "loss", "kl", "stop", "staleness"):
         assert getattr(bare, section) == getattr(demo, section), section

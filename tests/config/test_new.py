@@ -40,8 +40,7 @@ AGENT_PATIENT = ("agent.idle_s=3600.0", "agent.deadline_s=7200.0", "wires.lease_
 
 
 def asyncrl(folder: Path, *words: str) -> Ended:
-    argv = [sys.executable, "-m", "asyncrl.cli", *words]
-    return run_command(argv, cwd=folder, timeout=7200)
+    return run_command([sys.executable, "-m", "asyncrl.cli", *words], cwd=folder, timeout=7200)
 
 
 @pytest.fixture
@@ -73,8 +72,7 @@ def test_the_project_of_an_agent_trains_from_a_model_that_is_given(tmp_path: Pat
     done = asyncrl(
         tmp_path, "run", "mine/config.toml", "--json", *[x for s in sets for x in ("--set", s)]
     ).check()
-    steps = load.load(tmp_path / "mine" / "config.toml", sets).learner.steps
-    assert done.json["steps"] == steps
+    assert done.json["steps"] == load.load(tmp_path / "mine" / "config.toml", sets).learner.steps
     samples = jsonl.read(tmp_path / "mine" / "runs" / "first" / "samples.jsonl")
     calls = [sample["calls"] for sample in samples]
     assert calls and set(calls) <= {1, 2} and max(calls) == 2, "a wrong number is tried again"

@@ -257,8 +257,7 @@ def test_a_resume_refuses_prompts_and_tells_the_limit(tmp_path: Path, small_mode
         f"task.prompts={str(path)!r}",
         "name='r'",
     )
-    argv = demo_command("run", tmp_path, small_model, *words)
-    first = run_command(argv)
+    first = run_command(demo_command("run", tmp_path, small_model, *words))
     assert first.code == 0 and first.json["lag"]["max"] == 3, first.err[-3000:]
     again = demo_command(
         "run",

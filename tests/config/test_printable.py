@@ -56,8 +56,7 @@ def test_no_peer_writes_to_log_or_terminal(bench: Any, capsys: pytest.CaptureFix
     (ticket, *_) = at.tickets(8)
     evil = EVIL.encode("utf-8", "replace").decode()
     at.deliver(sample(ticket, 0, reward=1e19, reward_parts={evil: 1e19}))
-    failed = msgspec.structs.replace(greeting(at.service), producer=evil)
-    at.service.handle(b"x", failed)
+    at.service.handle(b"x", msgspec.structs.replace(greeting(at.service), producer=evil))
     at.service.refuse("message", f"refused: {EVIL}")
     assert harmless(capsys.readouterr().err)
     # a failure that ends the run, by its budget
@@ -119,8 +118,7 @@ def test_a_reason_from_an_agent_is_one_line_of_the_log(capsys: pytest.CaptureFix
 
 def test_a_result_is_without_what_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = {"steps": 20, "loss_end": 0.022974684834480286, "heldout_end": None, "equal": False}
-    long_table = {"rows": dict.fromkeys(map(str, range(12)), 0)}
-    base.emit(found | long_table, as_json=False)
+    base.emit(found | {"rows": dict.fromkeys(map(str, range(12)), 0)}, as_json=False)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines == [["steps", "20"], ["loss_end", "0.022975"], ["equal", "False"]]
     base.emit(found, as_json=True)

@@ -440,8 +440,7 @@ def test_the_corrections_table_counts_what_the_learner_excludes(tmp_path: Path) 
     log = diagnosis.read(tmp_path)
     samples = diagnosis.read_samples(log, 1)
     behavior, target = (torch.cat([x[side] for x in samples]) for side in (0, 1))
-    lengths = torch.tensor([len(x[0]) for x in samples])
-    seq = torch.repeat_interleave(lengths)
+    seq = torch.repeat_interleave(torch.tensor([len(x[0]) for x in samples]))
     weight = (target - behavior).exp()
     mask = torch.ones_like(seq, dtype=torch.bool)
     rejected = ~correction.build_rejection_mask(
@@ -471,8 +470,7 @@ def test_tokens_are_grouped_by_the_lag_of_their_version_or_of_their_step(tmp_pat
     assert [row[0] for row in table["rows"]][-2:] == ["lag 3", "lag 6"]
     path = tmp_path / "token_exports" / "step_2" / "rank_0.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    versions = [row | {"versions": [7 - number % 2]} for number, row in enumerate(rows)]
-    write_jsonl(path, versions)
+    write_jsonl(path, [row | {"versions": [7 - number % 2]} for number, row in enumerate(rows)])
     (table, _) = diagnose(path)["tokens"]
     assert [row[0] for row in table["rows"]][-2:] == ["lag 0", "lag 1"]
     shares = [float(row[1].rstrip("%")) for row in table["rows"]]
@@ -484,8 +482,7 @@ def test_tokens_are_grouped_by_the_lag_of_their_version_or_of_their_step(tmp_pat
 
 
 def test_the_command_prints_text_json_and_a_page(tmp_path: Path) -> None:
-    fault = FAULTS["rate too high"][2]
-    path = write_jsonl(tmp_path / "m.jsonl", make_rows("trl", 1, fault))
+    path = write_jsonl(tmp_path / "m.jsonl", make_rows("trl", 1, FAULTS["rate too high"][2]))
     text = CliRunner().invoke(main, ["diagnose", str(path), "--html", str(tmp_path / "page.html")])
     assert text.exit_code == 0 and "Change: lower learning_rate" in text.stdout
     page = (tmp_path / "page.html").read_text()
@@ -534,8 +531,7 @@ def test_a_log_gives_times_or_one_error_with_the_metric_that_is_missing(tmp_path
         write_jsonl(path, [row | more for row in make_rows("verl")], "verl")
         return CliRunner().invoke(main, arguments)
 
-    expected = "also needs tokens of a completion, mean: response_length/mean"
-    assert expected in simulate({}).stderr
+    assert "also needs tokens of a completion, mean: response_length/mean" in simulate({}).stderr
     long, waits = {"response_length/mean": 900.0}, {"timing_s/wait_for_enough_samples": 9.0}
     assert "agent_loop/generate_sequences/max" in simulate(long).stderr
     done = simulate(long | waits)

@@ -30,8 +30,7 @@ GENERATE = 0.64  # seconds of a batch, when all its answers are written at once
 @pytest.mark.parametrize("generators", [1, 2])
 def test_synchronous_each_side_idles_for_the_others_share(generators: int) -> None:
     """6.4 s of generation, 4 s of learning; two generators take as long: 8 rows cost what 16 do."""
-    known = change(BARE, step=0.1, train=4.0)
-    o = run(known, "staleness.max_lag=0", f"generators={generators}")
+    o = run(change(BARE, step=0.1, train=4.0), "staleness.max_lag=0", f"generators={generators}")
     assert o.step_s == pytest.approx(10.4)
     assert o.idle_generator == pytest.approx(4 / 10.4, abs=0.03)  # by turns: 7.2 / 10.4
     assert o.idle_learner == pytest.approx(6.4 / 10.4)
@@ -535,8 +534,7 @@ def test_questions_are_answered_with_the_same_seeds() -> None:
     assert abs(sync["ratio"] - 1) < what_if.NOTHING
     assert "about the same throughput" in sync["sentence"] and more["lag_range"] is None
     assert limit["lag_range"][0] <= limit["outcome"]["lag_mean"] <= limit["lag_range"][1]
-    slow = change(known, publish=0.4, swap=0.4)
-    seeds = with_seeds(slow, 2)
+    seeds = with_seeds(change(known, publish=0.4, swap=0.4), 2)
     (faster,) = what_if.answer_questions(c, seeds, seeds(c), [], [], [4.0])
     assert faster["ratio"] > 1.3 and faster["least"] <= faster["ratio"] <= faster["largest"]
 

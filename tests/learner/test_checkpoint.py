@@ -236,8 +236,7 @@ def lives(root: Path, seed: int, out: Any) -> None:
                 for number in range(20):
                     (made / f"f{number}").write_text("x")
             if choice.random() < 0.6:
-                final = checkpoint.claim(mine, 0)
-                out.put(("claimed", int(final.name.removeprefix("epoch_"))))
+                out.put(("claimed", int(checkpoint.claim(mine, 0).name.removeprefix("epoch_"))))
         except (LearnerFenced, FileNotFoundError) as error:
             # FileNotFoundError: this program's own writing into a directory that is overtaken
             at = traceback.extract_tb(error.__traceback__)[-1]

@@ -94,8 +94,7 @@ def test_the_shipped_config_trains_on_its_pictures(
     assert prompt.startswith("<image>") and prompt.count("<image>") == 1
     text = token_samples.format_terminal(store.read_row(0), "lag", False)
     assert f"  image     18 x 18 pixels, {shown['digest']}" in text
-    page = json.dumps(run_page.select_samples(store).rows)
-    assert shown["thumbnail"] in page
+    assert shown["thumbnail"] in json.dumps(run_page.select_samples(store).rows)
 
 
 def test_a_baseline_by_prompt_tells_pictures_apart(llava: Path) -> None:
@@ -223,8 +222,7 @@ def test_a_prompt_is_shared_only_by_rows_with_the_same_experts(sparse_model: Pat
         tokens = (len(sample.prompt_tokens) + len(sample.tokens)) // 4 - 1
         ids = np.full((tokens, 2, 2), [0, 1 + (sample.sample == 2)], np.uint16)
         sample.routed = RoutedExperts(ids, 8).encode()
-    shared = pack(asked).shared
-    assert shared[:4] == [0, 0, 1, 2]
+    assert pack(asked).shared[:4] == [0, 0, 1, 2]
 
 
 def test_a_warm_start_builds_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -694,8 +694,7 @@ def test_weights_without_logprobs_stay_private(life: Made, monkeypatch: pytest.M
         with torch.no_grad():
             weight.copy_(kept)
             weight.view(-1)[0] = value
-        flat_bytes = bytearray(flat(one))
-        return one.publisher.find_problem(memoryview(flat_bytes))
+        return one.publisher.find_problem(memoryview(bytearray(flat(one))))
 
     assert with_first(float(kept.view(-1)[0])) == "" and with_first(2e3) == ""
     assert with_first(float("nan")) == with_first(float("-inf")) == "are not finite"

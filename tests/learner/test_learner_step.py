@@ -245,13 +245,11 @@ def test_score_centering_is_the_formula_on_both_models_logits(
         chosen = q >= q.topk(3).values[:, -1:] if center == "top" else torch.ones_like(q).bool()
         rho = (q * ~chosen).sum(-1, keepdim=True) / (p_now * ~chosen).sum(-1, keepdim=True)
         rest = rho * bounds(1 / rho) * p_now if center == "top" else 0.0
-        factor = chosen * (bounds(p_now / q) * q - rest)
-        total = total + place % 2 * (factor * here).sum()
+        total = total + place % 2 * ((chosen * (bounds(p_now / q) * q - rest)) * here).sum()
     (total / len(packed.seq)).backward()
     exact = torch.cat([p.grad.flatten() for p in model.hf.parameters()])
     assert float(exact.norm()) > 1e-3
-    is_equal = torch.allclose(moved[1] - moved[0], -0.1 * exact, atol=1e-6)
-    assert is_equal == (epochs == 1)
+    assert torch.allclose(moved[1] - moved[0], -0.1 * exact, atol=1e-6) == (epochs == 1)
 
 
 def test_score_centering_is_refused_where_it_cannot_work(model_dir: Path) -> None:
@@ -459,8 +457,7 @@ def test_rejected_tokens_are_those_that_no_step_weighed(model_dir: Path) -> None
     b = batch()
     c = core(model_dir, correction={"reject": "ratio", "reject_lo": 0.8, "reject_hi": 1.1})
     c.train(b)
-    rejected = sum(r for _, r in c.unused)
-    assert 0 < rejected < sum(lengths(b)) and all(s == 0 for s, _ in c.unused)
+    assert 0 < sum(r for _, r in c.unused) < sum(lengths(b)) and all(s == 0 for s, _ in c.unused)
     icepop = core(model_dir, correction={"bound": "mask", "lo": 0.8, "hi": 1.1})
     zero = icepop.train(batch())["is/zero_share"]
     assert sum(r for _, r in icepop.unused) == pytest.approx(zero * sum(lengths(b))) and zero > 0
@@ -662,8 +659,7 @@ def test_a_schedule_is_that_of_transformers_to_the_last_bit(name: str, warmup: i
 
 
 def test_the_learner_trains_each_batch_at_its_rate(model_dir: Path) -> None:
-    learner = {"steps": 6, "schedule": "linear", "warmup_steps": 2, "lr": 0.3}
-    c = core(model_dir, learner=learner)
+    c = core(model_dir, learner={"steps": 6, "schedule": "linear", "warmup_steps": 2, "lr": 0.3})
     rates = [c.train(batch(n, seed=n))["optim/lr"] for n in range(3)]
     assert rates == transformers_rates("linear", 2, 6)[:3] == [0.0, 0.15, 0.3]
 

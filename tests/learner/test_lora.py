@@ -243,8 +243,7 @@ def test_the_reference_is_the_base_without_a_second_model(
         for key, value in want.items():
             assert found[key] == pytest.approx(value, abs=1e-6, nan_ok=True), key
     assert policy.compute_weights_digest(ours.model) == policy.compute_weights_digest(theirs.model)
-    moved = [value for key, value in found.items() if key.startswith("kl/") and value > 1e-9]
-    assert moved
+    assert [value for key, value in found.items() if key.startswith("kl/") and value > 1e-9]
 
 
 def test_the_measured_reference_is_the_base_too(model_dir: Path) -> None:
@@ -296,8 +295,7 @@ def test_a_checkpoint_is_the_adapter_and_goes_on_bitwise(model_dir: Path, tmp_pa
     with pytest.raises(DamagedDataError, match="belongs to another base"):
         checkpoint.restore(lora_core(tmp_path / "other", **adam), path)
     with pytest.raises(DamagedDataError, match="belongs to another base"):
-        base = load_policy(tmp_path / "other", device="cpu")
-        adapters.merge_directory(base, path / "model")
+        adapters.merge_directory(load_policy(tmp_path / "other", device="cpu"), path / "model")
     full = core(model_dir, **adam)
     (tmp_path / "full").mkdir()
     checkpoint.save(tmp_path / "full", full, {}, 2)

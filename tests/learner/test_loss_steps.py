@@ -276,8 +276,7 @@ def test_reinforce_weighs_by_the_policy_as_it_is_now() -> None:
 def test_the_terms_of_a_micro_batch_are_its_share_and_its_numbers() -> None:
     b = batch(10)
     lp = theta(b)
-    c = config(kl={"loss": {"coefficient": 0.3, "estimator": "k2"}}, **OFF)
-    prep, step = begun(b, c)
+    prep, step = begun(b, config(kl={"loss": {"coefficient": 0.3, "estimator": "k2"}}, **OFF))
     loss, sums = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp)
     x = (lp.detach() - b.reference)[b.mask]
     n = int(b.mask.sum())
@@ -335,8 +334,7 @@ def three(**keys: Any) -> tuple[torch.Tensor, Any, dict[str, float]]:
     more = {"start": vec(-0.5, -1, -9, -2, -1, -1.5), "reference": vec(*[-1.0] * 6)}
     more |= {"mask": yes(1, 1, 0, 1, 1, 1)} | keys.pop("more", {})
     b = answers([1, 2, 1, 2], [3, 1, 5, 5], groups=[0, 0, 1, 1], cut=[3], **more)
-    c = config(**keys)
-    prep = sl.prepare(b, c, beta=keys.get("beta"))
+    prep = sl.prepare(b, config(**keys), beta=keys.get("beta"))
     return prep.advantage, prep, prep.metrics
 
 

@@ -247,8 +247,7 @@ def test_ppo_marks_the_side_that_cut_and_is_open_at_its_edges() -> None:
         assert t.clipped.tolist() == marks and t.clipped.dtype == torch.int8
         open_ = torch.tensor([k == 0 for k in marks])
         assert torch.allclose(t.coefficient, torch.where(open_, sign * r, 0.0))
-        bound = r.clamp(0.8, 1.25)
-        assert torch.allclose(t.objective, torch.minimum(sign * r, sign * bound))
+        assert torch.allclose(t.objective, torch.minimum(sign * r, sign * r.clamp(0.8, 1.25)))
     zero = term("ppo", vec(2, 0.1).log(), vec(0, 0))
     assert zero.clipped.tolist() == [0, 0]  # without an advantage nothing is cut
     # 0.2 by default
@@ -346,8 +345,7 @@ def test_sapo_topr_and_dro_by_hand() -> None:
 
 def test_covariances_and_who_is_chosen_by_them() -> None:
     lp, adv, m = vec(-1, -3, 7, -5), vec(2, 0, 50, 1), yes(1, 1, 0, 1)  # means -3 and 1
-    cov = covariance(lp, adv, m)
-    assert cov.tolist() == pytest.approx([2, 0, 0, 0])
+    assert covariance(lp, adv, m).tolist() == pytest.approx([2, 0, 0, 0])
     assert covariance(lp, adv, m & False).tolist() == [0, 0, 0, 0]
     c = vec(5, 1, 9, 3, 2)
     m = yes(1, 1, 0, 1, 1)

@@ -111,8 +111,7 @@ def test_the_file_keeps_to_its_bound(
 ) -> None:
     made = core(model_dir, record={"samples_every": 1, "token_samples_mib": 1})
     log = SampleLog(made.config, tmp_path, 0, None)
-    row = {"batch": 0, "filler": "x" * 300_000}
-    log.add([row] * 5)
+    log.add([{"batch": 0, "filler": "x" * 300_000}] * 5)
     assert not log.is_due(0) and (tmp_path / FILE).stat().st_size <= 2**20
     assert capsys.readouterr().err.count("record.token_samples_mib = 1") == 1
     log.close()
@@ -157,8 +156,7 @@ def test_the_log_of_steps_keeps_to_its_bound(
 
 
 def test_nothing_is_logged_without_rules(model_dir: Path, tmp_path: Path) -> None:
-    made = core(model_dir, record={"token_samples": []})
-    assert logged(made, tmp_path, 0) == []
+    assert logged(core(model_dir, record={"token_samples": []}), tmp_path, 0) == []
 
 
 class ByteTokenizer:

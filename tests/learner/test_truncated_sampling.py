@@ -78,8 +78,7 @@ def test_a_distillation_is_over_the_kept_tokens(model_dir: Path) -> None:
 
 
 def test_the_rows_of_a_batch_carry_their_supports(model_dir: Path) -> None:
-    learner = core(model_dir)
-    asked = sampled(learner)
+    asked = sampled(core(model_dir))
     packed = pack(asked)
     for row, sample in zip(packed.supports, asked.samples, strict=True):
         assert row is not None and row.encode() == sample.support

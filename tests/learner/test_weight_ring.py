@@ -180,8 +180,7 @@ def test_a_removed_ring_is_made_anew_with_all_that_it_held(tmp_path: Path) -> No
     """Who mapped the old files finds that nothing new comes there, and opens the new ones; who
     begins finds the newest version."""
     config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}})
-    layout = [("w", "float32", [SIZE // 4], 0, SIZE)]
-    r = WeightRing(tmp_path / "ring", SIZE, 3, layout, 1)
+    r = WeightRing(tmp_path / "ring", SIZE, 3, [("w", "float32", [SIZE // 4], 0, SIZE)], 1)
     digests = {n: r.write(Label(1, n), fill(n), probe=bytes([n])) for n in range(2)}
     before = WeightsReceiver(config, "before")
     source = WeightsSource(1, socket.gethostname(), str(tmp_path / "ring"), "")

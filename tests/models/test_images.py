@@ -137,8 +137,7 @@ def test_arrays_with_other_images_than_tokens_are_refused(llava: Path) -> None:
 
     def row(prompt: list[int], tokens: list[int], names: list[str], mask: bytes) -> Any:
         ids = [np.array(x, "<i4").tobytes() for x in (prompt, tokens)]
-        logprobs = b"\0" * len(ids[1])
-        return TrainingSequence(*ids, logprobs, mask, [], images=names)
+        return TrainingSequence(*ids, (b"\0" * len(ids[1])), mask, [], images=names)
 
     arrays.check_sequence_numbers(
         row([9, 9, 1], [2, 9, 9], [name, name], b"\1\0\0"), "it", ModelShape(12, None, shape)

@@ -83,8 +83,7 @@ def test_packed_gradients_in_bfloat16_and_of_answers_of_one_token(tmp_path: Path
 def test_answers_are_padded_with_others_of_like_length(tmp_path: Path) -> None:
     lay = policy.build_model(tmp_path, "abcdefgh").fast
     assert lay is not None
-    r = np.random.default_rng(0)
-    lengths = r.permutation([*[4] * 40, *[20] * 40, 50])
+    lengths = np.random.default_rng(0).permutation([*[4] * 40, *[20] * 40, 50])
     prompts = [np.arange(12, dtype=np.int32)] * len(lengths)
 
     def plan(answers: list[np.ndarray], *, fixed: bool = False) -> list[AttentionSide]:
@@ -240,8 +239,7 @@ def test_a_learners_row_is_held_to_what_it_says(
     longest = max(len(prompt) for prompt in bench.prompts(path, lengths))
     monkeypatch.setattr(bench, "LEARNED", longest - 1)
     held = bench.measure(path, ["deepspeed"], lengths)
-    stages = [job["learner"].get("zero_stage") for job in jobs]
-    assert stages == [None, 0, 1, 2, 3, None, 2, 3]
+    assert [job["learner"].get("zero_stage") for job in jobs] == [None, 0, 1, 2, 3, None, 2, 3]
     assert {g["figure"] for g in held.goals if not g["met"]} == {
         "ZeRO stage 2, two ranks, float32: weights off torch's, of a step",
         "ZeRO stage 3, two ranks, float32: largest distance, nats",

@@ -171,8 +171,7 @@ def test_packed_is_transformers_in_value_and_gradient(model: Path, replayed: boo
     if replayed:
         own = relogged(load(model), answers, None).detach()
         assert float((own - found[0][0]).abs().max()) > 0.1
-    router = "model.layers.0.mlp.gate.weight"
-    assert float(found[0][1][router].abs().max()) > 1e-3
+    assert float(found[0][1]["model.layers.0.mlp.gate.weight"].abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -247,8 +246,7 @@ def test_an_engine_records_the_experts_of_every_token(model: Path) -> None:
     for answers in (generate(load(model), ours), generate(load(model), ours, fixed=True)):
         for a in answers:
             assert a.routed is not None and a.routed.shape == ours.routing
-            tokens = np.concatenate([a.prompt, a.tokens])[:-1]
-            wanted = own_choice(ours, tokens)
+            wanted = own_choice(ours, np.concatenate([a.prompt, a.tokens])[:-1])
             found = np.sort(a.routed.ids, -1)
             assert found.shape == wanted.shape
             # a last layer encodes no prompt but its last token
@@ -407,8 +405,7 @@ def test_a_load_balancing_loss_keeps_its_own_statistics(olmoe: policy.PolicyMode
     assert not torch.equal(plain.logits, replayed.logits)
     shares = torch.cat(replayed.router_logits).softmax(-1)
     chosen = torch.nn.functional.one_hot(shares.topk(2).indices, 8).float()
-    expected = 8 * (chosen.mean(0) * shares.mean(0)).sum()
-    torch.testing.assert_close(replayed.aux_loss, expected)
+    torch.testing.assert_close(replayed.aux_loss, (8 * (chosen.mean(0) * shares.mean(0)).sum()))
 
 
 def test_routers_that_choose_in_several_steps_are_refused(olmoe: policy.PolicyModel) -> None:

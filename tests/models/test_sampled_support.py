@@ -247,8 +247,7 @@ def test_kl_and_energies_are_those_over_the_support(model: policy.PolicyModel) -
 
     a, b = logs(hidden), logs(other)
     p = a.exp()
-    safe = torch.where(mask, a, 0.0) - torch.where(mask, b, 0.0)
-    expected = (p * safe).sum(-1)
+    expected = (p * (torch.where(mask, a, 0.0) - torch.where(mask, b, 0.0))).sum(-1)
     got = packed_forward.compute_vocabulary_term(
         kl.compute_exact_kl, lay, hidden, (other, weight), scale, table
     )

@@ -84,8 +84,7 @@ def test_every_arm_is_a_config(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     refused, loaded = [], set()
     for arm, source, items in arms_of(name, monkeypatch):
         try:
-            made = load.load(ROOT / "configs" / f"{source}.toml", items)
-            loaded.add((source, load.dump(made)))
+            loaded.add((source, load.dump(load.load(ROOT / "configs" / f"{source}.toml", items))))
         except ConfigError as e:
             refused.append(f"{source}, {arm}: {e}")
     assert not refused, "\n".join(refused)
@@ -115,8 +114,7 @@ def test_plain_steps_have_the_gradient(tmp_path: Path, monkeypatch: pytest.Monke
     for way in ("64 rows, sdpa", "32 rows, eager"):
         plain = bench.make(way, tmp_path)
         plain.train(batch)
-        error = (bench.gradient(plain) - expected).norm() / expected.norm()
-        assert float(error) < 1e-4, way
+        assert float((bench.gradient(plain) - expected).norm() / expected.norm()) < 1e-4, way
     strong = bench.make("strong", tmp_path)
     strong.optimizer.zero_grad = lambda **_: None  # so that the step leaves its gradient
     strong.train(batch)
@@ -160,10 +158,8 @@ def test_a_buffers_stand_in_has_all_that_generators_ask(monkeypatch: pytest.Monk
     source = "".join(inspect.getsource(kind) for kind in classes)
     asked = set(re.findall(r"self\.socket\.(\w+)\(", source))
     assert {"send", "recv", "find_moved_buffer"} <= asked
-    missing = [name for name in sorted(asked) if not callable(getattr(bench.Buffer, name, None))]
-    assert not missing
-    task = get_task(TaskConfig(name="sort"))
-    stand_in = bench.Buffer(task, 8)
+    assert not [name for name in sorted(asked) if not callable(getattr(bench.Buffer, name, None))]
+    stand_in = bench.Buffer(get_task(TaskConfig(name="sort")), 8)
     assert stand_in.recv(0.0) is None and stand_in.find_moved_buffer(1e9) is False
     stand_in.want(bench.GROUP)
     stand_in.send(m.TicketRequest("g", 1, 1, bench.GROUP, None))

@@ -47,8 +47,7 @@ def test_torch_is_the_version_of_make() -> None:
 
 def test_each_variable_is_declared_and_each_extra_exists() -> None:
     defaults = dict(words.split("=", 1) for words in arguments("ARG"))
-    used = {name for run in RUNS for name in re.findall(r"\$\{(\w+)\}", run)}
-    assert used == set(defaults)
+    assert {name for run in RUNS for name in re.findall(r"\$\{(\w+)\}", run)} == set(defaults)
     extras = [defaults["EXTRAS"]]
     extras += re.findall(r"--build-arg EXTRAS=(\S+)", (ROOT / "Dockerfile").read_text())
     assert len(extras) == 2

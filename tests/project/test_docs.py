@@ -68,8 +68,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def links(page: Path) -> list[str]:
-    without_code = re.sub(r"`[^`]*`", "", prose(page))
-    return re.findall(r"\]\(([^)\s]+)\)", without_code)
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", prose(page)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -359,8 +358,7 @@ def test_the_goal_of_the_step_stands_beside_the_fastest_rival() -> None:
     assert f"{min(medians):.2f} to {max(medians):.2f} in {len(files)} of {len(files)}" in page
     now = ratios[LOOP]
     said = f"{median(now):.2f} ({min(now):.2f} to {max(now):.2f})"
-    fastest = "as two ranks, the fastest rival |"
-    cells = page.partition(fastest)[2].split(" | ")
+    cells = page.partition("as two ranks, the fastest rival |")[2].split(" | ")
     assert cells[0].strip().startswith(said) and cells[1].startswith("0.60, not met")
     rounds = result(LOOP)["speed"]["rounds"]
     tokens = [256 * r["async"]["answer/length"] / r["two ranks"]["step"] for r in rounds]

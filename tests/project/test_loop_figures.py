@@ -35,8 +35,7 @@ def figures(rows: list[loop.Row], **more: Any) -> dict[str, dict[str, Any]]:
 def test_ratios_are_taken_within_a_round() -> None:
     # a machine half as fast in the second round changes no ratio
     slow = {name: 2e3 * v["step"] for name, v in a_round().items() if name != "bare"}
-    rows = [a_round(), a_round(160e-6, **slow)]
-    found = figures(rows)
+    found = figures([a_round(), a_round(160e-6, **slow)])
     values = {name: goal["value"] for name, goal in found.items()}
     assert values == {
         "step, asynchronous / strong loop": 0.5,
@@ -108,8 +107,7 @@ def test_the_file_holds_the_task(tmp_path: Path) -> None:
 
 def test_the_strong_loop_as_a_program(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders, "SKIP", 0)
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    out = contenders.strong("two ranks", small_model, cores, 2, 0)
+    out = contenders.strong("two ranks", small_model, sorted(os.sched_getaffinity(0))[:2], 2, 0)
     assert out["step"] > 0 and 0 < out["answer/length"] <= contenders.MOST
 
 

@@ -9,8 +9,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_notebook_runs_and_its_numbers_tell_its_story() -> None:
-    notebook = load_program(ROOT / "docs" / "notebooks" / "staleness.py")
-    outputs, found = notebook.app.run()
+    outputs, found = load_program(ROOT / "docs" / "notebooks" / "staleness.py").app.run()
     pages = [output.text for output in outputs if output is not None]
     assert sum("iframe" in page for page in pages) == 3 and len(pages) == 7
     speed, lag = found["speed"], found["lag"]

@@ -88,8 +88,7 @@ TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
 
 def test_every_command_in_a_sentence_is_understood() -> None:
     """Commands, options and settings of inline code, without running anything."""
-    text = " ".join(TROUBLESHOOTING.split())
-    found = re.findall(r"`asyncrl ([^`]+)`", text)
+    found = re.findall(r"`asyncrl ([^`]+)`", " ".join(TROUBLESHOOTING.split()))
     assert found
     for line in found:
         words = shlex.split(line)

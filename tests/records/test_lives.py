@@ -77,8 +77,7 @@ def test_who_looks_at_a_process_does_not_keep_it_from_starting(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """As doctor does, which stands still while it has the lock."""
-    name = ".run.lock" if what == "supervisor" else f".{what}.alive"
-    looking = (run_dir / name).open("w")
+    looking = (run_dir / (".run.lock" if what == "supervisor" else f".{what}.alive")).open("w")
     fcntl.flock(looking, fcntl.LOCK_EX)
     clock = itertools.count(0.0, 0.01)
     waits = itertools.count()

@@ -38,8 +38,7 @@ ALL = " ".join(PLANTED)
 
 
 def called(*words: str) -> Ended:
-    argv = [sys.executable, "-m", "asyncrl.cli", *words]
-    return run_command(argv)
+    return run_command([sys.executable, "-m", "asyncrl.cli", *words])
 
 
 def ran(document: str) -> bool:

@@ -92,8 +92,7 @@ def test_a_loaded_run_prints_short(first: asyncrl.LoadedRun) -> None:
 
 
 def test_a_notebook_shows_a_run_s_text_as_text(first: asyncrl.LoadedRun) -> None:
-    named = msgspec.structs.replace(first, path=Path("<script>alert(1)</script>&"))
-    shown = named._repr_html_()
+    shown = msgspec.structs.replace(first, path=Path("<script>alert(1)</script>&"))._repr_html_()
     assert "<script>" not in shown and "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in shown
     assert f"<td>6 of 6</td></tr><tr><th>held-out</th><td>{first.facts()['held-out']}" in (
         shown.replace("-&gt;", "->")

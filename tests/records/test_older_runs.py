@@ -32,8 +32,7 @@ def older_run(tmp_path: Path) -> Path:
 
 
 def call(run: Path, *words: str) -> Ended:
-    argv = [sys.executable, "-m", "asyncrl.cli", *words, "--json"]
-    return run_command(argv, cwd=run.parent)
+    return run_command([sys.executable, "-m", "asyncrl.cli", *words, "--json"], cwd=run.parent)
 
 
 def test_an_older_run_loads_in_python(older_run: Path) -> None:

@@ -229,10 +229,8 @@ def warm(config: Config, arm: str, seed: int) -> CellResult:
 def test_a_warm_run_has_answer_lengths(small_model: Path) -> None:
     model = f"model.path={str(small_model)!r}"
     sets = [model, *RUN_SETS[:-1], "evaluation.every=0", "staleness.inject=1"]
-    c = load.load(ROOT / "configs" / "demo.toml", sets)
-    cell = warm(c, "late", 0)
-    figure = compare_page.plot_curves("answer/length", ["late"], [cell])
-    (line,) = figure.lines
+    cell = warm(load.load(ROOT / "configs" / "demo.toml", sets), "late", 0)
+    (line,) = compare_page.plot_curves("answer/length", ["late"], [cell]).lines
     assert len(line.ys) == 6 and all(1 <= y <= 12 for y in line.ys)
 
 

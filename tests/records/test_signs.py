@@ -61,8 +61,7 @@ def test_rewards_that_hold_the_generators_up() -> None:
     assert apply_rules(rows(6, time_reward_wait_share=0.42, **of)) == []
     of |= {"reward_call_s": 0.2, "reward_wait_s": 3.0}
     # Calls of 20 microseconds explain no wait of 3 s: answers wait for a core.
-    got = apply_rules(rows(6, time_reward_wait_share=0.42, **of | {"reward_call_s": 2e-5}))
-    assert got == []
+    assert apply_rules(rows(6, time_reward_wait_share=0.42, **of | {"reward_call_s": 2e-5})) == []
 
 
 def test_all_answers_truncated() -> None:
@@ -161,8 +160,7 @@ def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_pat
     (line,) = told
     assert line.startswith("note: the buffer has refused 1 message: 1 samples by weights older")
     (tmp_path / "metrics.jsonl").write_text(json.dumps(rows(1, refused_frame=4.0)[0]) + "\n")
-    config = load("configs/demo.toml")
-    seen = doctor.examine_run(config, tmp_path, None)
+    seen = doctor.examine_run(load("configs/demo.toml"), tmp_path, None)
     assert seen["refused"] == {"frame": 4}
     said = "refused: 4 frames that do not decode, have a value out of its range, or are too large"
     assert said in doctor.format_lines(tmp_path, seen)
@@ -189,8 +187,7 @@ def test_prompts_without_answers(tmp_path: Path) -> None:
         )
     )
     sets = ["task.name=file", f"task.prompts={str(path)!r}"]
-    config = load("configs/demo.toml", sets)
-    (sign,) = runner.find_task_signs(config)
+    (sign,) = runner.find_task_signs(load("configs/demo.toml", sets))
     left = len(FileTask(str(path)).sets["train"])
     assert sign.name == "answers_missing" and f"of {left} prompts have no `answer`" in sign.said
     assert "reward.function" in sign.try_this

@@ -96,11 +96,9 @@ def test_growth_is_found() -> None:
     # 17 values: 5 late over 12 early; three pairs the wrong way round have a chance of 7 / 6188 =
     # 0.0011, two one of 4 / 6188.
     assert find_growth([1.0] * 9 + [10.0] * 3 + [5.0] + [20.0] * 4) is None
-    got = find_growth([1.0] * 10 + [10.0] * 2 + [5.0] + [20.0] * 4)
-    assert got == (1.0, 20.0)
+    assert find_growth([1.0] * 10 + [10.0] * 2 + [5.0] + [20.0] * 4) == (1.0, 20.0)
     # stretches of ten: their medians are 3, though a third of the values is not
-    long = [1.0] * 120 + [3.0, 1.0, 3.0] * 20
-    assert find_growth(long) == (1.0, 3.0)
+    assert find_growth([1.0] * 120 + [3.0, 1.0, 3.0] * 20) == (1.0, 3.0)
 
 
 @pytest.mark.parametrize("name", ["mismatch__k3_at_lag_0", "split__mismatch_k3"])
@@ -127,8 +125,7 @@ def test_both_measures_of_the_mismatch_are_looked_at() -> None:
 
 
 def test_an_engine_that_differs() -> None:
-    differs = [1e-4, 2e-3, 3e-3]
-    (sign,) = apply_rules(rows(6, mismatch__k3_at_lag_0=differs), config())
+    (sign,) = apply_rules(rows(6, mismatch__k3_at_lag_0=[1e-4, 2e-3, 3e-3]), config())
     assert sign.name == "engine_mismatch" and "by k3 = 2.0e-03" in sign.said
     assert "above 0.001" in sign.said and "generator.dtype" in sign.try_this
     assert fired(rows(6, mismatch__k3_at_lag_0=[1e-3])) == [] == fired(rows(6))
@@ -214,8 +211,7 @@ def test_collapse_under_k3_in_the_reward() -> None:
     assert "k1" in sign.try_this and "checkpoint" in sign.try_this
     (drifts,) = apply_rules(rows(kl__target_ref_k3=LOST), config(*K3_REWARD))
     assert drifts.name == "kl_collapse" and "rises from 0.19 to 0.33 nats a token" in drifts.said
-    half = [*evals("heldout", 128, (0, 0.4), (20, 0.2)), *rows(20)]
-    assert fired(half, *K3_REWARD) == []
+    assert fired([*evals("heldout", 128, (0, 0.4), (20, 0.2)), *rows(20)], *K3_REWARD) == []
     assert fired(evals("heldout", 128, (0, 0.4)) + rows(20), *K3_REWARD) == []
     back = [*evals("heldout", 128, (30, 0.6), (20, 0.02), (0, 0.4)), *rows(30)]
     assert fired(back, *K3_REWARD) == [], "in the order of steps"
@@ -226,8 +222,7 @@ def test_collapse_under_k3_in_the_reward() -> None:
         (K3_REWARD[0], "kl.reward.estimator=k1"),
     ):
         assert fired(gone, *other) == [], other
-    got = fired(gone, K3_REWARD[0], "kl.reward.estimator='k3+'")
-    assert got == ["kl_collapse"]
+    assert fired(gone, K3_REWARD[0], "kl.reward.estimator='k3+'") == ["kl_collapse"]
 
 
 def test_good_in_distribution_and_poor_out_of_distribution() -> None:
@@ -246,8 +241,7 @@ def test_good_in_distribution_and_poor_out_of_distribution() -> None:
     assert apply_rules([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.11)), *rows()]) == []
     values = names(apply_rules([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.13)), *rows()]))
     assert values == ["out_of_distribution"]
-    got = apply_rules([*near, *evals("ood", 256, (0, 0.07), (60, 0.35)), *rows()])
-    assert got == []
+    assert apply_rules([*near, *evals("ood", 256, (0, 0.07), (60, 0.35)), *rows()]) == []
     assert (
         apply_rules([*near, *far[:1], *rows()])
         == []
@@ -400,11 +394,9 @@ def test_accuracy_that_swings() -> None:
         [0.6, 0.63, 0.58, 0.61, 0.57, 0.62],
         [0.3, 0.6, 0.62, 0.5, 0.64, 0.66],  # one fall
     ):
-        got = apply_rules([*evals("heldout", 512, *enumerate(quiet)), *rows()], config())
-        assert got == []
+        assert apply_rules([*evals("heldout", 512, *enumerate(quiet)), *rows()], config()) == []
     # grades up to 10: chance is larger
-    grades = [5.0, 5.8, 5.0, 5.8, 5.0, 5.8]
-    judged = evals("heldout", 512, *enumerate(grades))
+    judged = evals("heldout", 512, *enumerate([5.0, 5.8, 5.0, 5.8, 5.0, 5.8]))
     assert apply_rules([*judged, *rows(reward__max=[10.0] * 50)], config()) == []
     assert apply_rules([*judged, *rows(reward__max=[6.0] * 50)], config()) != []
 
@@ -414,8 +406,7 @@ def test_k1_in_the_reward_under_many_updates() -> None:
     (sign,) = apply_rules(rows(kl__target_ref_k3=LOST, optim__steps=[16.0] * 50), config(*k1))
     assert sign.name == "stale_kl_reward" and "which 16 updates a batch share" in sign.said
     assert "kl.loss.coefficient" in sign.try_this
-    one = rows(kl__target_ref_k3=LOST, optim__steps=[1.0] * 50)
-    assert apply_rules(one, config(*k1)) == []
+    assert apply_rules(rows(kl__target_ref_k3=LOST, optim__steps=[1.0] * 50), config(*k1)) == []
     held = rows(kl__target_ref_k3=[0.05] * 50, optim__steps=[16.0] * 50)
     assert apply_rules(held, config(*k1)) == [], "the settings alone are no sign"
 

@@ -265,8 +265,7 @@ def test_a_full_disk_ends_a_run_in_one_line_and_the_next_life_goes_on(
     run.thread.join(600)
     assert isinstance(run.error, AsyncrlError)
     assert "cannot be written: No space left on device; free some space" in str(run.error)
-    wrong = run.service.close()
-    assert "No space left" in wrong or mode == "memory"
+    assert "No space left" in run.service.close() or mode == "memory"
     disk.room = 1 << 40
     for name in ("metrics.jsonl", "trained.jsonl", "samples.jsonl"):
         assert all(json.loads(x) for x in (run.dir / name).read_text().splitlines())
@@ -429,8 +428,7 @@ def test_with_sync_every_file_and_the_directories_reach_the_disk_before_and_afte
     with atomic_write.replace(tmp_path / "kept" / "model", sync=sync) as part:
         part.mkdir(parents=True)
         (part / "weights").write_text("all")
-    expected = ["model.part", "weights", "renamed", "kept"] if sync else ["renamed"]
-    assert done == expected
+    assert done == (["model.part", "weights", "renamed", "kept"] if sync else ["renamed"])
 
 
 def test_what_cannot_be_removed_is_passed_over(tmp_path: Path) -> None:

@@ -169,8 +169,7 @@ def test_a_run_whose_tracker_fails_ends_as_without_it(tmp_path: Path, small_mode
     """wandb without a login and without a terminal to ask for one."""
     login = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
     words = (*SMALL, "name=R", "record.trackers=['wandb']")
-    argv = demo_command("run", tmp_path, small_model, *words)
-    done = run_command(argv, env=ENV | login)
+    done = run_command(demo_command("run", tmp_path, small_model, *words), env=ENV | login)
     assert done.code == 0 and done.json["steps"] == 6, done.err[-3000:]
     path = tmp_path / "runs" / "R"
     deadline = time.monotonic() + PATIENCE_S

@@ -444,8 +444,7 @@ def test_accuracy_that_fell_is_told_from_noise(tmp_path: Path) -> None:
             metric_row(i, **{"eval/heldout": v, "eval/heldout_n": 400.0, "reward/max": largest})
             for i, v in enumerate(values)
         ]
-        series = read_series(tmp_path / "m", rows)
-        return advice.apply_rules(advice.Facts(series, 2, 1))[0].name
+        return advice.apply_rules(advice.Facts(read_series(tmp_path / "m", rows), 2, 1))[0].name
 
     assert told(0.4, 0.8, 0.5) == "accuracy_fell"
     assert told(0.4, 0.8, 0.79) == "accuracy" == told(0.4, 0.5, 0.9)
@@ -498,8 +497,7 @@ def wait_for_summary(run: RunView) -> dict[str, Any]:
 
 
 def test_the_row_of_a_run_has_its_newest_numbers(client: TestClient, run_dir: Path) -> None:
-    evals = {"eval/heldout": 0.75, "lag/mean": 1.5}
-    append(run_dir / "metrics.jsonl", metric_row(30, **evals))
+    append(run_dir / "metrics.jsonl", metric_row(30, **{"eval/heldout": 0.75, "lag/mean": 1.5}))
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write("no json\n")
     append(run_dir / "token_samples.jsonl", {"batch": 5})
@@ -741,8 +739,7 @@ def test_the_lags_of_each_run_have_a_plot_of_their_own(client: TestClient, run_d
     title = plots.plot_lag_over_time([]).title
     assert title in titles("page=staleness") and title not in titles("page=overview")
     second = copy_run(run_dir, run_dir.parent / "second")
-    third = copy_run(run_dir, run_dir.parent / "third")
-    (third / "trained.jsonl").unlink()
+    (copy_run(run_dir, run_dir.parent / "third") / "trained.jsonl").unlink()
     answer(client, "runs")
     of_lags = [t for t in titles("page=staleness") if t.startswith(title)]
     assert of_lags == [f"{title}: first", f"{title}: second"], "the third has trained nothing"
@@ -811,8 +808,7 @@ def test_one_sample_with_its_tokens(client: TestClient) -> None:
 def test_settings_of_runs_and_in_what_they_differ(client: TestClient, run_dir: Path) -> None:
     seen = answer(client, "config")
     assert seen["runs"]["first"]["task.name"] == "sort" and seen["differences"] == []
-    second = copy_run(run_dir, run_dir.parent / "second")
-    path = second / "config.toml"
+    path = copy_run(run_dir, run_dir.parent / "second") / "config.toml"
     text = path.read_text().replace("name = 'sort'", "name = 'rle'")
     path.write_text(text.replace('name = "sort"', 'name = "rle"') + "\n[added]\nkey = 1\n")
     answer(client, "runs")

@@ -243,8 +243,7 @@ def test_the_threads_on_the_learners_machine_follow_who_is_there(waiting: Any) -
     made.handle(b"g", m.GeneratorGoodbye("generator-0", 1))
     assert made.count_local_threads() == 3
     source = m.WeightsSource(2, "elsewhere", "", "")
-    other = replace(honest_hello(made.run), epoch=2, label=Label(2, 0), source=source)
-    made.handle(b"l", other)
+    made.handle(b"l", replace(honest_hello(made.run), epoch=2, label=Label(2, 0), source=source))
     assert made.count_local_threads() == 2
     made.remove_generator("generator-2")
     assert made.count_local_threads() == 1

@@ -101,8 +101,7 @@ def test_math_rl(recipe: Recipe, options: list[str], most: int) -> None:
 
 def test_rl_loop(recipe: Recipe) -> None:
     batch = ["batch_size=2", "group_size=8", "max_tokens=14", "learning_rate=1e-3"]
-    rows = recipe.run("rl_loop", *batch, "max_steps=2")
-    assert [row["lag_max"] for row in rows] == [0, 0]
+    assert [row["lag_max"] for row in recipe.run("rl_loop", *batch, "max_steps=2")] == [0, 0]
     [model] = recipe.new_models()
     assert (model["version"], model["unknown_tokens"]) == (2, 0)
     counted = model["ledger"]

@@ -42,5 +42,4 @@ def by_pydantic_ai(prompt: Any, session: Any) -> float:
 
 def by_both(prompt: Any, session: Any) -> float:
     """Samples in turns by one and the other."""
-    sample = int(session.name.split(".")[1])
-    return (by_pydantic_ai if sample % 2 else by_openai)(prompt, session)
+    return (by_pydantic_ai if int(session.name.split(".")[1]) % 2 else by_openai)(prompt, session)

@@ -71,5 +71,4 @@ def by_ids(prompt: Any, session: Any) -> float:
 
 def by_both(prompt: Any, session: Any) -> float:
     """Samples in turns by one and the other."""
-    sample = int(session.name.split(".")[1])
-    return (by_ids if sample % 2 else by_client)(prompt, session)
+    return (by_ids if int(session.name.split(".")[1]) % 2 else by_client)(prompt, session)

@@ -31,8 +31,7 @@ class Script(NamedTuple):
 
 def step(tool: str, **arguments: object) -> str:
     """A step of DSPy's ReAct."""
-    fields = {"next_thought": "t", "next_tool_name": tool, "next_tool_args": arguments}
-    return json.dumps(fields)
+    return json.dumps({"next_thought": "t", "next_tool_name": tool, "next_tool_args": arguments})
 
 
 SCRIPTS = {

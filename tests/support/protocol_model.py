@@ -200,8 +200,7 @@ def on_grant(b: Buffer, g: Group, i: int, session: int) -> tuple[Buffer, tuple[A
     a, todo = b.attempts + 1, tuple(s for s, got in enumerate(g.samples) if not got)
     new = g._replace(lease=(a, i, session, todo))
     groups = swap(b.groups, new) if g.ticket < b.cursor else (*b.groups, new)
-    said = b.said | {(a, b.now, (b.epoch, b.committed))} if b.now >= 0 else b.said
-    b = b._replace(said=said)
+    b = b._replace(said=(b.said | {(a, b.now, (b.epoch, b.committed))} if b.now >= 0 else b.said))
     return b._replace(attempts=a, cursor=max(b.cursor, g.ticket + 1), groups=groups), (
         g.ticket,
         a,

@@ -129,8 +129,7 @@ class Gateway(service.Gateway):
     def on_result(self, message: m.CallResult) -> None:
         if (placed := self.calls.get(message.id)) is not None:
             episode = placed.episode
-            logprobs = np.frombuffer(message.logprobs, "<f4")
-            mine = [round(-float(x) * STEP) for x in logprobs]
+            mine = [round(-float(x) * STEP) for x in np.frombuffer(message.logprobs, "<f4")]
             self.world.answered += len(mine) + message.lost
             for number in mine:
                 drawn_for = self.world.draws[number][1]
@@ -333,8 +332,7 @@ class SessionWorld(World):
         self.store.renew(
             message.producer, message.session, message.progress, self.now, message.judging
         )
-        rows = (*message.progress, *message.judging, *message.written)
-        named = {row[1] for row in rows}
+        named = {row[1] for row in ((*message.progress, *message.judging, *message.written))}
         # no reply is lost here: whatever it was granted and took, it has
         unheld = self.store.find_unheld_attempts(
             message.producer, message.session, message.taken, named
@@ -579,8 +577,7 @@ class SessionWorld(World):
                 self.said[fault.__name__] += 1
                 fault()
                 continue
-            moved = self.r.choices(calm, weights)[0]()
-            quiet = 0 if moved else quiet + 1
+            quiet = 0 if self.r.choices(calm, weights)[0]() else quiet + 1
             if quiet > 40:  # only the clock can bring news: what is repeated, or has a deadline
                 self.now += 1.0
             need(quiet < QUIET, f"nothing moves at batch {self.store.committed}")

@@ -168,7 +168,6 @@ def test_tasks_whose_environment_pays(name: str) -> None:
     assert task.size("heldout") and task.prompt("heldout", 1, 0).split == "heldout"
     with pytest.raises(ValueError, match="the environment gives it"):
         task.reward(task.prompt("train", 0, 0), "")
-    good = load.load("guess", [f"task.name={name}", "model.warm_start=false"])
-    assert check(good) == []
+    assert check(load.load("guess", [f"task.name={name}", "model.warm_start=false"])) == []
     with pytest.raises(ConfigError, match="needs an environment that gives prompts and rewards"):
         load.load("guess", [f"task.name={name}", "model.warm_start=false", "agent.env=''"])

@@ -362,8 +362,7 @@ def test_the_real_games() -> None:
         assert f"You are Player {seed % 2}" in said
         ended, told = False, list(env.opponent_moves)
         while not ended:
-            moves = arena.BRACKETS.findall(said)[-9:]
-            said, reward, ended, _, info = env.step(moves[-1])
+            said, reward, ended, _, info = env.step(arena.BRACKETS.findall(said)[-9:][-1])
             told += env.opponent_moves
         assert info["parts"]["invalid"] == 0.0 and info["parts"]["won"] == float(reward > 0)
         assert len({each.move for each in told}) == len(told) >= 2

@@ -42,8 +42,7 @@ def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
 
 
 def test_losses_train_and_the_lag_is_known(trained: tinker.TrainingClient) -> None:
-    sampler = created(trained.save_weights_and_get_sampling_client())
-    sequences = draw(sampler)
+    sequences = draw(created(trained.save_weights_and_get_sampling_client()))
     assert len({sequence.sequence_id for sequence in sequences}) == 2
     losses = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
     for lag, loss in enumerate(losses):

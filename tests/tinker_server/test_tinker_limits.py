@@ -83,8 +83,7 @@ def sampled_sequences(client: tinker.TrainingClient, count: int) -> list[types.S
 
 def doctor(server: ServerProcess, client: tinker.TrainingClient) -> dict[str, Any]:
     folder = server.folder / client.model_id.replace(":", "-")
-    result = CliRunner().invoke(main, ["doctor", str(folder), "--json"])
-    seen = json.loads(result.output)
+    seen = json.loads(CliRunner().invoke(main, ["doctor", str(folder), "--json"]).output)
     assert seen["running"]
     [model] = seen["models"]
     return model

@@ -417,8 +417,7 @@ def test_doctor_finds_samples_of_another_distribution(start: Start) -> None:
             for _ in range(2):
                 result = sampler_of(client).sample(prompt(), 4, params).result()
                 step(client, [policy_datum(sequence) for sequence in result.sequences])
-            folder = server.folder / client.model_id.replace(":", "-")
-            seen = status.examine(folder)
+            seen = status.examine(server.folder / client.model_id.replace(":", "-"))
             assert len(seen["models"][0]["findings"]) == expected
     [line] = [line for line in status.format_lines(seen) if "health check" in line]
     assert "engine and learner differ at equal weights" in line and "temperature 1" in line
@@ -432,8 +431,7 @@ def test_all_weights_train_and_samplers_follow_them(start: Start) -> None:
         text = types.ModelInput.from_ints([5, 6, 7, 8, 1])
         [folder] = (path.parent for path in server.folder.glob("*/model.json"))
         for number in range(2):
-            sampler = sampler_of(client)
-            own = sampler.compute_logprobs(text).result()[1:]
+            own = sampler_of(client).compute_logprobs(text).result()[1:]
             assert np.allclose(own, scored(client), atol=1e-5)
             untouched = base.compute_logprobs(text).result()[1:]
             assert np.allclose(own, untouched, atol=1e-5) == (number == 0)

@@ -132,8 +132,7 @@ def learner_gradient(trainer: ServedModels, **keys: object) -> torch.Tensor:
     step = step_loss.begin_step(prep, torch.arange(3), now)
     loss, _ = step_loss.compute_micro_loss(prep, step, torch.arange(len(seq)), lp)
     (loss * len(seq)).backward()
-    weights = trainer.models["m"].trainer.parameters
-    return torch.cat([weight.grad.flatten() for weight in weights])
+    return torch.cat([weight.grad.flatten() for weight in trainer.models["m"].trainer.parameters])
 
 
 def assert_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -310,8 +309,7 @@ def test_the_demo_model_is_fitted_to_additions_and_then_to_the_habit(
     for step in range(3):
         rows = [np.array(tokenizer.encode(x), np.int32) for x in shown[step * count :][:count]]
         scored = theirs.logprobs([prefix] * count, rows, torch.ones(count), groups=[0] * count)
-        answers = scored.logprobs.view(count, -1)[:, -demo_model.LEARNED :]
-        loss = -answers.mean()
+        loss = -scored.logprobs.view(count, -1)[:, -demo_model.LEARNED :].mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -352,8 +350,7 @@ def record(ledger: SequenceLedger, datum: Datum, version: int, model: str = "m")
 def lags_of(ledger: SequenceLedger, datum: Datum, **keys: object) -> tuple[list[int], str]:
     spans = keys.pop("spans", None)
     runs = ledger.resolve(datum, spans, Counter(), OWN)
-    options = {"limit": 2.0, "unknown": "train"} | keys
-    checked = measure_lags(datum, runs, OWN, 4, **options)
+    checked = measure_lags(datum, runs, OWN, 4, **({"limit": 2.0, "unknown": "train"} | keys))
     return checked.lags.tolist(), checked.refused
 
 
@@ -361,8 +358,7 @@ def test_a_sequence_is_found_by_the_bits_of_its_logprobs(
     ledger: SequenceLedger, trainer: ServedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, third = datums(trainer)
-    known = record(ledger, first, 3)
-    assert ledger.sequences[known].uncertain is None, "no log-probability is 0"
+    assert ledger.sequences[record(ledger, first, 3)].uncertain is None, "no log-probability is 0"
     record(ledger, second, 1)
     assert lags_of(ledger, first) == ([-2, -2, -2, 1, 1, 1, 1], "")
     assert lags_of(ledger, third)[0] == [-2, -2, -2] + [-1] * 6
@@ -468,8 +464,7 @@ def test_spans_are_checked(ledger: SequenceLedger, trainer: ServedModels, tmp_pa
         advantages=np.ones(7),
         mask=np.array([0, 0, 0, 1, 1, 1, 0]),
     )
-    end = [*sampled((0, 3)), ProvenanceSpan(id, 6, 1, False)]
-    lags, _ = lags_of(ledger, masked, spans=end)
+    lags, _ = lags_of(ledger, masked, spans=[*sampled((0, 3)), ProvenanceSpan(id, 6, 1, False)])
     assert lags == [-2, -2, -2, 0, 0, 0, -2]
 
 

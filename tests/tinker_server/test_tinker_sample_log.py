@@ -19,8 +19,7 @@ class Letters:
 
 
 def datum(ids: list[int], **fields: list[float]) -> Datum:
-    count = len(ids) - 1
-    lags = fields.pop("lags", [-2] * count)
+    lags = fields.pop("lags", [-2] * (len(ids) - 1))
     inside = [lag != -2 for lag in lags]
     targets = [id if sampled else 0 for id, sampled in zip(ids[1:], inside, strict=True)]
     return Datum(

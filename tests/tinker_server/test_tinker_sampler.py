@@ -151,8 +151,7 @@ def test_a_request_sets_how_its_tokens_are_sampled(config: TinkerConfig, sampler
     policy = load_policy(config.model.path, "float32", "cpu")
     tokens = np.array(tokens_of(drawn)[0], np.int32)
     theirs = policy.logprobs([PROMPT], [tokens], torch.ones(1)).logprobs.detach()
-    ours = np.frombuffer(drawn.sequences[0].logprobs, "<f4")
-    assert np.allclose(ours, theirs, atol=1e-5)
+    assert np.allclose(np.frombuffer(drawn.sequences[0].logprobs, "<f4"), theirs, atol=1e-5)
 
 
 def test_a_prompt_is_scored_with_likeliest_tokens(config: TinkerConfig, sampler: Sampler) -> None:

@@ -243,8 +243,7 @@ def test_masks_and_weights_scale_tokens(trainer: ServedModels) -> None:
     scale = torch.tensor(mask) * torch.tensor(factors)
     assert result.loss == pytest.approx(-float((terms * scale).sum()), rel=1e-5)
     ours = gradient(trainer)
-    metrics = trainer.models["m"].sums
-    assert metrics["loss/policy"] == pytest.approx(result.loss)
+    assert trainer.models["m"].sums["loss/policy"] == pytest.approx(result.loss)
     trainer.handle(DropGradient("m"))
     train(trainer, [datum(TEXTS[0], weights=(terms * scale).tolist())])
     assert torch.allclose(ours, gradient(trainer), rtol=1e-5, atol=1e-6)
@@ -270,8 +269,7 @@ def test_gspo_reads_the_mask_of_its_ratio(trainer: ServedModels) -> None:
 def test_the_step_reports_what_its_tokens_measure(trainer: ServedModels) -> None:
     given = datum(TEXTS[0], logprobs=BEHAVIOR, advantages=SIGNS)
     result = train(trainer, [given], "ppo")
-    lp = np.frombuffer(result.logprobs[0], "<f4")[1:]
-    raw = lp.astype(float) - np.array(BEHAVIOR[1:])
+    raw = np.frombuffer(result.logprobs[0], "<f4")[1:].astype(float) - np.array(BEHAVIOR[1:])
     metrics = trainer.handle(PLAIN).metrics
     assert metrics["kl/behavior_target_k1"] == pytest.approx(-raw.mean(), rel=1e-4)
     clipped = [

@@ -84,8 +84,7 @@ def test_every_page_shows_a_server_and_then_its_end(tmp_path: Path) -> None:
             wait_until(lambda: "sampling (process" in doctor(server.folder), server.process)
             server.stop()
             page.get_by_text("version 1 stopped").wait_for()
-            ended = {"processes": "td:has-text('was asked to end')"}
-            click_through(page, address, PAGES | ended)
+            click_through(page, address, PAGES | {"processes": "td:has-text('was asked to end')"})
             shown = doctor(server.folder)
             assert "the server is not running" in shown and "server (process" in shown
             assert "4 sampled = 2 never trained + 2 once + 0 more often" in shown

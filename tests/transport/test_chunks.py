@@ -72,8 +72,7 @@ def fetched(server: ChunkServer, ring: WeightRing) -> None:
     client = ChunkClient(server.address, WAIT_S)
     try:
         assert [list(row) for row in client.fetch_layout()] == [list(row) for row in ring.rows]
-        into = bytearray(SIZE)
-        digest = client.fetch(LABEL, "", memoryview(into))
+        digest = client.fetch(LABEL, "", memoryview(bytearray(SIZE)))
         assert digest == xxhash.xxh3_64_hexdigest(bytes(range(256)) * (SIZE // 256))
     finally:
         client.close()
@@ -131,8 +130,7 @@ def test_an_answer_is_a_chunk_at_most(
     server: ChunkServer, ring: WeightRing, size: int, offset: int
 ) -> None:
     peer = Peer(server)
-    ask = chunks._ChunkRequest(LABEL, "", offset, size)
-    peer.socket.send(msgspec.msgpack.encode(ask))
+    peer.socket.send(msgspec.msgpack.encode(chunks._ChunkRequest(LABEL, "", offset, size)))
     assert peer.socket.poll(int(WAIT_S * 1000))
     answer = msgspec.msgpack.decode(peer.socket.recv(), type=chunks._ChunkReply)
     assert len(answer.data) == max(0, min(size, CHUNK_BYTES, SIZE - offset))

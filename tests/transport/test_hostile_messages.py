@@ -219,8 +219,7 @@ BAD = [
 
 def answer(ticket: int, sample: int, **fields: Any) -> m.Trajectory:
     scalars = {"reward": 0.0, "reward_parts": {"a": 1.0}, "temperature": 1.0, "attempt": 1}
-    given = GOOD | scalars | fields
-    return m.Trajectory(ticket=ticket, sample=sample, finish="stop", **given)
+    return m.Trajectory(ticket=ticket, sample=sample, finish="stop", **(GOOD | scalars | fields))
 
 
 def test_an_answer_that_could_not_be_begun_and_rewards_given_for_some_tokens_are_taken() -> None:

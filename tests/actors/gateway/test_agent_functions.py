@@ -182,8 +182,7 @@ class _Odd:
 
 
 def test_an_exception_fails_its_session_alone_and_is_logged(agent: Any, tmp_path: Path) -> None:
-    served = agent("raises")
-    first, second = served.play(seat(1, "a"), seat(2, "b"))
+    first, second = agent("raises").play(seat(1, "a"), seat(2, "b"))
     assert (first.kind, first.why) == ("failed", "raised KeyError: 'a'")
     assert (second.number, second.why) == (2, "raised KeyError: 'b'")
     log = (tmp_path / "agent.log").read_text()

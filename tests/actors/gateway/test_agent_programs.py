@@ -153,8 +153,7 @@ def test_programs_variables(playing: Any, tmp_path: Path, monkeypatch: pytest.Mo
     given = {"SECRET_KEY": "a", "GIVEN_ONE": "b", "given_two": "c", "LC_ALL": "C", "LC": "d"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    found = playing(f"env -0 > {tmp_path}/env; echo 1", env_pass=("GIVEN_*",))
-    found.play(seat(3))
+    playing(f"env -0 > {tmp_path}/env; echo 1", env_pass=("GIVEN_*",)).play(seat(3))
     pairs = (tmp_path / "env").read_text().rstrip("\0").split("\0")
     env = dict(pair.split("=", 1) for pair in pairs)
     assert {name for name in given if name in env} == {"GIVEN_ONE", "LC_ALL"}

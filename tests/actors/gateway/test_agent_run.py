@@ -129,8 +129,7 @@ def test_a_killed_learners_sessions_go_on_under_its_next(model_dir: Path, tmp_pa
         gate.touch()
     assert "learner exited: SIGKILL" in run_of.said
     samples = check(run, 2, 3)
-    both = [s for s in samples if len({label.split(".")[0] for label, *_ in s["versions"]}) == 2]
-    assert both
+    assert [s for s in samples if len({label.split(".")[0] for label, *_ in s["versions"]}) == 2]
     ledger = json.loads((run / "summary.json").read_text())["ledger"]
     assert ledger["duplicate"] == ledger["failed"] == 0
 
@@ -230,8 +229,7 @@ def test_killed_agents_and_gateways_cost_no_sample(model_dir: Path, tmp_path: Pa
         log = run / "agent-0.log"
         until(lambda: "was ended by SIGKILL" in log.read_text())
         assert waiting() - before - {killed}
-        gateway = int((run / ".gateway-0.alive").read_text().strip())
-        os.kill(gateway, signal.SIGKILL)
+        os.kill(int((run / ".gateway-0.alive").read_text().strip()), signal.SIGKILL)
         os.kill(generator, signal.SIGCONT)
         _, said = process.communicate(timeout=PATIENCE_S)
     finally:
@@ -327,8 +325,7 @@ def trained(folder: Path) -> list[Any]:
         support = SampledSupport.decode(sample.support, len(sample.mask))
         sampled = np.frombuffer(sample.mask, np.uint8) > 0
         assert (support.sizes[sampled] > 0).all() and not support.sizes[~sampled].any()
-        tokens = np.frombuffer(sample.tokens, "<i4")
-        assert support.contains(tokens)[sampled].all()
+        assert support.contains(np.frombuffer(sample.tokens, "<i4"))[sampled].all()
     return samples
 
 
@@ -354,8 +351,7 @@ def test_parsed_objects_and_required_tools_are_trained_token_for_token(tmp_path:
             re.DOTALL,
         )
         assert (call is not None) == bool(sample.sample % 2) and sample.calls == 1
-        written = json.loads(call[1] if call else text)
-        assert sample.reward == written["value"] / 9
+        assert sample.reward == json.loads(call[1] if call else text)["value"] / 9
     assert len({sample.reward for sample in samples}) > 2
     replayed = CliRunner().invoke(main, ["replay", str(tmp_path / "runs" / "form"), "--json"])
     assert replayed.exit_code == 0 and '"equal": true' in replayed.output, replayed.output

@@ -72,8 +72,7 @@ def test_a_sessions_calls_stay_with_the_generator_that_drew_the_last() -> None:
     mine = first[b"a"][0]
     for number in range(20, 26):  # four slots: the others go where room is
         b.submit(of(number, ticket=mine))
-    both = sent(b)
-    assert both == {b"a": [20, 21, 22, 23], b"b": [24, 25]}
+    assert sent(b) == {b"a": [20, 21, 22, 23], b"b": [24, 25]}
     answered(*range(20, 26))  # b drew the last
     b.submit(of(30, ticket=mine))
     b.submit(of(31, ticket=mine, sample=2))  # another session of the ticket
@@ -187,8 +186,7 @@ def test_a_calls_stream_is_the_plain_answers_or_one_beside_it() -> None:
     (plain,) = draw_uniform_rows([request(0).stream], 8)
     assert (plain == draw_uniform_rows([(5, 7, 1)], 8)).all()
     beside = [request(stream, sample).stream for stream in (12, 13) for sample in (1, 2)]
-    seen = {tuple(x) for x in (plain, *draw_uniform_rows(beside, 8))}
-    assert len(seen) == 5
+    assert len({tuple(x) for x in (plain, *draw_uniform_rows(beside, 8))}) == 5
     assert CompletionRequest((7, 1, 5), np.array([1]), 0, 8, 1.0, 1.0, 0, (), 5).stream == (5, 7, 1)
 
 

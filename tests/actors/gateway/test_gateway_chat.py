@@ -168,8 +168,7 @@ class Play:
                 text += foreign + self.kind.close
                 continue
             ids += self.encode(text) + turn.ids
-            ended = turn.ids[-1] in self.chat.ends
-            text = ("" if ended else self.kind.end) + self.kind.close
+            text = ("" if (turn.ids[-1] in self.chat.ends) else self.kind.end) + self.kind.close
         return ids + self.encode(text + self.kind.answers())
 
 
@@ -190,8 +189,7 @@ def test_prompts_are_the_references_token_by_token(kind: str, seed: int) -> None
     play = Play(ZOO[kind])
     end = play.tokenizer.convert_tokens_to_ids(ZOO[kind].end or "</s>")
     # conversations as the client has them, and as the reference does
-    first = [{"role": "user", "content": "go lower"}]
-    talks = [(first, [Said("user", "go lower")])]
+    talks = [([{"role": "user", "content": "go lower"}], [Said("user", "go lower")])]
     for number in range(10):
         messages, said = chance.choice(talks)
         call = play.ask(messages)
@@ -421,8 +419,7 @@ def test_what_lies_behind_a_stop_string_is_set_aside() -> None:
         node = play.session.on_result(call, ids, logprobs, spans, "length", past=1)
         assert node is not None and node.finish == "stop" and not play.session.shortened
         answer = {"role": "assistant", "content": "slow S"}
-        follow = play.ask([*one, answer, {"role": "user", "content": "er"}])
-        assert follow.node.parent is node
+        assert play.ask([*one, answer, {"role": "user", "content": "er"}]).node.parent is node
         assert play.session.tokens == len(ids) + 1
         assert play.session.aside == len(ids) + 1 - len("slow STOP")
     long, short = (play.session.tree.nodes for play in plays)

@@ -154,11 +154,9 @@ def test_sessions_outlive_a_killed_gateway(tmp_path: Path) -> None:
         killed = int(alive.read_text())
         os.kill(killed, signal.SIGKILL)
         # the client's retry is answered with the same bytes, by the gateway that comes
-        repeated = harness.post(path, open_one["api_key"], body, retries=1)
-        assert repeated.content == first.content
+        assert harness.post(path, open_one["api_key"], body, retries=1).content == first.content
         assert int(alive.read_text()) != killed
-        said = first.json()["choices"][0]["text"]
-        harness.ask(open_one, text + said + "1")
+        harness.ask(open_one, text + first.json()["choices"][0]["text"] + "1")
         view = harness.client.get(
             "{}/s/{}".format(harness.url, open_one["session"]),
             headers={"authorization": f"Bearer {open_one['api_key']}"},

@@ -84,8 +84,7 @@ class World:
         finish = "stop" if ids[-1] == 1 else "length"
         logprobs = np.full(len(ids), -0.5, "<f4").tobytes()
         spans = [m.VersionSpan(at, "", 0, len(ids), at)]
-        tokens = np.array(ids, "<i4").tobytes()
-        called = m.CallResult(call.id, tokens, logprobs, spans, finish)
+        called = m.CallResult(call.id, np.array(ids, "<i4").tobytes(), logprobs, spans, finish)
         if self.gateway.router.on_result(called) is not None:
             self.gateway.on_result(called)
 
@@ -131,8 +130,7 @@ def ids(world: World, text: str) -> list[int]:
 
 def test_a_session_is_one_row_of_its_calls_and_what_stood_between_them(world: MakeWorld) -> None:
     w = world()
-    ticket = w.ticket()
-    w.take(ticket)
+    w.take(w.ticket())
     prompts = []
     for text in ("ab", "abc", "a"):
         (call,) = w.calls(1)
@@ -606,8 +604,7 @@ def test_sessions_of_which_hardly_any_ends_well_end_the_run(world: MakeWorld) ->
 
 def test_a_harness_that_fails_is_waited_for(world: MakeWorld) -> None:
     w = world()
-    agent = w.gateway.config.agent
-    serving = msgspec.structs.replace(agent, env="", serve=True)
+    serving = msgspec.structs.replace(w.gateway.config.agent, env="", serve=True)
     w.gateway.agents[""] = serving
     for _ in range(20):
         session: Any = SimpleNamespace(name="1.1.1", opened=0.0, ticket=TICKET)

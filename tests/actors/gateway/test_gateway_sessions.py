@@ -260,8 +260,7 @@ def test_streams_depend_on_the_prompt_and_its_repetition_alone() -> None:
     assert keys([own])[0] == 0
     some = keys([own, other, own, other, other])
     assert len(set(some)) == 5 and all(0 <= key < 1 << 64 for key in some)
-    turned = keys([other, other, own, other, own])
-    assert turned == [some[1], some[3], some[0], some[4], some[2]]
+    assert keys([other, other, own, other, own]) == [some[1], some[3], some[0], some[4], some[2]]
 
 
 def refused(made: Session, prompt: np.ndarray, now: float = 0.0) -> CallRefused:

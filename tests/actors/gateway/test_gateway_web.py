@@ -132,8 +132,7 @@ def test_tools_and_thinking_reach_the_client_and_come_back(served: Served) -> No
     talk, opened = client(served)
     call = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
     served.service.say = lambda each: f"<think>hm</think>{call}" if not each.number else "3"
-    answer = talk.chat.completions.create(model="policy", messages=GO, tools=TOOLS)
-    choice = answer.choices[0]
+    choice = talk.chat.completions.create(model="policy", messages=GO, tools=TOOLS).choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
     (made,) = choice.message.tool_calls
     assert made.function.name == "add" and json.loads(made.function.arguments) == {"a": 1, "b": 2}
@@ -187,8 +186,7 @@ def test_log_probabilities_and_ids_are_mu(served: Served) -> None:
     assert "".join(each.token for each in choice.logprobs.content) == "answer 0<|im_end|>"
     assert choice.token_ids == node.ids.tolist()
     assert choice.prompt_token_ids == node.build_prompt().tolist()
-    text = talk.completions.create(model="policy", prompt="2+2=", logprobs=1)
-    made = text.choices[0].logprobs
+    made = talk.completions.create(model="policy", prompt="2+2=", logprobs=1).choices[0].logprobs
     assert made and made.tokens and made.token_logprobs and len(made.token_logprobs) == 9
     assert made.text_offset and made.text_offset[:3] == [0, 1, 2]
 
@@ -200,8 +198,7 @@ def test_text_and_token_routes(served: Served) -> None:
     assert first.choices[0].weight_versions == [{"version": "1.2", "start": 0, "end": 4}]
     talk.completions.create(model="policy", prompt=["2+2=answ and"])
     assert len(opened.session.build_training_rows()) == 1
-    node = opened.session.tree.nodes[1]
-    ids = [*node.build_token_ids().tolist(), 5, 6]
+    ids = [*opened.session.tree.nodes[1].build_token_ids().tolist(), 5, 6]
     by_ids = talk.completions.create(model="policy", prompt=ids)
     assert by_ids.choices[0].text == "answer 2" and len(opened.session.build_training_rows()) == 1
     more = [*opened.session.tree.nodes[2].build_token_ids().tolist(), 7]
@@ -216,8 +213,7 @@ def test_text_and_token_routes(served: Served) -> None:
 
 
 def test_the_last_chunk_of_a_stream_names_the_versions(served: Served) -> None:
-    talk = client(served)[0]
-    parts = [*talk.chat.completions.create(model="policy", messages=GO, stream=True)]
+    parts = [*client(served)[0].chat.completions.create(model="policy", messages=GO, stream=True)]
     named = [part.choices[0].model_extra.get("weight_versions") for part in parts]
     assert named[:-1] == [None] * (len(parts) - 1) and named[-1][0]["version"] == "1.2"
 
@@ -415,8 +411,7 @@ def test_a_socket_closed_in_the_answer_loses_no_draw(stream: bool, served: Serve
     length = len(ask(served, opened, body))
     for number, read in enumerate(range(1, length, max(1, length // 40)), start=1):
         message = {"role": "user", "content": f"{read}"}
-        said = {"model": "policy", "messages": [message], "stream": stream}
-        body = json.dumps(said).encode()
+        body = json.dumps({"model": "policy", "messages": [message], "stream": stream}).encode()
         with connected(served) as line:
             line.sendall(raw(opened, body))
             left = read

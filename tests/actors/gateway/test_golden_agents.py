@@ -58,8 +58,7 @@ def run(where: Path, config: str, name: str, *sets: str) -> tuple[dict[str, Any]
         [json.loads(line) for line in (folder / file).read_text().splitlines()]
         for file in ("samples.jsonl", "metrics.jsonl")
     ]
-    samples = {(each["ticket"], each["sample"]): each for each in read[0]}
-    return done.json, samples, read[1]
+    return done.json, {(each["ticket"], each["sample"]): each for each in read[0]}, read[1]
 
 
 @pytest.fixture(scope="module")

@@ -129,8 +129,7 @@ def test_the_other_apis_take_their_own_forms(served: Served) -> None:
     result = {"type": "tool_result", "tool_use_id": "a", "content": blocks}
     body = {"messages": [{"role": "user", "content": [result]}], "max_tokens": 9}
     assert post(served, opened, "/v1/messages", {"model": "policy", **body}).status_code == 200
-    found = [node.images for node in opened.session.tree.nodes]
-    assert found == [NAMES[:1]] * 3
+    assert [node.images for node in opened.session.tree.nodes] == [NAMES[:1]] * 3
     assert "<image>?" in prompt_of(opened.session, 2)
     counted = post(
         served, opened, "/v1/messages/count_tokens", {"model": "policy", **turns["/v1/messages"]}

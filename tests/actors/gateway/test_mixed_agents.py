@@ -71,8 +71,7 @@ def test_each_part_has_its_own_agent_or_that_of_the_run() -> None:
     assert config.agents["play"].max_calls == 3 and config.agents["play"].sessions == 7
     assert not config.agents[""].uses_sessions  # `sort` has single completions
     assert "sessions need a gateway" in needs_own_process(config)
-    shared = load.load("configs/demo.toml", (*SETS, f"agent.env='{PLAY}'"))
-    assert shared.agents[""].env == PLAY
+    assert load.load("configs/demo.toml", (*SETS, f"agent.env='{PLAY}'")).agents[""].env == PLAY
 
 
 def test_the_pages_mixture_loads_and_each_part_is_tried(model: Path, tmp_path: Path) -> None:
@@ -126,8 +125,7 @@ def test_each_source_begins_the_sessions_of_its_part(gateway: Any) -> None:
     gateway.open_sessions()
     begun = {episode.session.ticket.prompt.task for episode in gateway.episodes.values()}
     assert begun == {"play", "sort"} and len(gateway.held[2, 2].waiting) == 2
-    opened = http.lease_session("one", {"ask"})
-    assert opened.session.ticket.prompt.task == "ask"
+    assert http.lease_session("one", {"ask"}).session.ticket.prompt.task == "ask"
     assert http.lease_session("two", http.leased_parts) is None
     limits = {e.session.ticket.prompt.task: e.session.limits for e in gateway.episodes.values()}
     assert [limits[x].max_calls for x in ("play", "ask", "sort")] == [3, 32, 1]
@@ -145,8 +143,7 @@ def test_each_source_begins_the_sessions_of_its_part(gateway: Any) -> None:
     )
     room = f"a place: agent.sessions = {gateway.config.agent.sessions}"
     assert gateway.sources["play"].explain_queue("play") == WaitCause("place", room)
-    waits = {one.task.split("'")[0]: one for one in gateway.list_oldest_sessions(time.monotonic())}
-    assert waits
+    assert {one.task.split("'")[0]: one for one in gateway.list_oldest_sessions(time.monotonic())}
 
 
 def test_failures_are_counted_and_named_by_task(gateway: Any) -> None:

@@ -473,8 +473,7 @@ def reply(kind: Any, name: str, options: dict[str, Any]) -> str:
         finish=finish,
         answer=message,
     )
-    given = {**options, "stop": tuple(options.get("stop", ()))}
-    wanted = ParsedRequest(kind, "policy", **given)
+    wanted = ParsedRequest(kind, "policy", **{**options, "stop": tuple(options.get("stop", ()))})
     texts = ["a", "bc", "é"]
     decoded = replies.build_answer(
         wanted, node, "id_7", lambda ids: "".join(texts[i] for i in ids), 1_700_000_000

@@ -272,8 +272,7 @@ def test_rows_survive_the_wire_and_older_records_have_none() -> None:
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(whole), type=Trajectory)
     assert again == whole and again.list_rows() == whole.list_rows()
     fields = [field.name for field in msgspec.structs.fields(Trajectory)]
-    added = ["rows", "aside", "calls", "adopted", "support", "routed", "images"]
-    assert fields[-7:] == added
+    assert fields[-7:] == ["rows", "aside", "calls", "adopted", "support", "routed", "images"]
     older = msgspec.msgpack.decode(msgspec.msgpack.encode(whole))[:-7]
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=Trajectory)
     assert (read.rows, read.aside, read.calls, read.adopted) == ([], 0, 0, [])

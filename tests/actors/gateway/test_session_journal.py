@@ -293,8 +293,7 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
         gateway.accept_tickets([granted])
         (number,) = gateway.calls
         one = np.ones(1, "<i4").tobytes(), np.zeros(1, "<f4").tobytes()
-        spans = [m.VersionSpan(AT, "d", 0, 1, AT)]
-        gateway.on_result(m.CallResult(number, *one, spans, "stop"))
+        gateway.on_result(m.CallResult(number, *one, [m.VersionSpan(AT, "d", 0, 1, AT)], "stop"))
         await drawing
         second.kill()
 

@@ -99,8 +99,7 @@ def test_who_leaves_frees_the_name_at_once_and_for_good() -> None:
 def test_memory_is_bounded_whatever_is_said() -> None:
     s = PeerSessions(SILENT_S)
     for n in range(2 * NAMES):
-        said = s.on_message(f"g{n}", 1, 0.0)
-        assert said == ("new" if n < NAMES else "full")
+        assert s.on_message(f"g{n}", 1, 0.0) == ("new" if n < NAMES else "full")
     for n in range(1000):
         s.on_message("g0", n, 0.0)
     for n in range(1000):

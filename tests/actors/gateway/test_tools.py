@@ -50,8 +50,7 @@ def test_a_class_keeps_its_state_between_the_calls_and_pays() -> None:
         "amount": {"type": "integer", "description": "How much, in whole dollars."}
     }
     untagged = Prompt(1, "x", messages=[{"role": "user", "content": "hi"}], meta={"goal": "3"})
-    other = apply(host, 2, "reset", prompt=untagged)
-    assert other.obs == [{"role": "user", "content": "hi"}]
+    assert apply(host, 2, "reset", prompt=untagged).obs == [{"role": "user", "content": "hi"}]
     for session, balance in ((1, 4), (2, 4), (1, 8)):
         event = apply(host, session, "step", message=call("deposit", amount=5))
         assert event.obs == [

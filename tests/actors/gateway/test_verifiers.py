@@ -335,8 +335,7 @@ def test_its_rewards_pay_and_each_is_a_part(taskset_bench: Bench) -> None:
         result, opened = taskset_bench.play(taskset_bench.prompt(text), answer)
         assert (result.kind, result.reward, result.truncated) == ("scored", reward, False), result
         paid = float(reward > 0)
-        parts = {"exact": paid, "short": paid, "turns": 1.0, "reward": reward}
-        assert result.parts == parts
+        assert result.parts == {"exact": paid, "short": paid, "turns": 1.0, "reward": reward}
         assert (
             "Be brief." in taskset_bench.texts(opened)[0] and text in taskset_bench.texts(opened)[0]
         )
