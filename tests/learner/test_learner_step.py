@@ -331,9 +331,9 @@ def test_the_host_waits_once_a_step_however_many_micro_batches(
             monkeypatch,
         )
 
-    whole, pieces = cost(2, 100_000), cost(2, 40)
+    whole, pieces = cost(2, 100_000), cost(2, 100)
     assert whole == pieces, "a micro-batch reads nothing"
-    for_each_step = cost(3, 40) - pieces
+    for_each_step = cost(3, 100) - pieces
     assert for_each_step == (2 if "loss" in variant and "surrogate" in variant["loss"] else 1)
 
 
