@@ -206,7 +206,7 @@ def test_a_call_that_is_cut_leaves_its_prompt_alone(model: policy.PolicyModel) -
 
 
 def test_memory_is_bounded_and_what_was_used_last_stays(model: policy.PolicyModel) -> None:
-    e = engine(model, kept_tokens=(9 * KEPT_BLOCK + 3))
+    e = engine(model, kept_tokens=9 * KEPT_BLOCK + 3)
     drawn, _ = talk(e, Told(), 2)
     check(model, drawn)
     assert e.prefix_cache is not None

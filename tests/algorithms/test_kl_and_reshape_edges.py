@@ -214,7 +214,7 @@ def test_repair_b_has_the_objective_of_the_bound(form: str, clip_on: str) -> Non
         t, near = (surrogates.compute_reshape(x + e, a, g, c) for e in (0.0, 1e-7))
         bounds = vec(0.8, 1.2) ** (1 if clip_on == "w_gamma" else 0.5)
         assert (t.clipped != 0).any()
-        assert torch.allclose(((near.objective - t.objective) / 1e-7), t.coefficient, atol=1e-5)
+        assert torch.allclose((near.objective - t.objective) / 1e-7, t.coefficient, atol=1e-5)
         at_bound = bounds[1 if sign > 0 else 0]
         value = at_bound if form == "power" else (at_bound - 1) / 0.5
         assert torch.allclose(t.objective[t.clipped != 0], sign * value)

@@ -394,7 +394,7 @@ def test_a_version_that_left_the_ring_falls_back_to_the_start(ring: Ring, miniba
     mu, version, start = by_hand(ring, b)
     del ring.held[Label(1, 0)]
     c = core(ring, **VERSION, learner={"minibatches": minibatches})
-    expected = torch.where((torch.arange(len(mu)) % LENGTH < 4), start, version)
+    expected = torch.where(torch.arange(len(mu)) % LENGTH < 4, start, version)
     packed = c._pack_batch(b)
     assert packed.proximal is not None and torch.allclose(packed.proximal, expected, atol=1e-5)
     m = c.train(b)

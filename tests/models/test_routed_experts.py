@@ -405,7 +405,7 @@ def test_a_load_balancing_loss_keeps_its_own_statistics(olmoe: policy.PolicyMode
     assert not torch.equal(plain.logits, replayed.logits)
     shares = torch.cat(replayed.router_logits).softmax(-1)
     chosen = torch.nn.functional.one_hot(shares.topk(2).indices, 8).float()
-    torch.testing.assert_close(replayed.aux_loss, (8 * (chosen.mean(0) * shares.mean(0)).sum()))
+    torch.testing.assert_close(replayed.aux_loss, 8 * (chosen.mean(0) * shares.mean(0)).sum())
 
 
 def test_routers_that_choose_in_several_steps_are_refused(olmoe: policy.PolicyModel) -> None:

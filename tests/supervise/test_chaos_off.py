@@ -239,7 +239,7 @@ class Play:
         self.history.made_by_survivors = self.mine
         lines = self.store.make_ledger().lines
         self.history.ledger = {name: line.tokens for name, line in lines.items()}
-        found = checker.check(self.history, *((STEPS, GROUPS, SIZE, LIMIT)), memory=self.memory)
+        found = checker.check(self.history, STEPS, GROUPS, SIZE, LIMIT, memory=self.memory)
         return {name: found[name] for name in WRONG if found[name]}
 
 

@@ -332,7 +332,7 @@ class SessionWorld(World):
         self.store.renew(
             message.producer, message.session, message.progress, self.now, message.judging
         )
-        named = {row[1] for row in ((*message.progress, *message.judging, *message.written))}
+        named = {row[1] for row in (*message.progress, *message.judging, *message.written)}
         # no reply is lost here: whatever it was granted and took, it has
         unheld = self.store.find_unheld_attempts(
             message.producer, message.session, message.taken, named

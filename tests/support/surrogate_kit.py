@@ -21,7 +21,7 @@ def term(
     lp = raw if lp is None else lp
     seq = torch.arange(len(raw)) if seq is None else seq
     mask = torch.ones_like(seq, dtype=torch.bool) if mask is None else mask
-    tokens = surrogates.SurrogateTokens(raw, adv, lp, lp - raw, mask, seq, (int(seq.max()) + 1))
+    tokens = surrogates.SurrogateTokens(raw, adv, lp, lp - raw, mask, seq, int(seq.max()) + 1)
     tokens.prepass = {} if chosen is None else {"chosen": chosen}
     return surrogates.SURROGATES[name](tokens, STRUCTS[name](**keys))
 

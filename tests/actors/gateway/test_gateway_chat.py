@@ -168,7 +168,7 @@ class Play:
                 text += foreign + self.kind.close
                 continue
             ids += self.encode(text) + turn.ids
-            text = ("" if (turn.ids[-1] in self.chat.ends) else self.kind.end) + self.kind.close
+            text = ("" if turn.ids[-1] in self.chat.ends else self.kind.end) + self.kind.close
         return ids + self.encode(text + self.kind.answers())
 
 
