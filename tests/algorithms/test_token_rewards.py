@@ -113,8 +113,11 @@ def test_what_uses_none_is_said_once(model_dir: Path, capsys: pytest.CaptureFixt
         b = rewarded()
         c.train(Batch(1, n, b.samples, [0] * 16, [0] * 16, b.token_lags, {}, 4, {}))
     said = capsys.readouterr().err
-    assert said.count("advantage.name = rloo uses one reward per sample") == 1
-    assert "reinforce_pp, gae, grpo, otb, function use them" in said
+    assert said.count("uses one reward per sample") == 1
+    assert (
+        "learner: advantage.name = rloo uses one reward per sample, so the reward function's "
+        "token_rewards are not trained on; reinforce_pp, gae, grpo, otb, function use them\n"
+    ) in said
     plain.train(batch())
     plain.train(Batch(1, 1, batch().samples, [0] * 16, [0] * 16, batch().token_lags, {}, 4, {}))
     assert torch.equal(weights(c), weights(plain))

@@ -135,6 +135,10 @@ def test_each_optimizer_step_has_its_row(model_dir: Path, tmp_path: Path) -> Non
     names = {"gamma", "gamma_base", "sigma2", "c", "p_correct", "share", "ratio"}
     names = {f"reshape/{name}" for name in names} | {"is/target_ratio_max", "optim/grad_norm"}
     assert all(names <= row.keys() for row in rows)
+    more = "loss/policy kl/behavior_target_k3 kl/start_target_k3 is/target_ratio is/target_ess "
+    more += "clip/share policy/entropy step update optim/lr optim/gradient_cosine"
+    own = {key for row in rows for key in row if not key.startswith("reshape/")}
+    assert own == {name for name in names if not name.startswith("reshape/")} | {*more.split()}
     assert all(row["is/target_ratio_max"] >= row["is/target_ratio"] > 0 for row in rows)
     assert ["optim/gradient_cosine" in row for row in rows] == [False] + [True] * 11
     last = rows[6:]
