@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from store_kit import hello, make, prompt, sample, train, write
 
-from asyncrl.contract.errors import ProtocolError
+from asyncrl.contract.errors import BadMessage, ProtocolError
 from asyncrl.contract.messages import LearnerHello, SamplingSettings, Ticket, WeightsSource
 from asyncrl.contract.versions import Label
+from buffer import checks
 from buffer import state as state_module
 from buffer import store as store_module
 from buffer.batches import BatchWait, compute_announced_limits, judge
@@ -444,6 +445,12 @@ def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
     assert paced.stored_bytes == 44 + 44 + 88 and resumed(paced, 2, 2, [], k=1)
     assert paced.ask(2, 2) == ([], BatchWait("ticket 2: 1 samples to be granted again"))
     assert paced.stored_bytes == 88 and paced.completions == 3
+    for unused, why in (
+        ([(0, 0)] * 3, "has 1 samples; its commit has counts of unused tokens for 3"),
+        ([(0, 0)], "is committed but was never complete: ticket 2 lacks samples"),
+    ):
+        with pytest.raises(BadMessage, match=f"^batch 2 {why}$"):
+            checks.check_commit(paced, 2, Label(2, 3), unused)
     assert paced.sum_ledger()["orphaned"]["tokens"] == 8
 
 

@@ -2,6 +2,7 @@
 and its journal folds."""
 
 import contextlib
+import dataclasses
 import random
 import sys
 from collections import defaultdict
@@ -156,6 +157,7 @@ MANY = dict.fromkeys(map(str, range(300)), 0.0)
 LONG = m.RewardFailure("data", "x" * 70_000)
 NAN, INF = float("nan"), float("inf")
 LIMITS = StoreSettings(1, 2, 9, m.SamplingSettings(max_new_tokens=2), context=3)
+SESSIONS = dataclasses.replace(LIMITS, session_tokens=1)
 # what is changed, what is said of it, and the reason that it is counted under
 BAD = [
     ({"tokens": b"\0" * 7}, "7 bytes of tokens, 8 of behavior_logprobs", "shape"),
@@ -210,6 +212,15 @@ BAD = [
         "length",
     ),
     ({"prompt_tokens": b"\0" * 8}, "2 tokens after a prompt of 2", "length"),
+    *(
+        (change, f"it is a session .{of} calls., but the run has no .agent.", "shape")
+        for change, of in (
+            ({"calls": 1}, "1 training sequences of 1"),
+            ({"aside": 1}, "1 training sequences of 0"),
+            ({"adopted": [(1, 1)]}, "1 training sequences of 0"),
+            ({"rows": [m.TrainingSequence(b"", b"", b"", b"", [])]}, "2 training sequences of 0"),
+        )
+    ),
     ({"text": "x" * 100_000}, "texts of 100000 and 0 characters", "text"),
     ({"prompt_text": "x" * 100_000}, "texts of 0 and 100000 characters", "text"),
     ({"group_key": "x" * 201}, "its group_key or the reason of its failure is too long", "text"),
@@ -243,6 +254,9 @@ def test_a_deadly_answer_is_refused(change: dict[str, Any], said: str, reason: s
         with pytest.raises(BadMessage, match=said) as error:
             checks.check_samples(many, m.ModelShape(5), LIMITS)
         assert str(error.value).startswith("ticket 3, sample 1: ") and error.value.reason == reason
+    if "session" in said:  # of a run with an agent, whose limit is that of a session
+        with pytest.raises(BadMessage, match=r"has 1 to 1 of these tokens \(agent\.max_tokens\)"):
+            checks.check_samples([bad], m.ModelShape(5), SESSIONS)
     if "of a model with 5" in said:
         checks.check_samples([bad], m.UNKNOWN_MODEL, LIMITS)  # no learner has said what it has
 

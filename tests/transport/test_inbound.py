@@ -308,6 +308,10 @@ def test_a_call_has_the_images_of_its_image_tokens() -> None:
             message_checks.check_call_images(call, blobs, read)
         assert str(refused.value) == said
 
+    with pytest.raises(BadMessage, match=r"^batch 3: ") as refused:
+        message_checks._check_images({"a": b"x"}, "batch 3")
+    assert refused.value.reason == "image"
+
 
 def test_a_generators_word_of_itself() -> None:
     good = m.ServingReport(m.PROTOCOL, "run", "generator-0", 1, 8, [1], 3)

@@ -402,11 +402,14 @@ def test_what_a_worker_prints_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(worker_pool, "PRINTED_CHARACTERS", 5)
     stream: Any = io.TextIOWrapper(io.BytesIO(), "utf-8")
     out = worker_pool.BoundedOutput(stream)
-    assert [out.write(text) for text in ("abc", "defg", "h")] == [3, 4, 1] and out.writable()
+    assert [out.write(text) for text in ("abc", "de", "h")] == [3, 2, 1] and out.writable()
     out.flush()
     assert (out.encoding, out.buffer) == ("utf-8", stream.buffer)
     dropped = b"\n[the reward function has printed enough: the rest is dropped]\n"
     assert stream.buffer.getvalue() == b"abcde" + dropped
+    assert worker_pool.BoundedOutput(stream).write("fghijkl") == 7
+    stream.flush()
+    assert stream.buffer.getvalue() == b"abcde" + dropped + b"fghij" + dropped
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from several_hosts_kit import other_machine
+from trajectory_kit import trajectory
 
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError, PeerUnreachable
@@ -17,6 +18,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.transport import keys
 from asyncrl.transport.chunks import ChunkClient, ChunkServer
 from asyncrl.transport.sockets import BufferSocket, PeerSocket
+from buffer import checks
 
 WAIT_S = 600.0
 LEARNER_HELLO = m.LearnerHello(
@@ -86,6 +88,17 @@ def test_every_message_belongs_to_one_role() -> None:
         assert [n for n in told if keys.is_allowed(n, message)] == ["generator-0"]
         posing = msgspec.structs.replace(message, producer="learner")
         assert not keys.is_allowed("learner", posing)
+    # what only a buffer can have given: a batch, tickets, weights
+    assert [checks.has_state(x) for x in OF_THE_LEARNER] == [False, *[True] * 5]
+    assert not any(map(checks.has_state, [*OF_GENERATOR_0, m.StatusRequest()]))
+    replace, renewal = msgspec.structs.replace, OF_GENERATOR_0[3]
+    for message in (
+        replace(OF_GENERATOR_0[1], holding=Label(1, 0)),
+        replace(OF_GENERATOR_0[2], samples=[trajectory((0, 0, 1))]),
+        replace(renewal, progress=[(0, 1, 0)]),
+        *(replace(renewal, **{name: [(0, 1)]}) for name in ("judging", "written")),
+    ):
+        assert checks.has_state(message)
 
 
 def test_a_key_says_what_its_role_says_and_no_more(said: Callable[[str, Any], Any]) -> None:
