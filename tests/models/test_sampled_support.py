@@ -138,6 +138,9 @@ def test_the_last_uniform_samples_a_kept_token() -> None:
     tokens, logprobs, kept = sample(logits, torch.ones(2), torch.ones(2), cut)
     assert tokens.tolist() == [1, 4] and bool(logprobs.isfinite().all())
     assert kept is not None and kept.sum(1).tolist() == [2, 5]
+    halves = torch.tensor([[-torch.inf, 0.0, 0.0]]).repeat(3, 1)
+    tokens, _, _ = sample(halves, torch.tensor([1e-30, 0.5, 1.0]), None, None)
+    assert tokens.tolist() == [1, 2, 2], "a share begins at its lower edge"
 
 
 @pytest.fixture(scope="module")

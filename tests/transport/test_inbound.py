@@ -308,8 +308,8 @@ def test_a_call_has_the_images_of_its_image_tokens() -> None:
             message_checks.check_call_images(call, blobs, read)
         assert str(refused.value) == said
 
-    with pytest.raises(BadMessage, match=r"^batch 3: ") as refused:
-        message_checks._check_images({"a": b"x"}, "batch 3")
+    with pytest.raises(BadMessage, match=r"^calls: ") as refused:
+        message_checks.check(replace(calls(), images={"a": b"x"}))
     assert refused.value.reason == "image"
 
 
