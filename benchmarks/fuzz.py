@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/fuzz.py [--mutants N] [--only NAME ...] [--seed S]
                                                 [--quick] [--json] [--corpus FILE]
+    OMP_NUM_THREADS=1 python benchmarks/fuzz.py --protobuf [--mutants N] [--seed S] [--json]
 
 There is a target for each socket: the buffer's service, the learner's chunk server and its
 replies at a generator, the buffer's messages at learner and generator, the gateway's socket of
@@ -15,6 +16,9 @@ bound a message's size (asyncrl/transport/sockets.py), which tests/ show.
 A mutant in EVERY is traced, and one that reaches lines of ours that none reached before becomes
 material for further ones.  --corpus writes the smallest mutants by which all those lines are
 reached, and the verdict on each, for tests/transport/test_hostile_messages.py.
+
+--protobuf sends mutants of a forward_backward call, each as the model's next call, to `asyncrl
+tinker` with its processes.  None of these may end, and no call may fail on the server's side.
 
 Goals: no mutant raises anything but what its reader answers a peer with (what does is printed as
 hex), a million decode, and a reader's mutants leave at most GROWTH_MIB of memory behind."""
@@ -32,6 +36,7 @@ import json
 import random
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -294,6 +299,61 @@ def fuzz(name: str, wanted: int, seed: int) -> Found:
     return found
 
 
+def fuzz_server(wanted: int, seed: int) -> Found:
+    """Send mutants of a forward_backward call to a Tinker server in its own processes."""
+    from lib.chaos import tinker
+    from tinker.proto import tinker_public_pb2 as pb
+
+    r = random.Random(seed)
+    found = Found("protobuf")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as work:
+        server = tinker.RestartedServer(Path(work))
+        client = tinker.TinkerClient(server, 0, 0)
+        client.create_model()
+        sampled = client.sample(client.save_sampler(0), 0)
+        children = tinker.find_children(server.process.pid)
+        resident = psutil.Process(server.process.pid).memory_info
+        found.mib = (resident().rss / (1 << 20), 0.0)
+        while found.verdicts.total() < wanted:
+            body = client.build_loss(sampled)
+            made = pb.ForwardBackwardRequest()
+            try:
+                data = mutant(r, body, body, EDGES) if r.random() < BYTES else of_protobuf(r, body)
+                made.ParseFromString(data)
+                made.seq_id = client.number
+                data = made.SerializeToString()
+            except DecodeError:
+                pass
+            except (ValueError, TypeError, OverflowError):  # the values fit no field
+                client.number -= 1
+                continue
+            reply = client.post("forward_backward", data)
+            if reply.status_code == 200:
+                promise = {"request_id": reply.json()["request_id"]}
+                reply = client.post("retrieve_future", promise)
+            else:
+                client.number -= 1  # no call of the model
+            is_json = "json" in reply.headers["content-type"]
+            outcome = reply.json() if is_json else {}
+            verdict = "refused" if "error" in outcome else "taken"
+            found.verdicts["undecodable" if "is not a F" in reply.text else verdict] += 1
+            if reply.status_code >= 500 or outcome.get("category") == "server":
+                found.failed.append(reply.text[:200])
+                print(f"{found.failed[-1]}\n{data.hex()}", file=sys.stderr)
+            if not found.verdicts.total() % EVERY:
+                adam = {"adam_params": {"learning_rate": 1e-3}}
+                promise = client.post("optim_step", client.next_call() | adam).json()
+                client.post("retrieve_future", {"request_id": promise["request_id"]})
+        client.call("forward_backward", client.build_loss(sampled))
+        if tinker.find_children(server.process.pid) != children:
+            found.failed.append("a process of the server has ended")
+        found.mib = (found.mib[0], resident().rss / (1 << 20))
+        server.stop()
+    found.seconds = time.monotonic() - began
+    return found
+
+
 def write_corpus(path: Path, every: list[Found]) -> None:
     """The corpus with the verdicts of a first pass through it, in its order."""
     rows = []
@@ -311,10 +371,13 @@ def main() -> None:
     p.add_argument("--only", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--corpus", type=Path, help="a file to write")
+    p.add_argument("--protobuf", action="store_true", help="to a Tinker server; 1,500 mutants")
     args = p.parse_args()
     wanted = args.mutants or (1000 if args.quick else 1_000_000)
     every = []
-    for name in args.only:
+    if args.protobuf:
+        every = [fuzz_server(args.mutants or 1500, args.seed)]
+    for name in args.only if not args.protobuf else ():
         every.append(found := fuzz(name, wanted, args.seed))
         print(
             f"{name}: {found.verdicts.total()} mutants, {found.decoded} of them decoded, in "
@@ -333,14 +396,15 @@ def main() -> None:
     for x in every:
         name = f"{x.name}: MiB kept of its mutants"
         goals.append(rounds.goal(name, round(x.mib[1] - x.mib[0], 1), GROWTH_MIB, at_least=False))
-    if not args.quick and args.only == list(TARGETS):
+    if not args.quick and not args.protobuf and args.only == list(TARGETS):
         decoded = sum(x.decoded for x in every)
         goals.append(rounds.goal("decoded mutants", decoded, 1_000_000, at_least=True))
+    what = "mutated messages behind every socket, in process"
     rounds.report(
-        "fuzz",
+        "fuzz_protobuf" if args.protobuf else "fuzz",
         goals,
         {
-            "what": "mutated messages behind every socket, in process",
+            "what": "mutated calls to a Tinker server" if args.protobuf else what,
             "mutants": {x.name: x.verdicts.total() + len(x.failed) for x in every},
             "decoded": {x.name: x.decoded for x in every},
             "resident_mib": {x.name: [round(mib, 1) for mib in x.mib] for x in every},

@@ -40,12 +40,14 @@ from asyncrl.tinker.samplers import SampleOutcome, SamplerRecord, SamplerService
 from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.tinker.settings import TinkerConfig
 from asyncrl.tinker.wire import parse_json, parse_object
+from asyncrl.transport.connection_guard import raise_descriptor_limit
 from asyncrl.transport.http_server import authorize, open_body
 
 LEDGER_S = 2.0  # between updates of the ledger files
 POLL_S = 20.0  # longest time that one request of a client waits for a result
 WAITING_BYTES = 4 << 30  # on disk, of training calls that wait for earlier ones
 METADATA_BYTES = 1 << 16
+MODELS = 1000  # in a server's directory
 _Outcome = TypeVar("_Outcome")
 Reply = Response | JsonObject
 Handler = Callable[[Request, bytes], Awaitable[Reply]]
@@ -295,6 +297,9 @@ class TinkerServer:
             )
         model = self.models.get(record.model)
         if model is None:
+            # each one keeps files open, and a server opens those of all models when it starts
+            if len(self.models) >= (most := min(MODELS, raise_descriptor_limit() // 16)):
+                raise ConfigError(f"this server has {most} models and creates no more")
             folder = self.folder / build_folder_name(record.model)
             folder.mkdir(exist_ok=True)
             atomic_write.write(folder / "model.json", msgspec.json.encode(record))

@@ -206,9 +206,10 @@ class SamplerService:
         size = len(body) + 4096 + job.count * (256 + 8 * job.max_tokens)
         size += 2 * job.prompt_topk * len(job.prompt)
         self._make_room(sampler.session, size)
-        promise = SamplePromise(
-            digest, self.ledger.mint(job.count), sampler, self.link.take_number(), size
-        )
+        sequences = self.ledger.mint(job.count)
+        if request.seq_id is None:  # it must not take the name of another, which still counts
+            name = f"{sampler.id}:sample:{sequences[0]}"
+        promise = SamplePromise(digest, sequences, sampler, self.link.take_number(), size)
         self.promises[name] = promise
         promise.task = asyncio.create_task(self._sample(job, promise))
         return name, promise

@@ -25,7 +25,7 @@ NOT_DECODED = (
     b"invalid_json",
     b"Invalid HTTP request",
     b"is not JSON",
-    b"is no F",
+    b"is not a F",
 )
 FRESH = 200  # requests of a server's life
 SYMBOLS = "0123456789+-*=? abcdefghijklmnopqrstuvwxyz:\n"

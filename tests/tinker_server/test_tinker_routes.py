@@ -6,18 +6,21 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 import tinker
+from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 from tinker import types
 from tinker_kit import draw, prompt, tuned_datum
 from tinker_local_kit import KEY, LocalServer
 
-from asyncrl.tinker import app, wire
+from asyncrl.contract.errors import ConfigError
+from asyncrl.tinker import app, samplers, wire
 from asyncrl.tinker.links import WorkerExited
 from asyncrl.tinker.messages import CallFailure
 from asyncrl.tinker.model_records import CallLog, build_folder_name
@@ -275,7 +278,9 @@ def test_clients_are_told_their_transport(server: LocalServer) -> None:
     assert known.server.client_transport == "python"
 
 
-def test_models_that_cannot_be_created(server: LocalServer, http: httpx.Client) -> None:
+def test_models_that_cannot_be_created(
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     new = {"tags": [], "user_metadata": {}, "sdk_version": "0"}
     session = http.post("/create_session", json=new).json()["session_id"]
     good = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
@@ -295,6 +300,9 @@ def test_models_that_cannot_be_created(server: LocalServer, http: httpx.Client) 
         ({"model_seq_id": "x"}, "model_seq_id = 'x': Input should be a valid integer"),
     ):
         assert message in error(http.post("/create_model", json=good | more), 400)
+    with monkeypatch.context() as patch:
+        patch.setattr(app, "MODELS", most := len(server.server.models))
+        assert f"has {most} models" in error(http.post("/create_model", json=good), 400)
     promise = http.post("/create_model", json=good | {"surprise": None, "tags": []}).json()
     assert promise["model_id"] == f"{session}:train:0"
 
@@ -337,6 +345,47 @@ def test_a_request_to_sample_that_waits_is_canceled(
         samplers.pace = pace
     assert http.post("/cancel_future", json={"request_id": "none"}).status_code == 204
     assert draw(sampler, 1)
+    # requests without a number are different ones, and each one's bytes are given back
+    unnumbered = {
+        "sampling_session_id": sampler._sampling_session_id,
+        "prompt": prompt().model_dump(),
+    }
+    unnumbered |= {"sampling_params": {"max_tokens": 2}}
+    names = {http.post("/asample", json=unnumbered).json()["request_id"] for _ in range(3)}
+    assert len(names) == 3 and names <= samplers.promises.keys()
+    assert samplers.shares.used.total() == sum(x.size for x in samplers.promises.values())
+
+
+def test_room_for_requests_to_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    service: Any = object.__new__(samplers.SamplerService)
+    service.shares, service.promises = samplers.SessionShares(100), {}
+
+    def submit(name: str, size: int, *, is_done: bool = False, is_retrieved: bool = False) -> None:
+        service._make_room(name[0], size)
+        future, owner = SimpleNamespace(done=lambda: is_done), SimpleNamespace(session=name[0])
+        promise = SimpleNamespace(future=future, is_retrieved=is_retrieved, sampler=owner)
+        service.promises[name] = promise
+        promise.size = size
+
+    with pytest.raises(ConfigError, match="lower num_samples or max_tokens"):
+        submit("a0", 51)
+    submit("a1", 10, is_done=True)  # its client has not fetched it
+    submit("a2", 10, is_retrieved=True)  # canceled, but still being sampled
+    submit("a3", 20, is_done=True, is_retrieved=True)
+    submit("b1", 30)  # half of what is free
+    assert len(service.promises) == 4 and service.shares.used == {"a": 40, "b": 30}
+    submit("b2", 10)
+    assert [*service.promises] == ["a1", "a2", "b1", "b2"], "what a client has is forgotten"
+    with pytest.raises(HTTPException, match="too many requests to sample of b wait") as refused:
+        submit("b3", 10)
+    assert refused.value.status_code == 429
+    assert service.shares.used == {"a": 20, "b": 40}
+    service.promises["a2"].future.done = lambda: True
+    monkeypatch.setattr(samplers, "KEPT", 4)
+    submit("c1", 1)
+    assert [*service.promises] == ["a1", "b1", "b2", "c1"], "no more are kept than need be"
+    submit("c2", 1)
+    assert len(service.promises) == 5, "a result that nobody has is kept"
 
 
 def test_a_new_sampler_samples_the_same(server: LocalServer, service: tinker.ServiceClient) -> None:

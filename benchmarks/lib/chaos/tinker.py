@@ -177,18 +177,23 @@ class TinkerClient(threading.Thread):
         except Exception as error:
             self.failure = f"client {self.index}: {error!r}"
 
-    def train(self) -> None:
+    def create_model(self) -> None:
         session = self.post(
             "create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"}
         ).json()["session_id"]
         new = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
         self.model = f"{session}:train:0"
         self.call("create_model", new | {"lora_config": {"rank": 4, "seed": self.index}})
+
+    def save_sampler(self, version: int) -> str:
+        save = self.next_call() | {"sampling_session_seq_id": version}
+        return str(self.call("save_weights_for_sampler", save).json()["sampling_session_id"])
+
+    def train(self) -> None:
+        self.create_model()
         late: list[dict[str, Any]] = []
         for version in range(self.steps):
-            save = self.next_call() | {"sampling_session_seq_id": version}
-            sampler = self.call("save_weights_for_sampler", save).json()["sampling_session_id"]
-            fresh = self.sample(sampler, version)
+            fresh = self.sample(self.save_sampler(version), version)
             trained = [fresh[0], *late]
             late = fresh[1:]
             self.call("forward_backward", self.build_loss(trained))
