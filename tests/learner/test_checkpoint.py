@@ -4,6 +4,7 @@ refused, epochs claimed once."""
 import multiprocessing
 import os
 import random
+import shutil
 import traceback
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,37 @@ def test_a_new_life_links_its_origins_checkpoints(model_dir: Path, tmp_path: Pat
     assert {p.name for p in tmp_path.iterdir()} == {".epoch_0.gone", "epoch_3"}
     assert not abandoned.exists()
     assert checkpoint.verify(final / "number_4") == ""
+
+
+def test_a_start_that_is_overtaken_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another learner takes epoch 2 at once, claims epoch 3, and removes the origin of epoch 4."""
+    (tmp_path / "epoch_1" / "number_3").mkdir(parents=True)
+    (tmp_path / "epoch_2.new").mkdir()
+    answers = [(True, [1]), (False, [1]), (True, [1]), (False, [2]), (True, [1, 3])]
+    answers += [(True, [1]), (False, [3]), (True, [1]), (True, [4])]
+    answers += [(True, [1]), (False, [4]), (True, [1])]
+    copy, failing = shutil.copytree, [True, False, True]
+
+    def list_epochs(root: Path, *, claimed: bool) -> list[int]:
+        is_claimed, epochs = answers.pop(0)
+        assert (root, claimed) == (tmp_path, is_claimed)
+        return epochs
+
+    def copy_and_fail(*paths: Path, **how: Any) -> None:
+        copy(*paths, **how)
+        if failing.pop(0):
+            raise FileNotFoundError(paths[0])
+
+    monkeypatch.setattr(checkpoint, "list_epochs", list_epochs)
+    monkeypatch.setattr(shutil, "copytree", copy_and_fail)
+    assert checkpoint.start_epoch(tmp_path) == (5, 1, tmp_path / "epoch_5.new")
+    assert {path.name for path in tmp_path.iterdir()} == {"epoch_1", "epoch_2.new", "epoch_5.new"}
+    assert checkpoint.list_numbers(tmp_path / "epoch_5.new") == [3] and not answers
+    answers += [(True, [1]), (False, [5]), (True, [1]), (True, [1])]
+    with pytest.raises(FileNotFoundError):
+        checkpoint.start_epoch(tmp_path)
 
 
 def lives(root: Path, seed: int, out: Any) -> None:
