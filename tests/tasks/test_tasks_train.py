@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_kit import ROOT, RUN_SEED, run_command, shared
+from process_kit import ROOT, RUN_SEED, run_command
 
 from asyncrl.config import load
 from asyncrl.experiments import serial
@@ -52,15 +52,11 @@ def test_task_begins(name: str, tmp_path: Path) -> None:
     assert found["steps"] == 3 and len(found["accuracy"][1]) >= 2
     assert all(0 < r["answer/length"] <= 40 for r in found["curve"])
     assert max(int(lag) for lag in found["lag_histogram"]) <= config.staleness.max_lag
-
-
-@pytest.fixture(scope="module")
-def rle_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    def make(path: Path) -> None:
-        config = load.load(ROOT / "configs" / "rle.toml", short(path, 1))
-        warm_start.warm_start(config, path / "model", steps=40, threads=1)
-
-    return shared(tmp_path_factory, "rle", make)
+    if name == "rle":  # model and task alone: all else is the defaults' choice
+        path = tmp_path / "bare.toml"
+        path.write_text(f'model.path = "{tmp_path / "model"}"\ntask.name = "rle"\n')
+        found = serial.run_serial(load.load(path, short(tmp_path, 6)), RUN_SEED)
+        assert found["steps"] == 6 and max(int(lag) for lag in found["lag_histogram"]) == 2
 
 
 def test_decoupled_makes_several_updates_with_weights(sort_model: Path) -> None:
@@ -75,14 +71,6 @@ def test_decoupled_makes_several_updates_with_weights(sort_model: Path) -> None:
     late = [r for r in curve if r["lag/mean"] > 0]
     assert len(late) > len(curve) / 2 and all(r["is/weight_ess"] < 1 for r in late)
     assert max(int(lag) for lag in found["lag_histogram"]) <= config.staleness.max_lag
-
-
-def test_bare_defaults_train(rle_model: Path, tmp_path: Path) -> None:
-    """Model and task alone; all else is the defaults' choice."""
-    path = tmp_path / "bare.toml"
-    path.write_text(f'model.path = "{rle_model / "model"}"\ntask.name = "rle"\n')
-    found = serial.run_serial(load.load(path, short(rle_model, 6)), RUN_SEED)
-    assert found["steps"] == 6 and max(int(lag) for lag in found["lag_histogram"]) == 2
 
 
 def test_sessions_train(tmp_path: Path) -> None:
