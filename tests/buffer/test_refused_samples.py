@@ -239,8 +239,7 @@ def test_a_generator_reports_waits_of_its_own_in_printable_words(
         return
     with pytest.raises(BadMessage) as error:
         checks.check_renewal(renewal)
-    assert str(error.value) == why
-    assert error.value.reason == ("text" if session else "message")
+    assert str(error.value) == why and error.value.reason == ("text" if session else "message")
 
 
 HALF = "\ud800"

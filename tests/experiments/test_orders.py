@@ -139,9 +139,7 @@ def test_ticket_order_waits_for_late_answers(late_runs: dict[str, dict[str, Any]
     )
 
 
-def test_other_orders_train_others_and_count_losses(
-    late_runs: dict[str, dict[str, Any]],
-) -> None:
+def test_other_orders_train_others_and_count_losses(late_runs: dict[str, dict[str, Any]]) -> None:
     pace, drop, first, fresh = (
         late_runs[x] for x in ("pace", "drop", "mask completion", "mask freshest")
     )

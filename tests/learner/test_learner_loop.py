@@ -663,9 +663,7 @@ def test_other_ranks_are_told_each_command(life: Made, monkeypatch: pytest.Monke
     one, _ = life("learner.steps=2", "learner.checkpoint_every=2")
     one.run_batches()
     trained = ["train", "publish"]
-    assert [command for command, *_ in sent] == ["publish", "save", *trained, *trained, "save"] + [
-        "export"
-    ]
+    assert [c for c, *_ in sent] == ["publish", "save", *trained, *trained, "save"] + ["export"]
     assert [made.number for command, *more in sent if command == "train" for made in more] == [0, 1]
     saved = [Path(part) for command, *more in sent if command == "save" for part in more]
     assert saved == [one.directory / f".number_{n}.part" for n in (0, 2)]

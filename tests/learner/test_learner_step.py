@@ -686,9 +686,7 @@ def run_that_raises(error: Exception) -> Callable[..., Any]:
     return Raising
 
 
-def test_experiments_record_divergence_and_raise_all_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_experiments_record_divergence_and_raise_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load.load("configs/demo.toml")
     monkeypatch.setattr(serial, "SerialRun", run_that_raises(NotFiniteError("in other words")))
     assert serial.run_serial(config, 1) == {"seconds": 0.0, "failed": "in other words"}

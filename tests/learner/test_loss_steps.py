@@ -352,8 +352,7 @@ def test_numbers_of_a_batch_by_hand() -> None:
     assert m["reward/no_spread_share"] == 0.5 and m["answer/truncated_share"] == 0.25
     assert m["answer/masked_share"] == pytest.approx(1 / 6) and m["advantage/mean"] == 0
     assert m["advantage/abs_max"] == 2 and "reward/greedy" not in m
-    assert "kl/answer" not in m and "kl/reward_gradient_share" not in m
-    assert "value/mean" not in m
+    assert "kl/answer" not in m and "kl/reward_gradient_share" not in m and "value/mean" not in m
     _, _, masked = three(advantage={"truncated": "mask"})
     assert masked["answer/masked_share"] == 0.5
     b = batch(0)

@@ -376,8 +376,7 @@ def test_it_learns_and_a_run_takes_what_it_leaves(
     assert [row["number"] for row in rows] == list(range(10))
     assert [row["number"] for row in rows if "heldout" in row] == [0, 5]
     assert found["loss_start"] == rows[0]["loss"] and found["loss_end"] == rows[-1]["loss"]
-    assert found["heldout_start"] == rows[0]["heldout"]
-    assert found["model"] == str(run_dir / "model")
+    assert found["heldout_start"] == rows[0]["heldout"] and found["model"] == str(run_dir / "model")
     assert said == ["50 training rows (0 too long and excluded), 10 held out"] + [
         f"step {n}: loss {rows[n]['loss']:.4f}, held out {rows[n]['heldout']:.4f}" for n in (0, 5)
     ]

@@ -133,9 +133,7 @@ def test_stopped_processes_are_replaced(tmp_path: Path, sort_model: Path) -> Non
         os.kill(
             wait_until(lambda name=victim: children(process.pid).get(name), process), signal.SIGSTOP
         )
-        wait_until(
-            lambda name=victim: any(name in line.rsplit(";", 1)[1] for line in ended()), process
-        )
+        wait_until(lambda name=victim: any(name in x.rsplit(";", 1)[1] for x in ended()), process)
     summary = finish(process, tmp_path)
     check_summary(summary, summary["lag"]["limit"])
     assert summary["steps"] == 40

@@ -466,8 +466,7 @@ def test_samples_share_frames_and_are_sent_again_until_acknowledged(
     assert sent(10.03) == [(1, [0], 1)] and box.unacked_bytes == size and not box.fresh_bytes
     for number in (1, 2, 3):
         box.add(sample(number))
-    assert not box.is_full
-    assert sent(10.5) == [(2, [1, 2], 3), (3, [3], 4)] and box.is_full
+    assert not box.is_full and sent(10.5) == [(2, [1, 2], 3), (3, [3], 4)] and box.is_full
     box.add(sample(4))
     assert sent(10.6, flush=True) == [], "no credit"
     assert sent(11.2) == [(4, [0], 4)] and sent(11.3) == []
