@@ -1,5 +1,6 @@
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -7,15 +8,16 @@ import numpy as np
 import pytest
 from store_kit import make, sample, train, write
 
+from asyncrl.contract.blobs import images
 from asyncrl.contract.errors import BadMessage
-from asyncrl.contract.messages import EVAL_BASE, Prompt, SamplingSettings, Ticket
+from asyncrl.contract.messages import EVAL_BASE, MAX_FRAME_BYTES, Prompt, SamplingSettings, Ticket
 from asyncrl.contract.versions import Label
 from asyncrl.records.pass_at_k import (
     compute_set_metrics,
     compute_share_interval,
     estimate_pass_at_k,
 )
-from buffer import checks
+from buffer import checks, service
 from buffer.evaluation import SET_TICKETS, EvaluationPlan, Evaluations, EvaluationSet
 from buffer.store import Store
 
@@ -92,6 +94,32 @@ def test_metrics_of_a_set() -> None:
         "eval/x_pass_at_2_low": compute_share_interval([1.0, 1.0], 5)[0],
         "eval/x_pass_at_2_high": 1.0,
     }
+
+
+def test_a_config_becomes_the_evaluations_and_the_largest_message() -> None:
+    hard = {"samples": 3, "greedy": True, "temperature": 0.7, "passing": 0.5, "counts": (1, 3)}
+    entry = SimpleNamespace(name="hard", prompts=8, every=2, **hard)
+    asked = {"every": 4, "prompts": 5, "ood_prompts": 2, "temperature": 0.5, "ood_every": 3}
+    config: Any = SimpleNamespace(
+        evaluation=SimpleNamespace(**asked, final_prompts=9, sets=[entry]),
+        seed=11,
+        support_bytes=4,
+        wires=SimpleNamespace(frame_bytes=1000),
+        generator=SimpleNamespace(context=64),
+        agents={"": SimpleNamespace(http=False)},
+    )
+    sizes = {"heldout": 6, "ood": None, "hard": 3}
+    task: Any = SimpleNamespace(size=sizes.get, prompt=lambda *given: given)
+    made = service.make_evaluations(config, task)
+    sets = (EvaluationSet("hard", 2, prompts=3, every=2, **hard),)  # no more than the task has
+    assert made.plan == EvaluationPlan(**asked, final_prompts=6, sets=sets)
+    assert made.prompt is not None and made.prompt("ood", 4) == ("ood", 4, 11)
+    most = service.MORE_BYTES + 2000 + 64 * (service.ANSWER_BYTES + 4)
+    assert service.compute_max_message_bytes(config) == most
+    config.agents["web"] = SimpleNamespace(http=True)
+    assert service.compute_max_message_bytes(config) == most + images.MOST_SESSION_BYTES
+    config.generator.context = 1 << 40
+    assert service.compute_max_message_bytes(config) == MAX_FRAME_BYTES
 
 
 def store_with_set(*, steps: int = 2, **more: Any) -> Store:

@@ -2,11 +2,14 @@
 bounds of memory."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from store_kit import hello, make, prompt, sample, train, write
 
+from asyncrl.config import load
 from asyncrl.contract.errors import BadMessage, ProtocolError
 from asyncrl.contract.messages import LearnerHello, SamplingSettings, Ticket, WeightsSource
 from asyncrl.contract.versions import Label
@@ -15,7 +18,7 @@ from buffer import state as state_module
 from buffer import store as store_module
 from buffer.batches import BatchWait, compute_announced_limits, judge
 from buffer.evaluation import EVAL_BASE, EvaluationPlan, Evaluations
-from buffer.groups import Grant, Group, StoredSample, StoreSettings
+from buffer.groups import Grant, Group, StoredSample, StoreSettings, make_store_settings
 from buffer.store import Store
 
 
@@ -81,6 +84,35 @@ def test_with_many_out_no_step_looks_at_all(many: int, monkeypatch: pytest.Monke
     # what is missing again is found all the same, before anything new
     store.end_sessions("g", 2)
     assert [t.ticket for t in store.grant("h", 1, 4, 0.0)] == [0, 1]
+
+
+def test_a_config_becomes_the_stores_settings() -> None:
+    plain, replace = load.load("demo", []), msgspec.structs.replace
+    of_sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "max_new_tokens": 6}
+    of_staleness: dict[str, Any] = {"on_exceed": "mask", "order": "freshest", "inject": 2}
+    of_staleness |= {"half_life": 3.0, "ess_floor": 0.25}
+    budgets = {"error_budget": 0.5, "machinery_budget": 0.75}
+    config = replace(
+        plain,
+        learner=replace(plain.learner, groups=3, group_size=5, steps=7),
+        generator=replace(plain.generator, **of_sampling, context=8),
+        advantage=SimpleNamespace(name="remax", no_spread="filter"),
+        staleness=SimpleNamespace(**of_staleness, wait_target=0.125),
+        wires=replace(plain.wires, lease_s=9.0),
+        reward=replace(plain.reward, **budgets),
+        agent=replace(plain.agent, serve=True, max_tokens=99),
+        evaluation=replace(plain.evaluation, generators=2),
+        **{"seed": 11, "generators": 4},
+    )
+    assert make_store_settings(config) == StoreSettings(
+        *(3, 5, 7, SamplingSettings(**of_sampling, greedy=True)),
+        **{"seed": 11, "filter_no_spread": True, "lease_s": 9.0, "context": 8, "wait": 0.125},
+        **{"session_tokens": 99, "evaluators": ["generator-2", "generator-3"]},
+        **of_staleness | budgets,
+    )
+    settings = make_store_settings(plain)
+    assert not settings.session_tokens and not settings.evaluators and not settings.sampling.greedy
+    assert settings.batch_samples == plain.learner.groups * plain.learner.group_size
 
 
 def expires(store: Store, ticket: int) -> float:
