@@ -95,9 +95,8 @@ def describe_processes(server: Path) -> list[JsonObject]:
 
 def examine(path: Path) -> JsonObject:
     """Describe a server or one of its models.  Raises ConfigError."""
-    is_one_model = (path / MODEL).exists()
-    folders = [path] if is_one_model else sorted(note.parent for note in path.glob(f"*/{MODEL}"))
-    server = path.resolve().parent if is_one_model else path
+    folders = [path] if is_model(path) else sorted(note.parent for note in path.glob(f"*/{MODEL}"))
+    server = path.resolve().parent if is_model(path) else path
     if not is_server(server):
         raise ConfigError(f"{path}: not a directory of asyncrl tinker (it has no {CONFIG})")
     address = server / "url"
