@@ -1,5 +1,4 @@
-"""Fixtures that real-process tests share: a warm-started model, and `asyncrl` typed as a user
-would."""
+"""Fixtures that real-process tests share: a warm-started model, and `asyncrl` as typed."""
 
 import functools
 import gc
@@ -64,8 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exempt modules and collected tests from garbage collection, which searched them for most of a
-    second each time."""
+    """Exempt modules and collected tests from garbage collection, which searched them each time."""
     gc.freeze()
     gc.enable()
     # no test is about the accuracy after a warm start, whose 512 prompts take two seconds
@@ -90,8 +88,7 @@ WARMED_BY = (
 
 
 def _warm(directory: Path) -> None:
-    """A warm start costs a minute or two: one made by the same code is kept in .pytest_cache, which
-    no fresh clone has."""
+    """A warm start costs a minute or two: one by the same code is kept in .pytest_cache."""
     made_by = [ROOT / DEMO, *sorted(p for pattern in WARMED_BY for p in ROOT.glob(pattern))]
     kept = (
         ROOT

@@ -323,8 +323,7 @@ def test_a_reference_is_looked_at_too(tmp_path: Path) -> None:
 
 
 def bert(path: Path) -> None:
-    """An encoder whose directory calls it a language model, as transformers also lets it be
-    loaded."""
+    """An encoder whose directory calls it a language model, as transformers lets it be loaded."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     shape = transformers.BertConfig(
         vocab_size=len(tokenizer),

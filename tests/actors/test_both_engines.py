@@ -1,5 +1,4 @@
-"""vLLM generates and two DeepSpeed ranks learn, in one run: the main job in short, and a model of
-another family."""
+"""vLLM generates and two DeepSpeed ranks learn, in one run: the main job, and another family."""
 
 import json
 import sys

@@ -1,5 +1,4 @@
-"""The embedded engine against transformers: what it records is the log-probability of what it
-really sampled from."""
+"""The embedded engine against transformers: it records the log-probability it sampled from."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -86,8 +85,7 @@ def test_what_is_drawn_does_not_depend_on_neighbours_slots_or_order(tmp_path: Pa
 
 @pytest.mark.parametrize("in_flight", ["recompute_kv", "keep_kv"])
 def test_swap_in_mid_answer(tmp_path: Path, in_flight: str) -> None:
-    """Under recompute_kv each token's logprob follows from the weights that its span names; keep_kv
-    attends to old keys."""
+    """Under recompute_kv a token's logprob follows its span's weights; keep_kv sees old keys."""
     old = policy.build_model(tmp_path / "a", "abcdefgh", seed=1)
     new = policy.build_model(tmp_path / "b", "abcdefgh", seed=2)
     e = engine(old, in_flight=in_flight)

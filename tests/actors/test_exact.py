@@ -33,8 +33,7 @@ FAMILIES = [
 
 @pytest.fixture(params=["one table", "a table a length"])
 def tables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Answers of a micro-batch in one table, and in as many as there can be; how many each forward
-    pass had."""
+    """Answers of a micro-batch in one table, and in as many as can be; how many each pass had."""
     found: list[int] = []
     plan = packed_forward.plan_packing
 

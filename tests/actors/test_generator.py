@@ -82,8 +82,7 @@ def test_the_time_of_swaps_is_summed(make: MakeGenerator, monkeypatch: pytest.Mo
 def test_answers_that_wait_for_their_reward_keep_their_lease(
     make: MakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Renewed is what is written and being judged; not what has a row in the engine, however long
-    that takes."""
+    """Renewed is what is written and being judged; not what has a row in the engine, ever."""
     (tmp_path / "gated.py").write_text(
         "import os, time\ndef reward(prompt, text):\n    while not os.path.exists('open'): "
         "time.sleep(0.01)\n    return 1.0\n"
@@ -261,8 +260,7 @@ def test_one_that_draws_calls_forgoes_none_and_says_nothing_of_tickets(
 def test_a_slow_engine_makes_fewer_steps_in_a_call(
     make: MakeGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leases are renewed between two calls; in lockstep the steps of a call must not hang on
-    time."""
+    """Leases are renewed between two calls; in lockstep a call's steps must not hang on time."""
     for sets, expected in (((), [8, 4, 2, 1, 1, 2, 3]), (("staleness.max_lag=0",), [8] * 7)):
         g = make(*sets)
         one_pass(g, tickets(g, announcement(1), ticket(0, 1, epoch=1)))
@@ -419,8 +417,7 @@ def test_a_version_is_pulled_by_the_digest_of_its_announcement(make: MakeGenerat
 
 @pytest.mark.parametrize("ring", ["not announced", "gone"])
 def test_a_dead_learners_tickets_go_when_the_next_is_heard(make: MakeGenerator, ring: str) -> None:
-    """It asks for no ticket and delivers nothing, so no answer but that to its renewals can tell
-    it."""
+    """It asks for no ticket and delivers nothing: only the answer to its renewals can tell it."""
     g = make()
     g.weights.missing = {1}
     full = [ticket(n, n + 1, epoch=1) for n in range(4)]  # two samples each, eight rows

@@ -256,8 +256,7 @@ def test_processes_go_on_between_two_looks(runner: MakeRewardRunner) -> None:
 
 
 def test_a_call_that_takes_long_keeps_only_its_process(runner: MakeRewardRunner) -> None:
-    """Only what was sent ahead to that process waits behind it; the other one judges all the
-    rest."""
+    """Only what was sent ahead to that process waits behind it; the other one judges the rest."""
     r = runner("mine:reward", workers=2)
     until(lambda: not r.poll() and all(p.ready for p in r.processes))
     judge(r, *["warm"] * 20)

@@ -318,8 +318,7 @@ def test_the_tokens_that_were_left_are_recorded(case: Case) -> None:
 
 
 def test_numbers_drawn_ahead_are_each_generators_own(case: Case) -> None:
-    """Whatever the order in which rows draw, and for how long; a bounded number of generators is
-    remembered."""
+    """Whatever the order in which rows draw, and how long; a bounded number is remembered."""
     assert isinstance(case.worker.asyncrl_seeded, SeededSampler)
     plain = lambda *_: None  # noqa: E731
     alone = [
@@ -367,8 +366,7 @@ def test_abort_and_what_does_not_fit(case: Case) -> None:
 
 
 def test_a_swap_that_did_not_take_stops_the_run(case: Case) -> None:
-    """The probe: published weights that the engine does not compute with end in an error before any
-    answer leaves."""
+    """The probe: weights that the engine does not compute with are an error before any answer."""
     before = case.engine.probes
     case.load(case.old)
     case.engine.add([request(0, 0, [3, 4], 20)])

@@ -202,8 +202,7 @@ def asked(number: int, least: Label, **more: Any) -> m.GenerationCall:
 
 @pytest.mark.parametrize("in_flight", ["keep_kv", "recompute_kv"])
 def test_a_call_across_a_swap_has_a_span_for_each_version(vllm: Engine, in_flight: str) -> None:
-    """Calls are admitted at or above their session's minimum, and one that is cut tells what is
-    lost."""
+    """Calls are admitted at or above their session's minimum; one that is cut tells its loss."""
     turn = calls_of(vllm, in_flight)
     first = vllm.load(vllm.old)
     second = Label(1, vllm.at + 1)

@@ -136,8 +136,7 @@ def test_requests_of_a_broken_server_go_to_another_until_it_is_back(
 def test_weights_arrive_amid_answers_and_nothing_of_an_ended_one_is_left(
     model: tuple[Path, policy.PolicyModel], played: Callable[[], PlayedVllm]
 ) -> None:
-    """Ended one by one, or all with the engine: asyncio complains of a task that is forgotten amid
-    its work."""
+    """Ended one by one, or all with the engine: asyncio complains of a task forgotten amid work."""
     path, policy_model = model
     one = played()
     e = engine(path, one)

@@ -44,8 +44,7 @@ INEXACT = [0.7, 0.1, 1 / 3, -0.3, 1e-3, 0.0, 1.0, 12345.678]
 @pytest.mark.parametrize("value", INEXACT)
 @pytest.mark.parametrize("ulps", [0, 1])
 def test_rewards_that_are_equal_to_rounding_teach_exactly_nothing(value: float, ulps: int) -> None:
-    """In float32, where the mean of eight times 0.7 is not 0.7; and where one was computed another
-    way, an ulp off."""
+    """In float32, where the mean of eight times 0.7 is not 0.7; also an ulp off."""
     r = torch.full((24,), value)
     for _ in range(ulps):
         r[::3] = torch.nextafter(r[::3], torch.tensor(torch.inf)) if value else 0.0
@@ -133,8 +132,7 @@ def test_not_a_number_stays_one_and_is_seen() -> None:
     ],
 )
 def test_what_a_cut_answer_gets(how: dict[str, Any], wanted: list[float]) -> None:
-    """Of 5 tokens and of 8, the limit; the second was cut.  `soft` looks at lengths: 1 of 4 tokens
-    of the ramp, and all."""
+    """Of 5 tokens and of 8, the limit; the second was cut.  `soft`: 1 of 4 tokens, and all."""
     p = prepared(
         answers([5, 8], [0.5, 2.0], cut=[1]),
         advantage={"name": "reinforce", "baseline": "none", **how},
@@ -284,8 +282,7 @@ def test_rewards_on_skipped_tokens_are_owed_to_the_trained_one_before() -> None:
 
 
 def test_a_step_that_ends_on_a_skipped_token_ends_on_the_trained_one_before() -> None:
-    """Steps of 2, 4 | 6, all said on skipped tokens or behind them: mean 4, deviation 2; found by
-    the rewards, or told."""
+    """Steps of 2, 4 | 6, all said on skipped tokens or behind them: mean 4, deviation 2."""
     b = answers([5, 1], [9.0, 9.0], token_rewards=vec(0, 2, 0, 0, 4, 6))
     b.mask = torch.tensor([True, False, True, True, False, True])
     wanted = [-1, 0, 0, 0, 0, 1]
@@ -322,8 +319,7 @@ def test_the_others_take_one_reward_an_answer(name: str) -> None:
 
 
 def test_tokens_outside_the_loss_are_not_charged() -> None:
-    """The first token is 9 versions old under a limit of 4: neither its 5 nats count, nor does it
-    in nats an answer."""
+    """The first token is 9 versions old under a limit of 4: its 5 nats do not count anywhere."""
     b = answers([2, 1], [1.0, 1.0], start=vec(4, -0.5, -1), reference=vec(-1, -1, -1))
     b.token_lag = torch.tensor([9, 0, 0])
     how = {
@@ -446,8 +442,7 @@ R, V = vec(1, 99, 2, 0, 4), vec(0.5, 77, 1.5, 2, 3)
 
 
 def test_residuals_skip_what_is_outside_the_mask_and_end_in_the_bootstrap() -> None:
-    """r + gamma V' - V: the next value of the first token is the third's, 1.5; the answers end in
-    10 and 0."""
+    """r + gamma V' - V: the first token's next value is the third's, 1.5; ends in 10 and 0."""
     g = 0.5
     delta = [1 + g * 1.5 - 0.5, 0, 2 + g * 10 - 1.5, 0 + g * 3 - 2, 4 + g * 0 - 3]
 
@@ -582,8 +577,7 @@ def test_in_a_real_run_the_baseline_is_the_likeliest_answer_and_left_out_of_the_
 
 
 def test_advantages_are_rewards_less_the_greedy_ones(tmp_path: Path) -> None:
-    """The step equals that of `reinforce` without a baseline on rewards that had the greedy reward
-    taken off by hand."""
+    """The step equals that of `reinforce` without a baseline on rewards less the greedy reward."""
     from critic_kit import batch, core
 
     build_model(tmp_path / "m", "0123456789=:,#", hidden=32, layers=1)

@@ -144,8 +144,7 @@ def test_it_ends_as_under_a_supervisor_and_who_comes_later_is_told(hand: Hand) -
 
 
 def test_a_generator_may_leave_and_all_may_be_stopped(hand: Hand) -> None:
-    """A lease lasts ten minutes here: what the one that left had held comes back because it said
-    so."""
+    """A lease lasts ten minutes here: what the one that left had held comes back as it said so."""
     words = ("learner.steps=4000", "wires.lease_s=600", "generators=2", "evaluation.every=0")
     for name in ("buffer", "learner", "generator-0", "generator-1"):
         hand.start(name, *words)

@@ -1,5 +1,4 @@
-"""The value head's parts by themselves: how it begins, what a step of it takes, what it refuses to
-load."""
+"""The value head's parts by themselves: its beginning, a step of it, what it refuses to load."""
 
 import math
 from pathlib import Path
@@ -81,8 +80,7 @@ def test_biases_are_drawn_as_zero_also_those_of_norms() -> None:
 
 
 def stepped(c: Any, rate: float, gradient: float = 3.0) -> tuple[float, torch.Tensor]:
-    """One step with the same gradient on every parameter: (what it says, how far the head's weight
-    moved)."""
+    """One step, the same gradient on every parameter: (what it says, how far the head moved)."""
     before = head(c).clone()
     for p in c.critic.trainer.parameters:
         p.grad = torch.full_like(p, gradient)

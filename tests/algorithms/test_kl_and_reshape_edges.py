@@ -131,8 +131,7 @@ def test_errors_of_forms() -> None:
 
 
 def test_the_controller_of_the_paper() -> None:
-    """beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon), with a target of 6 and a horizon of
-    10000."""
+    """beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon): target 6, horizon 10000."""
     for measured, error in ((6.6, 0.1), (99, 0.2), (5.4, -0.1), (-9, -0.2)):
         controller = kl.KLController(2.0, "adaptive", 6.0, 1000)
         assert controller.update(measured, 100) == pytest.approx(2 * (1 + error * 0.1))

@@ -83,8 +83,7 @@ def test_defaults_and_presets(tmp_path: Path) -> None:
 
 
 def test_a_preset_on_the_command_line_replaces_the_files_terms(tmp_path: Path) -> None:
-    """A resolved file gives every key; those that a preset decides give way, those of the command
-    line do not."""
+    """A resolved file gives every key; a preset's give way, those of the command line do not."""
     path = written(
         tmp_path,
         '[kl.reward]\ncoefficient = 0.5\nestimator = "k2"\ncontroller = "adaptive"\ntarget = 3.0\n'

@@ -1,5 +1,4 @@
-"""The pure rules of the buffer by hand: room, places, injected lags, the tree's lags, and the
-ledger's lines."""
+"""The buffer's pure rules by hand: room, places, injected lags, the tree's lags, the ledger."""
 
 import math
 import random
@@ -219,8 +218,7 @@ def test_a_failure_travels_as_its_kind_and_words_and_recordings_without_any_are_
 
 
 def grown(r: random.Random) -> tuple[PolicyTree, list[Label]]:
-    """A tree of some lives, each from a version of the life before; the last life's labels, by
-    number."""
+    """A tree of some lives, each from a version of the one before; the last one's labels."""
     tree, line = PolicyTree(), [Label(1, 0)]
     tree.register(line[0], None, "d0")
     for epoch in range(1, r.randint(2, 6)):
@@ -288,8 +286,7 @@ def test_remembered_lags_follow_the_labels_and_stay_small(monkeypatch: pytest.Mo
 
 
 def test_equal_weights_without_a_known_parent_are_told_apart_by_their_number() -> None:
-    """A learning rate of 0, and a buffer that was started anew: a version is as old as its number
-    says."""
+    """A learning rate of 0, and a buffer started anew: a version is as old as its number says."""
     tree = PolicyTree()
     tree.register(Label(1, 0), None, "same")
     tree.register(Label(2, 3), None, "same")

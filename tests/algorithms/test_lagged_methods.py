@@ -707,8 +707,7 @@ def objective(name: str, **keys: Any) -> torch.Tensor:
 
 
 def test_the_objectives_value() -> None:
-    """Of a detached weight: the coefficient times log pi_theta; of a ratio: the ratio times A,
-    as it is bounded."""
+    """Of a detached weight: the coefficient times log pi_theta; of a ratio: it times A, bounded."""
     for name in ("vespo", "minpro"):
         assert torch.allclose(objective(name), torch.tensor(coefficient(name), dtype=D) * LP)
     inside = vec(1.2, 0, 1.5, -0.8, -2, 0)

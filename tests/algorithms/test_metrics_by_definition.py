@@ -1,5 +1,4 @@
-"""Every metric of the loss reckoned again in plain Python, token by token and answer by answer.
-float64."""
+"""Every metric of the loss reckoned again in plain Python by token and answer.  float64."""
 
 import math
 from statistics import fmean

@@ -68,8 +68,7 @@ MIS = "correction.preset=mis"
 
 @pytest.mark.parametrize("name", bundled_configs.list_names())
 def test_a_run_of_every_shipped_config_can_go_on_with_mis(name: str, tmp_path: Path) -> None:
-    """Its resolved config gives every key, so the preset must take the place of those it is about
-    and of no other."""
+    """Its resolved config gives every key: the preset must replace those it is about, no other."""
     before = load.load(f"configs/{name}.toml")
     (tmp_path / "config.toml").write_text(load.dump(before))
     after = runner.resolve_resume(tmp_path, [MIS])

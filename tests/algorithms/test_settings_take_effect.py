@@ -24,8 +24,7 @@ def hidden(b: LossBatch, keep: torch.Tensor) -> LossBatch:
 
 
 def test_masked_tokens_leave_the_loss_and_its_denominator() -> None:
-    """on_exceed = mask is the loss of the batch whose mask ends at the limit; a token at the limit
-    itself stays."""
+    """on_exceed = mask is the loss of the batch whose mask ends at the limit, inclusive."""
     b = batch(11)
     lp = theta(b)
     got = gradient(b, config(staleness={"max_lag": 2, "on_exceed": "mask"}), lp)[1]
@@ -148,8 +147,7 @@ def two_groups(name: str, **keys: Any) -> torch.Tensor:
 
 
 def test_gae_can_be_whitened_and_cut_after_k_residuals() -> None:
-    """gamma = lam = 1, V = 0.5 everywhere: residuals r - 0.5 for one token, 0 and r - 0.5 for
-    two."""
+    """gamma = lam = 1, V = 0.5: residuals r - 0.5 for one token, 0 and r - 0.5 for two."""
     v = vec(*[0.5] * 6)
     whole = vec(2.5, 0.5, 0.5, 6.5, 4.5, 4.5)
     assert torch.allclose(two_groups("gae", lam=1.0, values=v), whole)

@@ -207,8 +207,7 @@ def test_equal_weights_are_those_of_all_keys_and_values_too(ring: Ring) -> None:
     ids=["one update", "two epochs", "stopped after the first"],
 )
 def test_an_update_is_of_the_batch_against_the_start(ring: Ring, sections: dict[str, Any]) -> None:
-    """Nothing of it is a constant, however many updates there were; nor is kl/moved, on the same
-    answers."""
+    """Nothing of it is a constant, however many updates there were; nor is kl/moved."""
     b = batch(ring)
     _, _, start = by_hand(ring, b)
     c = core(ring, **sections)
@@ -274,8 +273,7 @@ def test_a_few_answers_are_drawn_by_seed_and_batch(ring: Ring) -> None:
 
 
 def test_several_minibatches_split_the_first_ones_answers(ring: Ring) -> None:
-    """Only their forward was the learner's start: the noise is still all of the mismatch, whatever
-    later steps moved."""
+    """Only their forward was the learner's start: the noise is still all of the mismatch."""
     m = core(ring, learner={"minibatches": 3, "lr": 3.0}).train(batch(ring))
     assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5) and m["by_lag/staleness_0"] == 0
     assert m["split/update"] != 0 and "kl/start_target_k1" not in m
@@ -416,8 +414,7 @@ def test_excluded_tokens_need_no_version(ring: Ring) -> None:
 
 
 def test_the_loss_with_versions_by_hand() -> None:
-    """float64: weights pi_v / mu, at most 2, and the clip of pi_theta / pi_v; the last token's
-    version is unknown."""
+    """float64: weights pi_v / mu, at most 2, the clip of pi_theta / pi_v; the last is unknown."""
     tables = {"model": {"path": "m"}, "task": {"name": "sort"}, "advantage": {"name": "reinforce"}}
     config = load.build({**tables, "method": "tis-version"})
     mu, version, start, theta = (

@@ -29,8 +29,7 @@ model_dir = model_fixture("abcdefgh", layers=2)
 def test_at_learning_rate_zero_nothing_ever_stops(
     model_dir: Path, anchor: dict[str, Any], against: str, layout: dict[str, Any]
 ) -> None:
-    """The batch arrives far from the policy (0.05 nats a token), as stale batches do; none of it is
-    the update's."""
+    """The batch arrives far from the policy (0.05 nats a token), as stale batches do."""
     for action in ("skip", "slow"):
         c = core(
             model_dir,
@@ -80,8 +79,7 @@ def test_what_is_measured_by_hand(
 
 
 def test_the_statistic_by_hand() -> None:
-    """Tokens: start / mu = 4 (counts 2), 1/2, 1; theta / start = 2, 1/2, 9; the third is behind the
-    mask."""
+    """Tokens: start / mu = 4 (counts 2), 1/2, 1; theta / start = 2, 1/2, 9; the third is masked."""
     from algorithms_catalogue_kit import answers, vec, yes
     from algorithms_kit import config
 
@@ -209,8 +207,7 @@ def test_a_budget_slows_before_it_stops(model_dir: Path) -> None:
 
 
 def test_the_adaptive_coefficient_is_the_controllers(model_dir: Path, tmp_path: Path) -> None:
-    """Nats an answer on both sides; a batch's metrics say the coefficient that it was trained
-    with."""
+    """Nats an answer on both sides; a batch's metrics say the coefficient that trained it."""
     build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
     how = {"coefficient": 0.5, "controller": "adaptive", "target": 1e-4, "horizon": 100}
     c = core(model_dir, reference=tmp_path / "ref", kl={"reward": how})

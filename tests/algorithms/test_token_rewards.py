@@ -126,8 +126,7 @@ def test_what_uses_none_is_said_once(model_dir: Path, capsys: pytest.CaptureFixt
 
 
 def first_of_two(prompt: Prompt, text: str, tokens: list[int]) -> dict[str, Any]:
-    """1 for the first token, nothing said of the others, and the answer's own reward is its
-    length."""
+    """1 for the first token, nothing of the others; the answer's own reward is its length."""
     return {"reward": float(len(tokens)), "token_rewards": [1.0, *[None] * (len(tokens) - 1)]}
 
 

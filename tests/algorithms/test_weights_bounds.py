@@ -469,8 +469,7 @@ def test_the_surrogates_of_whole_answers_get_whole_log_ratios(name: str, factor:
 
 
 def test_past_its_budget_a_box_cox_batch_only_comes_back() -> None:
-    """Through the loss, as the learner takes it: after a step past the budget no token pushes
-    further."""
+    """Through the loss, as the learner takes it: past the budget no token pushes further."""
     b = batch(6)
     b.proximal = b.behavior.clone()
     c = config(

@@ -180,8 +180,7 @@ class Killed:
 def test_the_watchdog_leaves_a_session_to_its_own_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: SessionWait, limit: str, killed: bool
 ) -> None:
-    """No process is ended for a tool that takes its time; for an engine that does not answer one
-    is."""
+    """No process is ended for a tool that takes its time; for an engine that hangs one is."""
     said: list[str] = []
     now = 1e7
     # it stands still: a supervisor that did itself blames nobody

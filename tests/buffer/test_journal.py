@@ -1,5 +1,4 @@
-"""The journal: every tear is cut, every damage is told, and a store folded from it is the store
-that wrote it."""
+"""The journal: tears are cut, damage is told, a store folded from it is the store that wrote it."""
 
 import dataclasses
 import functools
@@ -121,8 +120,7 @@ def test_damage_before_durable_records_is_reported_at_any_byte(tmp_path: Path) -
 
 
 def test_a_write_that_was_never_sure_may_lose_its_first_record(tmp_path: Path) -> None:
-    """Records of one group reach the disk in any order: a hole among them is a torn tail, not
-    damage."""
+    """Records of one group reach the disk in any order: a hole among them is a torn tail."""
     path = written(tmp_path, together=True)
     data, start = path.read_bytes(), j.FRAMES.size + len(b"snapshot")
     path.write_bytes(data[:start] + b"\0" * 12 + data[start + 12 :])

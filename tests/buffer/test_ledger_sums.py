@@ -18,8 +18,7 @@ from buffer.store import Store
 
 
 class Generator:
-    """Rows of tickets that grow at random; what it says goes to the store at once, or is lost with
-    it."""
+    """Rows of tickets that grow at random; what it says goes to the store at once, or is lost."""
 
     def __init__(self, store: Store, name: str, session: int, r: random.Random) -> None:
         self.store, self.name, self.session, self.r = store, name, session, r

@@ -263,8 +263,7 @@ def test_the_session_that_a_learner_waits_for_is_named(begin: Any) -> None:
 
 
 def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None:
-    """Sums since the last step, over generators; the state as it is now; who waits for its own
-    rewards is said to."""
+    """Sums since the last step, over generators; the state now; who waits for its own rewards."""
     run = begin("learner.steps=3", "staleness.max_lag=2")
     generator, learner, viewer = run.peer(), run.peer(), run.peer()
     ask(learner, msgspec.structs.replace(run.hello(1), max_lag=2.0), m.Welcome)

@@ -280,8 +280,7 @@ def test_a_generator_that_judges_does_not_renew_what_it_should_write() -> None:
 
 
 def test_failed_samples_are_written_again_within_the_budget_of_their_kind() -> None:
-    """Half of 4 samples may fail by their data, a quarter by the machinery; a batch begins both
-    counts anew."""
+    """Half of 4 samples may fail by data, a quarter by machinery; a batch begins both anew."""
     for kind, allowed, key in (
         ("data: nan", 2, "error_budget"),
         ("machinery: died", 1, "machinery_budget"),

@@ -509,8 +509,7 @@ def test_the_ledger_of_a_checkpoint_calls_lost_what_it_would_lose() -> None:
 
 
 def test_tokens_past_the_limit_are_counted_wherever_they_stand() -> None:
-    """A fresh token before three old ones, which a prompt continued on older weights never makes
-    but a file may hold."""
+    """A fresh token before three old ones: no continued prompt makes it, but a file may hold it."""
     store = make(9, 1, 1, 9, on_exceed="mask")
     t = store.grant("g", 1, 3, 0.0)
     for n in (1, 2):

@@ -147,8 +147,7 @@ CHUNK = 250
 
 
 def chunk(first: int) -> Counter[str]:
-    """Runs CHUNK schedules; returns tokens by ledger line, summed, and how often the limit was
-    reached."""
+    """Runs CHUNK schedules; tokens by ledger line, summed, and how often the limit was reached."""
     seen: Counter[str] = Counter()
     for seed in range(first, first + CHUNK):
         world = World(seed)
@@ -255,8 +254,7 @@ def test_room_by_the_bound_breaks_what_a_ticket_announced() -> None:
     ],
 )
 def test_each_condition_is_needed(off: str, what: str) -> None:
-    """With one condition switched off, the same schedules break the bound (or the run stands
-    still)."""
+    """With one condition off, the same schedules break the bound (or the run stands still)."""
     for seed in range(3000):
         try:
             World(seed, frozenset([off])).run()

@@ -217,8 +217,7 @@ def test_kl_to_the_reference_of_the_first_batch_is_not_that_of_the_end() -> None
 
 
 def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> None:
-    """Means over the runs that have them; KL over the last 20 batches; a verdict only when every
-    run has its end."""
+    """Means over the runs that have them; KL over the last 20 batches; a verdict at every end."""
     config = load.load("configs/demo.toml", ["evaluation.ood_prompts=50"])
     base, arm, gone = cell("base"), cell("arm"), cell("arm")
     base.ood, arm.ood = {0.0: 0.2, 2.0: 0.3, 4.0: 0.1}, {0.0: 0.2, 4.0: 0.4}

@@ -136,8 +136,7 @@ def trainer(arm: str, optimizer: str, rate: float) -> reshape.TabularTrainer:
 
 
 def test_reshape_its_first_step_is_the_policy_gradient_of_the_batch() -> None:
-    """SGD at rate 2: theta moves by 2/N sum_i A_i grad lp_i, with grpo's advantages worked out
-    here."""
+    """SGD at rate 2: theta moves by 2/N sum_i A_i grad lp_i, with grpo's advantages by hand."""
     t = trainer("vanilla", "sgd", 2.0)
     drawn, b = t.sample_batch(32, 5)
     r = b.rewards.reshape(4, 8)

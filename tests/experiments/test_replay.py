@@ -39,8 +39,7 @@ class Typed:
 
 @pytest.fixture(scope="module")
 def recorded(forked: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """An asynchronous run whose learner was killed in its fourth batch, so that its recording has
-    two lives."""
+    """An asynchronous run whose learner was killed in its fourth batch: two lives recorded."""
     return forked(tmp_path_factory.mktemp("replay") / "run", *STREAM, die={"learner": 4})
 
 

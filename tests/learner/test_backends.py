@@ -504,8 +504,7 @@ def test_methods_that_deepspeed_refuses_are_those_of_torch(
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["whole", "adapters"])
 def test_rank_0_runs_the_versions_of_tokens_without_the_others(rank: int, model_dir: Path) -> None:
-    """As proximal policies: pi_v / mu is 1, and the clip sees the lag; for the split; and the KL to
-    the base."""
+    """As proximal policies: pi_v / mu is 1, and the clip sees the lag; split and KL to the base."""
     sections = {
         "lora": {"rank": rank},
         "correction": {"proximal": "version"},
@@ -622,8 +621,7 @@ def test_a_rank_holds_what_the_arithmetic_says(model_dir: Path) -> None:
 
 
 def test_the_table_of_backends_is_what_the_rules_refuse() -> None:
-    """Every row of docs/engines.md: "yes" is accepted, "no" is refused in one line that names what
-    is needed."""
+    """Every row of docs/engines.md: "yes" is accepted, "no" is refused in a line that says why."""
     page = (ROOT / "docs" / "engines.md").read_text()
     backends = ("torch", "deepspeed", "fsdp2")
     for ability in rules.TABLES["backends"]:

@@ -55,8 +55,7 @@ LEDGER = {"trained": {"tokens": 7.0}}
 
 
 class Buffer:
-    """Welcomes, and says Finished to a goodbye; `seen`: which of the run's files were there when
-    each message came."""
+    """Welcomes, and says Finished to a goodbye; `seen`: the run's files at each message."""
 
     address = "ipc:///nowhere"
 

@@ -297,8 +297,7 @@ class Reads(TorchDispatchMode):
 
 
 def reads(c: LearnerCore, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of one batch; `tolist` reads memory past the dispatcher, so it is counted where it is
-    called."""
+    """Of one batch; `tolist` reads memory past the dispatcher, so it is counted at its call."""
     seen, real = Reads(), torch.Tensor.tolist
 
     def tolist(self: torch.Tensor) -> Any:
@@ -375,8 +374,7 @@ def test_the_start_is_measured_under_every_anchor(model_dir: Path, how: dict[str
 
 
 def test_m2po_masks_each_minibatch_anew(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second optimizer step is masked by what the first one made of the policy, among its own
-    samples alone."""
+    """The second optimizer step is masked by the policy after the first, on its own samples."""
     c = core(
         model_dir,
         learner={"minibatches": 2, "lr": 5.0},

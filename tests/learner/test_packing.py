@@ -1,5 +1,4 @@
-"""Trajectories to tensors and back to micro-batches: every field at its own place, and no cut that
-breaks its limits."""
+"""Trajectories to tensors and back to micro-batches: fields at their places, cuts within limits."""
 
 import math
 
@@ -303,8 +302,7 @@ def test_cispo_keeps_the_gradient_and_marks_its_bounds() -> None:
 
 
 def test_dppo_is_open_while_the_probability_stays_near() -> None:
-    """From 0.5 to 0.75 (+0.25) and to 0.25 (-0.25), each with both signs of A; the threshold
-    decides."""
+    """From 0.5 to 0.75 (+0.25) and to 0.25 (-0.25), with both signs of A; the threshold decides."""
     prob, old, adv = vec(0.75, 0.75, 0.25, 0.25), vec(0.5, 0.5, 0.5, 0.5), vec(1, -1, 1, -1)
     x = (prob / old).log()
     t = term("dppo", x, adv, prob.log(), dppo_threshold=0.2)

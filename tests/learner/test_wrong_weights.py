@@ -31,8 +31,7 @@ WRONG = "feedfacefeedface"
 
 
 def plant(run_dir: Path, label: Label) -> str:
-    """Speak to the run's buffer as a generator that runs other weights; returns the reason it is
-    refused for."""
+    """Speak to the buffer as a generator of other weights; returns why it is refused."""
     address = rundir.get_buffer_address(load(run_dir / "config.toml"), run_dir)
     socket = PeerSocket(address, run=rundir.read_run_id(run_dir))
     try:

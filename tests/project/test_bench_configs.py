@@ -205,8 +205,7 @@ def written(path: Path, family: str, kv: int, tied: bool) -> tuple[Any, Any, str
 def as_the_plain_loop(
     answers: strong_loop.Answers,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ids [B, P+T], places [B, P+T], mask [B, T] as plain_loop has them: prompts padded on the
-    left."""
+    """ids [B, P+T], places [B, P+T], mask [B, T] as in plain_loop: prompts padded on the left."""
     width = answers.prompts.shape[1]
     ids, place = [], []
     for prompt, n, tokens in zip(answers.prompts, answers.prompt, answers.tokens, strict=True):

@@ -43,8 +43,7 @@ def reward(prompt, text):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A user's folder with files of unlucky names, each of which says so when it is imported, and a
-    reward module."""
+    """A user's folder with files of unlucky names, each telling its import, and a reward module."""
     path = tmp_path / "work"
     path.mkdir()
     for name in TAKEN:
@@ -92,8 +91,7 @@ def test_a_run_in_a_folder_with_files_of_our_names(folder: Path, small_model: Pa
 
 
 def test_users_modules_hide_nothing(folder: Path, tmp_path: Path, small_model: Path) -> None:
-    """There the standard library comes later, as the user asked for; our names still win, as they
-    do in the folder."""
+    """There the standard library comes later, as the user asked; our names still win."""
     mine = tmp_path / "mine"
     mine.mkdir()
     (folder / "my_reward.py").rename(mine / "my_reward.py")
@@ -159,8 +157,7 @@ def test_another_module_of_our_name_is_named(tmp_path: Path) -> None:
 
 
 def test_a_checkout_that_is_not_installed_runs_by_name(tmp_path: Path) -> None:
-    """`python -m asyncrl.cli` in it: processes that it starts find it too, which `-P` alone would
-    keep from them."""
+    """`python -m asyncrl.cli` in it: its processes find it too, which `-P` would prevent."""
     code = (
         "import os, asyncrl.contract.importing as i; i.INSIDE = i.Path(os.getcwd()) / 'asyncrl'; "
         "i.export_checkout_path(); print(os.environ['PYTHONPATH'])"

@@ -156,8 +156,7 @@ def test_where_no_run_is(first: asyncrl.LoadedRun, tmp_path: Path) -> None:
 def test_a_refusal_is_the_products_own(
     first: asyncrl.LoadedRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A config that was loaded, whose directory is taken; a name; a wrong key.  Nothing is printed
-    unless asked for."""
+    """A loaded config whose directory is taken; a name; a wrong key.  Nothing printed unasked."""
     with pytest.raises(ConfigError, match="holds a run already"):
         asyncrl.run(first.config)
     with pytest.raises(
@@ -242,8 +241,7 @@ def test_a_run_does_not_outlive_the_notebook(tmp_path: Path, small_model: Path) 
 
 
 def test_importing_asyncrl_stays_cheap() -> None:
-    """Every process of a run imports it, and nothing of this with it; reading a run needs no
-    torch."""
+    """Every process of a run imports it, and nothing of this with it; reading needs no torch."""
     code = (
         "import sys, asyncrl; few = [m in sys.modules for m in ('numpy', 'msgspec', 'torch')]; "
         "asyncrl.load_run; print(few, 'torch' in sys.modules, hasattr(asyncrl, 'runn'))"

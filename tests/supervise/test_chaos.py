@@ -22,8 +22,7 @@ WRONG = ("lost", "duplicated", "over_limit", "miscounted", "foreign")
 
 
 def sound() -> checker.History:
-    """Two lives: the second goes on from version 2 of the first, and version 3 comes out as it had
-    been."""
+    """Two lives: the second goes on from version 2 of the first; version 3 comes out as before."""
     history = checker.History(lives={1: (0, 0), 2: (1, 2)})
     for epoch, numbers in ((1, range(4)), (2, range(2, STEPS + 1))):
         for number in numbers:

@@ -146,8 +146,7 @@ def is_four(prompt: Any, text: str) -> float:
 
 
 def plays(prompt: Any, session: Any) -> Any:
-    """An agent as agent.function: by its prompt it returns, raises, waits for a file, or ends
-    its process."""
+    """An agent as agent.function: by its prompt it returns, raises, waits or ends its process."""
     gate = Path(prompt.meta.get("gate", "/"))
     while not gate.exists():
         time.sleep(0.005)

@@ -59,8 +59,7 @@ def part(name: str, run_dir: Path, die: int, slow: float, stop: int) -> None:
 
 
 def dying(call: Callable[..., Any], die: int, slow: float) -> Callable[..., Any]:
-    """`call`, `slow` seconds slower, and SIGKILL after its `die`-th time: what it computed is
-    lost."""
+    """`call`, `slow` seconds slower, and SIGKILL after its `die`-th time: its result is lost."""
     made = [0]
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -113,8 +112,7 @@ def recorded(run_dir: Path) -> int:
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
-    """One run to its end: {"deaths", "digest", "ledger", "attempts"}; raises for a part that
-    fails."""
+    """One run to its end: {"deaths", "digest", "ledger", "attempts"}; raises if a part fails."""
     from asyncrl.config import load as config_load
     from asyncrl.records import rundir
 

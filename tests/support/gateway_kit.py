@@ -1,5 +1,4 @@
-"""What the gateway's tests share: a small tokenizer, and the endpoint over an engine that answers
-as it is told."""
+"""What the gateway's tests share: a small tokenizer, and the endpoint over a scripted engine."""
 
 import asyncio
 import threading

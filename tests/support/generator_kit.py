@@ -68,8 +68,7 @@ class Engine:
 
 
 class Wire:
-    """The socket: what the buffer says is taken from `inbox`, what the generator says stands in
-    `said`."""
+    """The socket: what the buffer says comes from `inbox`, what the generator says is in `said`."""
 
     address = "ipc:///nowhere"
 

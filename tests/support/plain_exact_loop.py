@@ -43,8 +43,7 @@ def write(
     seed: int,
     eos: int,
 ) -> list[np.ndarray]:
-    """One answer [T] a prompt, by inverse CDF at temperature 1; keys: (ticket, sample), which name
-    the random stream."""
+    """One answer [T] a prompt, by inverse CDF; keys: (ticket, sample), which name the stream."""
     streams = draw_uniform_rows([(seed, ticket, sample) for ticket, sample in keys], most)
     answers: list[list[int]] = [[] for _ in prompts]
     live = list(range(len(prompts)))

@@ -104,8 +104,7 @@ def train(
     seed: int = 0,
     n: int = 1024,
 ) -> dict[str, Any]:
-    """Train the model in `path`; accuracies before and after, on held-out and out-of-distribution
-    prompts."""
+    """Train the model in `path`; accuracies before and after, on held-out and o.o.d. prompts."""
     torch.manual_seed(seed)
     hf, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     optimizer = torch.optim.AdamW(hf.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0)

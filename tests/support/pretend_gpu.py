@@ -133,8 +133,7 @@ class GpuTensor(torch.Tensor):
 
 
 def is_gpu(device: Any) -> bool:
-    """Whether a new tensor is to be on the GPU; torch's own code takes a GpuTensor's device for
-    meta."""
+    """Whether a new tensor is to be on the GPU; torch takes a GpuTensor's device for meta."""
     return device is not None and torch.device(device).type in ("cuda", "meta")
 
 

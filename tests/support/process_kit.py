@@ -78,8 +78,7 @@ def run_command(
 
 
 def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """A directory that `make` fills once for all workers of a test session; the others wait for
-    it."""
+    """A directory that `make` fills once for all workers of a session; the others wait for it."""
     base = factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     path, done = base / name, base / f"{name}.done"

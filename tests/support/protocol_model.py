@@ -808,8 +808,7 @@ class Violation(NamedTuple):
 
 
 def search(c: Bounds, most: int = 1_000_000) -> tuple[int, Violation | None]:
-    """All states within the bounds, breadth first: (how many, the first violation with its shortest
-    trace)."""
+    """All states within the bounds, breadth first: (how many, the shortest first violation)."""
     first = initial(c)
     index, worlds, came = {first: 0}, [first], [(-1, "")]
     back: list[list[int]] = [[]]  # edges that are no faults, backwards

@@ -38,8 +38,7 @@ def chat_model(path: Path, **shape: int) -> policy.PolicyModel:
 
 
 def check_ends(answers: dict[Any, Any], stops: tuple[int, ...], most: int) -> None:
-    """Every answer goes to its first stop token, which is in it, and no further; each of the tokens
-    ended some."""
+    """Every answer goes to its first stop token, included; each of the tokens ended some."""
     assert {int(a.tokens[-1]) for a in answers.values() if a.finish == "stop"} == set(stops)
     for a in answers.values():
         inside = [i for i, t in enumerate(a.tokens) if int(t) in stops]

@@ -1,5 +1,4 @@
-"""Tasks: right answers by hand, splits that share no problem, streams that repeat, files that name
-their bad line."""
+"""Tasks: right answers by hand, splits that share no problem, streams that repeat, bad lines."""
 
 import json
 from pathlib import Path

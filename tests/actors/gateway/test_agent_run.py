@@ -248,8 +248,7 @@ def held_up(run: Path) -> BlockingSession | None:
 
 
 def until_heard(run: Path, peer: str, epoch: int) -> None:
-    """A whole report of `peer` came while the buffer follows this life of the learner, and was
-    answered."""
+    """A whole report of `peer` came and was answered while the buffer follows this learner."""
     ages: list[float] = []
 
     def reported() -> bool:

@@ -1,5 +1,4 @@
-"""More connections than descriptors: the buffer's socket closes them all, and its peers come
-again."""
+"""More connections than descriptors: the buffer's socket closes them all; its peers come again."""
 
 import contextlib
 import os

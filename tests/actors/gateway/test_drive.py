@@ -182,8 +182,7 @@ def test_a_hang_or_death_loses_the_others(drive: EnvironmentPool, kind: str, why
 def test_what_no_process_has_ever_done_in_time_ends_the_run(
     drive: EnvironmentPool, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A reset that hangs, an import that does: each process is told of, and the third is the
-    last."""
+    """A reset that hangs, an import that does: each process is told of, the third is the last."""
     drive.reset(reset(1, "hangs at reset"))
     numbers = iter(range(2, 100))
     with pytest.raises(ConfigError, match=said):

@@ -564,8 +564,7 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: MakeWorld) -> None:
 
 
 def test_a_run_of_failed_sessions_ends(world: MakeWorld, capfd: pytest.CaptureFixture[str]) -> None:
-    """Eight, and half of those that began: not the first few of many, and none after one that did
-    well."""
+    """Eight, and half of those that began: not the first few of many, none after one did well."""
     w = world(env="agent_envs:Fails")
     w.take(w.ticket(8, kind="raises"))
     for call in w.calls(8):

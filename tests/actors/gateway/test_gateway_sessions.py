@@ -1,5 +1,4 @@
-"""Sessions of several calls: random forests against a reference token by token; limits, retries,
-the end."""
+"""Sessions of several calls: random forests against a reference by token; limits, retries, end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`asyncrl task try` of an environment: by hand, and with a model whose ids are composed as in a
-run."""
+"""`asyncrl task try` of an environment: by hand, and with a model whose ids are as in a run."""
 
 import json
 import subprocess

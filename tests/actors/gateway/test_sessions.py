@@ -11,8 +11,7 @@ SILENT_S = 20.0
 
 @dataclass
 class Life:
-    """A process: it speaks twice a second while it lives; frames of it may arrive late, all at
-    once."""
+    """A process: it speaks twice a second while it lives; frames may arrive late, all at once."""
 
     token: int
     born: float
