@@ -157,8 +157,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_attention_looks_at_the_columns_in_use_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked: list[int]
 ) -> None:
-    """A long limit costs short answers nothing, and the answers are what they were, also where
-    the columns grow."""
+    """A long limit costs short answers nothing: they stay as they were, also as columns grow."""
     model = policy.build_model(tmp_path, "abcdefgh", hidden=32, layers=2)
     answers = []
     for block in (4, 10**6):

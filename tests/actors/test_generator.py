@@ -332,8 +332,7 @@ def test_an_engine_is_built_on_its_own_gpu(is_over: bool, monkeypatch: pytest.Mo
 
 
 def test_told_that_the_run_is_over_it_ends_without_a_word(make: MakeGenerator) -> None:
-    """Nobody waits for it any more, and a buffer that has gone would make it wait for its own last
-    words."""
+    """Nobody waits for it any more; a buffer that has gone would make it wait for nothing."""
     g = make()
     one_pass(g, tickets(g, announcement(1)))
     del g.socket.said[:]

@@ -421,8 +421,7 @@ def test_exits_prints_and_reads_are_no_harm(
 def test_a_look_at_a_reward_function(
     body: str, rewards_: list[float], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`asyncrl task try`: as a run would call it; what fails is one line with the key, after what
-    it found."""
+    """`asyncrl task try`: as a run would call it; what fails is one line with the key."""
     (tmp_path / "looked_at.py").write_text(f"def reward(prompt, text):\n    {body}\n")
     argv = [*importing.make_command("asyncrl.cli"), "task", "try"]
     argv += [str(ROOT / "configs" / "demo.toml"), "-n", "1", "--set", "reward.deadline_s=600"]

@@ -1,5 +1,4 @@
-"""vLLM as the generator's engine: logprobs against transformers before and after swaps, spans, the
-probe, a whole run."""
+"""vLLM as the generator's engine: logprobs against transformers, swaps, spans, probe, a run."""
 
 import contextlib
 import re
@@ -249,8 +248,7 @@ def test_what_is_drawn_follows_the_seed_and_not_the_neighbours(case: Case) -> No
 def test_prompts_that_are_encoded_in_parts_draw_as_whole_ones_do(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More tokens than a step may encode: vLLM cuts prompts, and throws away what it samples of a
-    part."""
+    """More tokens than a step may encode: vLLM cuts prompts, and drops samples of a part."""
     case.load(case.old)
     requests = [request(t, 0, [3 + (t + n) % 8 for n in range(24 + t)]) for t in range(8)]
     case.engine.add(in_form(case, requests))

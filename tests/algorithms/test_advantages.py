@@ -74,8 +74,7 @@ def test_rewards_that_are_equal_to_rounding_teach_exactly_nothing(value: float, 
 )
 @pytest.mark.parametrize("rewards", ["raw", "whiten", "unit"])
 def test_equal_rewards_are_nothing_through_the_whole_pre_pass(name: str, rewards: str) -> None:
-    """float32, as the learner gives them.  A second group with a spread makes the batch's scaling a
-    real one."""
+    """float32, as in the learner.  A second group's spread makes the batch's scaling real."""
     for equal in (0.7, 0.1):
         b = answers([1, 3, 2] * 2, [equal] * 3 + [0.0, 1.0, 0.3], groups=[0, 0, 0, 1, 1, 1])
         b.rewards, b.behavior = b.rewards.float(), b.behavior.float()
@@ -191,8 +190,7 @@ def test_the_running_mean_is_of_rewards_as_they_were_used() -> None:
 
 
 def test_process_supervision_by_hand() -> None:
-    """Steps: what is rewarded, and each answer's end.  Rewards 1, 0 | 3: mean 4/3, deviation
-    sqrt(7/3)."""
+    """Steps: rewards, and each answer's end.  Rewards 1, 0 | 3: mean 4/3, deviation sqrt(7/3)."""
     s = math.sqrt(7 / 3)
     b = answers([3, 2], [1.0, 3.0], token_rewards=vec(1, 0, 0, 0, 3))
     how = {"name": "grpo", "eps": 0.0}

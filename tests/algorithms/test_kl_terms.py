@@ -215,8 +215,7 @@ def test_a_reference_is_in_memory_once(
 
 
 def test_two_references_in_one_run(models: dict[str, Path]) -> None:
-    """The metrics are of the loss's reference; the reward's charge is of its own.  Off policy:
-    start is not mu."""
+    """The metrics are of the loss's reference, the charge of its own.  Start is not mu."""
     c = learner(
         models,
         kl=kl(models, "a", "b"),
@@ -249,8 +248,7 @@ def test_two_references_in_one_run(models: dict[str, Path]) -> None:
 def test_what_the_start_costs_under_a_bypass(
     models: dict[str, Path], at: str, forwards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One forward of the policy, beside the reference's, and none where the recorded policy is
-    asked for."""
+    """One forward of the policy beside the reference's; none where the recorded one will do."""
     c = learner(
         models,
         kl={"reward": {"coefficient": 0.2, "at": at}},

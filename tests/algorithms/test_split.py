@@ -280,8 +280,7 @@ def test_several_minibatches_split_the_first_ones_answers(ring: Ring) -> None:
 
 
 def test_exact_ends_a_run_whose_engine_differs_at_a_lag(ring: Ring) -> None:
-    """No token is at lag 0 here: only the split can see it, and only where one version computed all
-    of a token."""
+    """No token is at lag 0 here: only the split sees it, for tokens of a single version."""
     b = batch(ring)
     b = msgspec.structs.replace(b, token_lags=[[(0, 8, 2)]] * len(b.samples))
     for sample in b.samples:

@@ -171,8 +171,7 @@ def test_a_note_that_cannot_be_read_proves_nothing(tmp_path: Path) -> None:
 def test_a_segment_is_replaced_while_it_goes_on_to_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The snapshot takes as long as it likes: what is appended meanwhile is safe, and stands behind
-    it once."""
+    """The snapshot takes its time: what is appended meanwhile is safe, and behind it once."""
     go = threading.Event()
     put = j.NextSegment.write_records
 

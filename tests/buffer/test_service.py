@@ -336,8 +336,7 @@ def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None
 
 
 def test_samples_are_progress_up_to_a_batch_of_them(begin: Any) -> None:
-    """A slow step is no stand-still; a learner that does not commit is one, whatever else is
-    delivered."""
+    """A slow step is no stand-still; a learner that never commits is, whatever is delivered."""
     run = begin("learner.steps=3", "staleness.max_lag=2")
     generator, learner, viewer = run.peer(), run.peer(), run.peer()
     ask(learner, msgspec.structs.replace(run.hello(1), max_lag=2.0), m.Welcome)
@@ -558,8 +557,7 @@ def test_a_replaced_sessions_last_word_takes_nothing_from_the_new_one(begin: Any
 
 
 def test_after_a_restart_weights_are_announced_once_their_learner_is_heard(begin: Any) -> None:
-    """The journal names the ring of a learner that may be dead; who followed it would wait for
-    files that are gone."""
+    """The journal names the ring of a dead learner: waiting for its files is in vain."""
     run = begin("durability.mode='process'")
     ask(run.peer(), run.hello(1), m.Welcome)
     run.end()

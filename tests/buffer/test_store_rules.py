@@ -1,5 +1,4 @@
-"""The store's rules that a run rarely meets: renewals, strays, resumed rings, rollbacks, orders,
-bounds of memory."""
+"""Rules that a run rarely meets: renewals, strays, rings, rollbacks, orders, memory."""
 
 import math
 from types import SimpleNamespace

@@ -182,8 +182,7 @@ def store_of(directory: Path, term: buffer_leadership.BufferTerm) -> RecordedSto
 
 
 def test_what_one_that_is_over_writes_nobody_reads(tmp_path: Path) -> None:
-    """Records, a new segment, its notes, its tidying up: the other's journal is as if it had not
-    lived."""
+    """Records, a new segment, its notes, tidying up: the other's journal as if it never lived."""
     old = store_of(tmp_path, buffer_leadership.take_leadership(tmp_path, HERE))
     assert hello(old, 1, 0, k=5)
     old.grant("g", 1, 2, 0.0)

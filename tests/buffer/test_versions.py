@@ -201,8 +201,7 @@ ORDERS = [
 
 
 def test_a_run_resumed_at_another_limit_or_order_keeps_the_bound_and_never_stands_still() -> None:
-    """What another order, or no limit, has composed stays composed, and comes first: places count
-    it."""
+    """What another order, or no limit, composed stays so, and comes first: places count it."""
     for seed in range(100):
         try:
             World(

@@ -137,8 +137,7 @@ def test_without_cuda_the_run_says_so_before_anything_starts(tmp_path: Path) -> 
 
 
 def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also as a child of one that has taken its GPU already, and among the GPUs that a scheduler
-    left visible."""
+    """Also as a child of one that took its GPU, and among those a scheduler left visible."""
     config = load.load("configs/gpu_many.toml")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for start, wanted in (("", ["0", "1", "2", "3"]), ("4,5,6,7", ["4", "5", "6", "7"])):

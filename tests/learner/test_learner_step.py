@@ -479,8 +479,7 @@ __all__ = ["model_dir"]
 
 
 def test_the_present_coefficient_is_charged_not_configs(model_dir: Path, tmp_path: Path) -> None:
-    """Resumed at 0 the run is the run without the term; at twice the coefficient the charge is
-    twice as large."""
+    """Resumed at 0 the run is that without the term; twice the coefficient charges double."""
     build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
     kl = {"reward": {"coefficient": 0.1, "reference": str(tmp_path / "ref")}}
     plain = core(model_dir)

@@ -274,8 +274,7 @@ def test_gspo_clips_the_mean_ratio_of_an_answer_by_its_own_range() -> None:
 
 
 def test_the_dual_clip_bounds_only_what_is_pushed_down() -> None:
-    """c A for A < 0 where r A would be below it (r > c); between the upper bound and c it is r A
-    still."""
+    """c A for A < 0 where r A would be below it (r > c); between bound and c still r A."""
     x = vec(1.1, 2.0, 2.9, 4.0, 4.0).log()
     t = term("ppo", x, vec(-1, -1, -1, -1, 1), dual_clip=3.0)
     assert t.clipped.tolist() == [0, 0, 0, DUAL, HIGH]

@@ -1,5 +1,4 @@
-"""Names cannot collide: whatever files lie in a user's folder, ours and the standard library's are
-what is imported."""
+"""Names cannot collide: whatever lies in a user's folder, ours and the library's are imported."""
 
 import json
 import os

@@ -141,8 +141,7 @@ def test_rewards_are_named_when_they_hold_the_run_up() -> None:
 def test_a_run_is_followed_with_the_time_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a terminal; the buffer is played by hand: a batch every 2 s of a clock that stands
-    still otherwise."""
+    """Without a terminal; the buffer is played: a batch every 2 s of a clock that stands."""
     clock, batches = itertools.count(0.0, 2.0), itertools.count()
 
     class Wire:

@@ -250,8 +250,7 @@ def test_bands_are_named_for_what_they_are() -> None:
 
 
 def test_what_is_the_same_throughout_is_one_line(tmp_path: Path) -> None:
-    """With one update a batch the policy trained is the start: the batch's own move is what
-    differs."""
+    """With one update a batch the policy trained is the start: the batch's own move differs."""
     rows = [
         {
             "step": n,

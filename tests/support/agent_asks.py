@@ -1,5 +1,4 @@
-"""What an agent of another's making does: it asks where OPENAI_BASE_URL says, and pays for the
-answer's length."""
+"""What another's agent does: it asks OPENAI_BASE_URL, and pays for the answer's length."""
 
 import json
 import os

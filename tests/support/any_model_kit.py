@@ -53,8 +53,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def directory(path: Path, family: str, symbols: str) -> Path:
-    """A random model of FAMILIES with weights so large that attention matters, and the tokenizer of
-    the built-in ones."""
+    """A random model of FAMILIES, its weights large, and the built-in models' tokenizer."""
     policy.build_model(path / "tokenizer", symbols, hidden=16, layers=1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path / "tokenizer")
     name, shape = FAMILIES[family]

@@ -36,8 +36,7 @@ def run(
 
 
 def expected(model: policy.PolicyModel, a: Completion, r: CompletionRequest) -> torch.Tensor:
-    """Log-probabilities of the answer by one plain transformers forward, truncated and scaled as
-    sampled."""
+    """Log-probabilities of the answer by transformers, truncated and scaled as sampled."""
     ids = torch.from_numpy(np.concatenate([a.prompt, a.tokens]).astype(np.int64))[None]
     with torch.no_grad():
         logits = model.hf(input_ids=ids).logits[0, len(a.prompt) - 1 : -1].float() / r.temperature

@@ -78,8 +78,7 @@ def train(
     lr: float,
     seed: int = 0,
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """(weights by name, mean reward and policy loss of every step) after `steps` batches of groups
-    x size answers."""
+    """(weights, mean rewards, policy losses) after `steps` batches of groups x size answers."""
     torch.set_num_threads(1)
     model, tokenizer = load_policy(path, device="cpu"), AutoTokenizer.from_pretrained(path)
     model.exact = True

@@ -43,8 +43,7 @@ NODES: dict[Any, int] = {}
 
 
 def grow(policy: int, update: Any) -> int:
-    """The policy that `update` makes of `policy`; the same update of the same policy is the same
-    node."""
+    """What `update` makes of `policy`; the same update of the same policy is the same node."""
     if (policy, update) not in NODES:
         NODES[policy, update] = len(PARENT)
         PARENT.append(policy)

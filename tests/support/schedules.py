@@ -88,8 +88,7 @@ class Learner:
 
 
 class World:
-    """One schedule.  `run` ends when every batch is trained; raises Broken, or what the store
-    raises."""
+    """One schedule.  `run` ends when all is trained; raises Broken, or the store's error."""
 
     def __init__(
         self,
@@ -337,8 +336,7 @@ class World:
         return True
 
     def may_write(self, g: Generator, x: Row) -> bool:
-        """Only with weights of the ticket's epoch, and a first token only at or above its minimum
-        version."""
+        """Only with weights of the ticket's epoch, a first token at or above its minimum."""
         least = x.ticket.exact_version or x.ticket.min_version
         enough = bool(x.runs) or "min_version" in self.off
         return (
@@ -438,8 +436,7 @@ class World:
         )
 
     def run(self, most: int = 40_000) -> int:
-        """Random actions to the end; returns how many.  Faults come out of a budget, so that the
-        end must be reached."""
+        """Random actions to the end; returns how many.  Faults come out of a budget."""
         calm: list[Callable[[], bool]] = [
             self.want,
             self.pick_up,

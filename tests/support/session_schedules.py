@@ -636,8 +636,7 @@ def adopted_never(self: service.Gateway, held: LeasedTicket, new: LeasedTicket) 
 
 
 class Rule(NamedTuple):
-    """patch: of what, its attribute, by what; said: by the checks, without it; shown: schedules
-    that show it soon."""
+    """patch: of what, its attribute, by what; said: by the checks; shown: schedules of it."""
 
     patch: Any
     said: str

@@ -98,8 +98,7 @@ def total(store: Store) -> int:
 
 
 def stale(on_exceed: str, k: float = 0, **more: Any) -> tuple[Store, list[Ticket]]:
-    """A store at version 2 whose tickets 0 and 1 were granted at version 0 and are still out; k is
-    the limit now."""
+    """A store at version 2, tickets 0 and 1 of version 0 still out; k is the limit now."""
     store = make(9, 1, 1, 9, on_exceed=on_exceed, **more)
     tickets = store.grant("g", 1, 4, 0.0)
     for n in (2, 3):

@@ -352,8 +352,7 @@ def test_the_number_of_players_is_told_at_once(cards: None) -> None:
 
 
 def test_the_real_games() -> None:
-    """Random moves are those that the game lists; three players are refused, and one with an
-    opponent."""
+    """Random moves are those the game lists; three players, or one with an opponent: refused."""
     pytest.importorskip("textarena")
     made = arena.find_game("TicTacToe-v0", 2)
     for seed in range(6):

@@ -1,5 +1,4 @@
-"""Keys: who is let in, and what the holder of each key may say; a secret that others can read is
-refused."""
+"""Keys: who is let in, what the holder of each may say; a readable secret is refused."""
 
 import shutil
 import stat

@@ -329,8 +329,7 @@ def trained(folder: Path) -> list[Any]:
 
 
 def test_parsed_objects_and_required_tools_are_trained_token_for_token(tmp_path: Path) -> None:
-    """By OpenAI's client and pydantic-ai, neither of which may ask again; the replay learns the
-    same."""
+    """By OpenAI's client and pydantic-ai, neither of which may retry; the replay agrees."""
     samples = run(
         tmp_path,
         string.digits + string.ascii_letters + " \n{}[]\":,;<>/_=+-*?#.$'",

@@ -1,5 +1,4 @@
-"""A mixture of environments, agents over HTTP and single completions: its shares, limits, rewards
-and failures."""
+"""Environments, agents over HTTP, completions mixed: shares, limits, rewards, failures."""
 
 import json
 import os

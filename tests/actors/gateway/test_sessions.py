@@ -1,5 +1,4 @@
-"""Which session holds a name: random lives of generators, clocks and late frames, against what
-really ran."""
+"""Which session holds a name: random lives of generators, clocks and late frames."""
 
 import random
 from dataclasses import dataclass
