@@ -1,7 +1,5 @@
 """The generator's outbox: pack samples into frames, resend until acknowledged."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple

@@ -12,8 +12,6 @@ blocks (`decoder.PrefixCache`) until the next weights. A prompt that begins with
 sampled under these weights is encoded only behind them.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import deque
@@ -233,10 +231,22 @@ class EmbeddedEngine:
         self.loads += 1
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
-        if self.drafts is not None:
-            self.drafts.begin_version()
-            if self.drafts.rows == "auto" and not self.drafts.seconds:
-                self.drafts.seconds = self._measure_drafts(self.drafts.draft_tokens)
+        if (policy := self.drafts) is not None:
+            policy.begin_version()
+            if policy.rows == "auto" and not policy.seconds:
+                # measure steps without and with drafts to verify, by their number of rows
+                policy.seconds = seconds = {}
+                for rows in (1 << power for power in range(self.slots.bit_length())):
+                    if self._compute_bytes(rows, BRIEF, 0) > get_free_bytes(self.device) / 4:
+                        break
+                    plain, verified = (
+                        self._time_verification(rows, width)
+                        for width in (1, 1 + policy.draft_tokens)
+                    )
+                    seconds[rows] = plain, verified
+                    # cannot pay, nor can it with more rows
+                    if verified > (1 + policy.draft_tokens) * plain:
+                        break
         for _, row in self.live_rows:
             mark_version(row.marks, self._count_sampled(row), label, digest)
         if self.in_flight == "recompute_kv" and self.live:
@@ -265,7 +275,29 @@ class EmbeddedEngine:
                     count = min(free, len(self.queue))
                     self._admit([self.queue.popleft() for _ in range(count)])
             elif self.live < SHRINK * len(self.rows):
-                self._compact()
+                keep = [slot for slot, _ in self.live_rows]
+                index = torch.tensor(keep, device=self.device)
+                count = len(keep)
+                for stored in self.cache.stored:
+                    stored[:, :count] = stored.index_select(1, index)
+                for tensor in (
+                    self.cache.bias,
+                    self.token,
+                    self.position,
+                    self.remaining,
+                    self.count,
+                    self.scale,
+                    self.top_p,
+                    self.top_k,
+                    self.stop,
+                    self.uniform,
+                    self.out_token,
+                    self.out_logprob,
+                    self.out_routed,
+                ):
+                    if tensor is not None:
+                        tensor[:count] = tensor[index]
+                self.rows = [self.rows[slot] for slot in keep]
             if not self.live:
                 break
             completions += self._decode(end - self.steps_made)
@@ -355,31 +387,6 @@ class EmbeddedEngine:
         return np.concatenate([np.arange(prompt), self.prompt_needed + steps])
 
     # ---- rows ------------------------------------------------------------------------------------
-
-    def _compact(self) -> None:
-        keep = [slot for slot, _ in self.live_rows]
-        index = torch.tensor(keep, device=self.device)
-        count = len(keep)
-        for stored in self.cache.stored:
-            stored[:, :count] = stored.index_select(1, index)
-        for tensor in (
-            self.cache.bias,
-            self.token,
-            self.position,
-            self.remaining,
-            self.count,
-            self.scale,
-            self.top_p,
-            self.top_k,
-            self.stop,
-            self.uniform,
-            self.out_token,
-            self.out_logprob,
-            self.out_routed,
-        ):
-            if tensor is not None:
-                tensor[:count] = tensor[index]
-        self.rows = [self.rows[slot] for slot in keep]
 
     def _admit(self, requests: list[CompletionRequest]) -> None:
         self._reserve(requests)
@@ -852,23 +859,6 @@ class EmbeddedEngine:
         width = max(map(len, drafts))
         padded = [draft + [-1] * (width - len(draft)) for draft in drafts]
         return torch.tensor(padded, dtype=int64, device=self.device).view(len(drafts), width)
-
-    def _measure_drafts(self, draft_tokens: int) -> dict[int, tuple[float, float]]:
-        """Measure steps without and with drafts to verify.
-
-        Returns number of rows -> seconds without drafts, seconds with them.
-        """
-        seconds = {}
-        for rows in (1 << power for power in range(self.slots.bit_length())):
-            if self._compute_bytes(rows, BRIEF, 0) > get_free_bytes(self.device) / 4:
-                break
-            plain, verified = (
-                self._time_verification(rows, width) for width in (1, 1 + draft_tokens)
-            )
-            seconds[rows] = plain, verified
-            if verified > (1 + draft_tokens) * plain:  # cannot pay, nor can it with more rows
-                break
-        return seconds
 
     def _time_verification(self, rows: int, width: int) -> float:
         """Return the least seconds of three steps of `rows` rows in an empty cache."""

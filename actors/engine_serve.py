@@ -9,8 +9,6 @@ or answers with another version gets no requests until it has the current weight
 unfinished requests go to the others, and their lost tokens count as sampled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl
@@ -458,7 +456,16 @@ class ServeEngine(ProbedEngine):
                     server.probe.result()  # so that it meets no later weights
                 probe = server.probe = Future()  # from now on answers wait for it
                 try:
-                    self._swap(server, weights)
+                    # without its cache, a server reads the tokens of running requests again
+                    clear = "false" if self.in_flight == "keep_kv" else "true"
+                    self._call(server, f"/pause?mode=keep&clear_cache={clear}", {})
+                    self._call(server, "/start_weight_update", {})
+                    self._call(
+                        server, "/update_weights", {"update_info": {"path": str(weights.path)}}
+                    )
+                    server.given.add(weights.version)
+                    self._call(server, "/finish_weight_update", {"weight_version": weights.version})
+                    self._call(server, "/resume", {})
                 except LOST as error:
                     probe.set_exception(error)
                     if not server.given and not isinstance(error, httpx2.TransportError):
@@ -472,17 +479,6 @@ class ServeEngine(ProbedEngine):
                 self.loop.call_soon_threadsafe(self.readied.set)
             if server.is_lost or len(server.given) == 1:
                 server.probe.result()
-
-    def _swap(self, server: Server, weights: ServedVersion) -> None:
-        """Give a server the weights of a file, between two of its steps."""
-        # without its cache, a server reads the tokens of running requests again
-        clear = "false" if self.in_flight == "keep_kv" else "true"
-        self._call(server, f"/pause?mode=keep&clear_cache={clear}", {})
-        self._call(server, "/start_weight_update", {})
-        self._call(server, "/update_weights", {"update_info": {"path": str(weights.path)}})
-        server.given.add(weights.version)
-        self._call(server, "/finish_weight_update", {"weight_version": weights.version})
-        self._call(server, "/resume", {})
 
     def _probe(self, server: Server, weights: ServedVersion, probe: Future[None]) -> None:
         """Compare a server's log-probabilities with the learner's; its answers wait for it.

@@ -231,64 +231,58 @@ def check_samples(
 ) -> None:
     """Check samples by themselves: lengths of arrays, finite numbers, token ids, config limits."""
     for sample in samples:
-        _check_shape(sample, settings)
+        name = cite(sample)
+        is_session = bool(settings.session_tokens)
+        if not is_session and (sample.rows or sample.aside or sample.calls or sample.adopted):
+            raise BadMessage(
+                f"{name}: it is a session ({len(sample.rows) + 1} training sequences of "
+                f"{sample.calls} calls), but the run has no [agent]",
+                "shape",
+            )
+        is_empty = not sample.mask and not sample.rows
+        length = sample.length if is_session else len(sample.mask)
+        if len(sample.rows) >= MOST_ROWS or not (
+            0 < length <= settings.most_tokens or (is_empty and sample.failed)
+        ):
+            key = "agent.max_tokens" if is_session else "generator.max_new_tokens"
+            raise BadMessage(
+                f"{name}: {len(sample.rows) + 1} training sequences with {length} tokens to train; "
+                f"a sample has 1 to {settings.most_tokens} of these tokens ({key}) in at most "
+                f"{MOST_ROWS} sequences",
+                "length",
+            )
+        for number, row in enumerate(sample.list_rows()):
+            row_name = f"{name}, training sequence {number}" if is_session else name
+            arrays.check_row(row, row_name)
+            size, prompt = len(row.mask), len(row.prompt_tokens) // 4
+            if (settings.context and size + prompt > settings.context) or not (size or is_empty):
+                raise BadMessage(
+                    f"{row_name}: {size} tokens after a prompt of {prompt}; generator.context is "
+                    f"{settings.context}, and there is at least one",
+                    "length",
+                )
+            # of a completion every token has a version, of a session those of mask 1
+            mask = row.mask if is_session else b"\1" * size
+            covered = sum(mask.count(1, span.start, span.end) for span in row.spans)
+            lengths = [span.end - span.start for span in row.spans]
+            if not is_empty and (
+                min(lengths, default=1) < 1 or not covered == sum(lengths) == mask.count(1)
+            ):
+                raise BadMessage(
+                    f"{row_name}: its spans do not cover its {mask.count(1)} tokens of mask 1 in "
+                    "order",
+                    "shape",
+                )
+            if len(row.segments) > size + 1 or not all(
+                0 <= start <= end <= size and len(kind) <= NAME_LENGTH
+                for kind, start, end in row.segments
+            ):
+                raise BadMessage(
+                    f"{row_name}: its segments do not lie within its {size} tokens", "shape"
+                )
         arrays.check_scalars(sample)
         _check_texts(sample, settings)
     arrays.check_numbers(samples, model)
-
-
-def _check_shape(sample: Trajectory, settings: StoreSettings) -> None:
-    """Check the lengths of a sample's arrays, and that its spans give each token one version.
-
-    Only a failed sample may be empty."""
-    name = cite(sample)
-    is_session = bool(settings.session_tokens)
-    if not is_session and (sample.rows or sample.aside or sample.calls or sample.adopted):
-        raise BadMessage(
-            f"{name}: it is a session ({len(sample.rows) + 1} training sequences of {sample.calls} "
-            "calls), but the run has no [agent]",
-            "shape",
-        )
-    is_empty = not sample.mask and not sample.rows
-    length = sample.length if is_session else len(sample.mask)
-    if len(sample.rows) >= MOST_ROWS or not (
-        0 < length <= settings.most_tokens or (is_empty and sample.failed)
-    ):
-        key = "agent.max_tokens" if is_session else "generator.max_new_tokens"
-        raise BadMessage(
-            f"{name}: {len(sample.rows) + 1} training sequences with {length} tokens to train; a "
-            f"sample has 1 to {settings.most_tokens} of these tokens ({key}) in at most "
-            f"{MOST_ROWS} sequences",
-            "length",
-        )
-    for number, row in enumerate(sample.list_rows()):
-        row_name = f"{name}, training sequence {number}" if is_session else name
-        arrays.check_row(row, row_name)
-        size, prompt = len(row.mask), len(row.prompt_tokens) // 4
-        if (settings.context and size + prompt > settings.context) or not (size or is_empty):
-            raise BadMessage(
-                f"{row_name}: {size} tokens after a prompt of {prompt}; generator.context is "
-                f"{settings.context}, and there is at least one",
-                "length",
-            )
-        # of a completion every token has a version, of a session those of mask 1
-        mask = row.mask if is_session else b"\1" * size
-        covered = sum(mask.count(1, span.start, span.end) for span in row.spans)
-        lengths = [span.end - span.start for span in row.spans]
-        if not is_empty and (
-            min(lengths, default=1) < 1 or not covered == sum(lengths) == mask.count(1)
-        ):
-            raise BadMessage(
-                f"{row_name}: its spans do not cover its {mask.count(1)} tokens of mask 1 in order",
-                "shape",
-            )
-        if len(row.segments) > size + 1 or not all(
-            0 <= start <= end <= size and len(kind) <= NAME_LENGTH
-            for kind, start, end in row.segments
-        ):
-            raise BadMessage(
-                f"{row_name}: its segments do not lie within its {size} tokens", "shape"
-            )
 
 
 def _check_texts(sample: Trajectory, settings: StoreSettings) -> None:

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -483,7 +483,22 @@ class BufferService:
         )
         entry = self.admit_generator(message.producer, peer, message.session)
         if refused or (entry is not None and entry.refused):
-            self.count_refused(message.producer, samples, refused, entry)
+            # refused samples count once, however often they are sent, and good ones offset them
+            new_keys = [x.key for x in samples if not self.store.is_delivered(x.key)]
+            errors = [refused[key] for key in new_keys if key in refused]
+            excess = 0
+            if entry is not None:
+                excess = max(0, entry.refused + 2 * len(errors) - len(new_keys))
+            if errors and excess > MOST_REFUSED:
+                raise BadMessage(
+                    f"{message.producer} delivered {excess} more unusable samples than good ones "
+                    f"(at most {MOST_REFUSED} are allowed); the last one: {errors[-1]}",
+                    errors[-1].reason,
+                )
+            if entry is not None:
+                entry.refused = excess
+            for error in errors:
+                self.refuse(error.reason, f"failed a sample of {message.producer}: {error}")
         if entry is not None or self.sessions.is_over(message.producer, message.session):
             self.store.report_tokens(message.producer, message.session, message.drawn)
         dispositions = self.store.accept_samples(
@@ -508,35 +523,6 @@ class BufferService:
                 message.session, acks, self.config.wires.credit_bytes, self.make_announcement()
             ),
         )
-
-    def count_refused(
-        self,
-        producer: str,
-        samples: Sequence[m.Trajectory],
-        refused: dict[m.SampleKey, BadMessage],
-        entry: PeerState | None,
-    ) -> None:
-        """Count refused samples, each once however often it is sent; good samples offset them.
-
-        Raises BadMessage, which ends the sender, above MOST_REFUSED.
-
-        entry: the sender's state; None: its session has lost its name and is refused anyway."""
-        keys = [sample.key for sample in samples]
-        new_keys = [key for key in keys if not self.store.is_delivered(key)]
-        errors = [refused[key] for key in new_keys if key in refused]
-        excess = 0
-        if entry is not None:
-            excess = max(0, entry.refused + 2 * len(errors) - len(new_keys))
-        if errors and excess > MOST_REFUSED:
-            raise BadMessage(
-                f"{producer} delivered {excess} more unusable samples than good ones (at most "
-                f"{MOST_REFUSED} are allowed); the last one: {errors[-1]}",
-                errors[-1].reason,
-            )
-        if entry is not None:
-            entry.refused = excess
-        for error in errors:
-            self.refuse(error.reason, f"failed a sample of {producer}: {error}")
 
     def on_LeaseRenewal(self, peer: bytes, message: m.LeaseRenewal) -> None:
         """Renew leases by progress, and store the numbers, the wait and the sessions."""

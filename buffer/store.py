@@ -528,7 +528,23 @@ class Store(StoreRules):
         if group.lease is not None and not group.lease.todo:
             self._end_lease(group)
         if disposition == "accepted" and group.is_complete:
-            self._on_complete(group)
+            self._end_lease(group)
+            self.completions += 1
+            group.completed = self.completions
+            rewards = [stored.trajectory.reward for stored in group.list_stored_samples()]
+            has_equal_rewards = math.isclose(min(rewards), max(rewards), rel_tol=EQUAL)
+            if group.task:
+                self.mixer.on_complete(group.task, group.index, rewards)
+            if (
+                self.settings.filter_no_spread
+                and has_equal_rewards
+                and self.settings.group > 1
+                and group.ticket not in self.composed
+                and group.ticket in self.alive
+            ):
+                self.on_zero_variance(group)
+            elif group.task:
+                self.mixer.state.in_a_row.pop(group.task, None)  # the task is not dry
         if (
             group.failures >= MAX_DROPS
             and group.ticket in self.alive
@@ -563,29 +579,25 @@ class Store(StoreRules):
                 f"{escape_line(str(failure))}"
             )
 
-    def _on_complete(self, group: Group) -> None:
-        self._end_lease(group)
-        self.completions += 1
-        group.completed = self.completions
-        rewards = [stored.trajectory.reward for stored in group.list_stored_samples()]
-        has_equal_rewards = math.isclose(min(rewards), max(rewards), rel_tol=EQUAL)
-        if group.task:
-            self.mixer.on_complete(group.task, group.index, rewards)
-        if (
-            self.settings.filter_no_spread
-            and has_equal_rewards
-            and self.settings.group > 1
-            and group.ticket not in self.composed
-            and group.ticket in self.alive
-        ):
-            self.on_zero_variance(group)
-        elif group.task:
-            self.mixer.state.in_a_row.pop(group.task, None)  # the task is not dry
-
     def remove_group(self, group: Group, line: LedgerLine) -> None:
         """Remove a group from the stream and count its samples under a ledger line."""
         if self.settings.inject is not None and line in ("abandoned", "fatal"):
-            self._replace_group(group)
+            self._skip_trained()
+            successor = Group(
+                self.cursor,
+                [None] * self.settings.group,
+                stands=group.position,
+                task=group.task,
+                index=group.index,
+            )
+            alive: dict[int, Group] = {}
+            for other in self.alive.values():
+                alive[other.ticket] = other
+                if other is group:
+                    alive[successor.ticket] = successor
+            self.alive = alive
+            self.cursor += 1
+            self.lacking = True
         elif group.task:
             self.mixer.on_removed(group.task, line)
         self.alive.pop(group.ticket, None)
@@ -593,28 +605,6 @@ class Store(StoreRules):
         for stored in group.list_stored_samples():
             group.record_loss(stored, line)
         self._retire(group, trained=False)
-
-    def _replace_group(self, group: Group) -> None:
-        """Put a new group at the position of a removed one.
-
-        Under lag injection the position decides the lag: the later groups must keep their
-        batches."""
-        self._skip_trained()
-        successor = Group(
-            self.cursor,
-            [None] * self.settings.group,
-            stands=group.position,
-            task=group.task,
-            index=group.index,
-        )
-        alive: dict[int, Group] = {}
-        for other in self.alive.values():
-            alive[other.ticket] = other
-            if other is group:
-                alive[successor.ticket] = successor
-        self.alive = alive
-        self.cursor += 1
-        self.lacking = True
 
     def _skip_trained(self) -> None:
         while self.cursor in self.skip:
@@ -712,7 +702,25 @@ class Store(StoreRules):
         self._retained_sums = None
         self.leased = set()
         if number > self.base + len(self.comps):
-            self._follow_beyond(hello)
+            for group in self.retained.values():
+                self._retire(group, trained=True)
+            above = set(hello.trained_above)
+            for group in [
+                group
+                for ticket, group in self.alive.items()
+                if ticket < hello.next_ticket or ticket in above
+            ]:
+                self.remove_group(group, "orphaned")
+            self.base = hello.label.number
+            self.comps = []
+            self.composed = set()
+            self.retained = {}
+            self.cursor = max(self.cursor, hello.next_ticket)
+            self.skip = {ticket for ticket in above if ticket >= self.cursor}
+            if hello.ledger:
+                self.carried = Ledger.restore(hello.ledger)
+            if self.mixer and hello.mixture is not None:
+                self.mixer.restore_position(hello.mixture)
         for batch, comp in enumerate(self.comps, self.base):
             for ticket in comp:
                 if batch < number and ticket in self.alive:
@@ -723,30 +731,6 @@ class Store(StoreRules):
                         stored.skipped = stored.rejected = 0  # may differ when trained again
         self.alive = dict(sorted(self.alive.items(), key=lambda x: x[1].position))
         self.committed = number
-
-    def _follow_beyond(self, hello: LearnerHello) -> None:
-        """Follow a learner that has trained batches which this buffer never composed.
-
-        Groups of those batches that are still alive here are not trained again."""
-        for group in self.retained.values():
-            self._retire(group, trained=True)
-        above = set(hello.trained_above)
-        for group in [
-            group
-            for ticket, group in self.alive.items()
-            if ticket < hello.next_ticket or ticket in above
-        ]:
-            self.remove_group(group, "orphaned")
-        self.base = hello.label.number
-        self.comps = []
-        self.composed = set()
-        self.retained = {}
-        self.cursor = max(self.cursor, hello.next_ticket)
-        self.skip = {ticket for ticket in above if ticket >= self.cursor}
-        if hello.ledger:
-            self.carried = Ledger.restore(hello.ledger)
-        if self.mixer and hello.mixture is not None:
-            self.mixer.restore_position(hello.mixture)
 
     def ask(self, epoch: int, number: int) -> tuple[list[Group], batches.BatchWait | None]:
         """Return the groups of batch `number` and None, or ([], the reason for waiting).

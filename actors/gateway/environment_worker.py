@@ -9,8 +9,6 @@ reward processes: four bytes of length and msgpack.
 The order tells the parent which session a process was busy with when it hangs or exits.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping
 from functools import partial
@@ -171,7 +169,24 @@ class EnvironmentHost:
                     env.close()
                 return None
             if self.make_environment is None:
-                return self._apply_tools(op)
+                if op.kind == "reset":
+                    assert op.prompt is not None
+                    loop: ToolLoop = self.make_tools()
+                    self.sessions[op.session] = loop
+                    obs = check_observation(loop.reset(op.prompt))
+                    return EnvironmentEvent(
+                        op.session, "ok", obs, tools=loop.schemas, pays=loop.pays
+                    )
+                loop = self.sessions[op.session]
+                messages = loop.run_calls(op.message or {}) if op.kind == "step" else []
+                if messages:
+                    return EnvironmentEvent(op.session, "ok", messages)
+                if not loop.pays:
+                    return EnvironmentEvent(op.session, "ok", ended=True, judge=True)
+                reward = check_number(loop.compute_reward(), "the reward of get_reward")
+                return EnvironmentEvent(
+                    op.session, "ok", reward=reward, ended=True, truncated=op.kind == "score"
+                )
             return self._reset(op) if op.kind == "reset" else self._step(op)
         except BaseException as error:
             self.sessions.pop(op.session, None)
@@ -210,24 +225,6 @@ class EnvironmentHost:
             parts=parts,
             asked=asked,
             told=told,
-        )
-
-    def _apply_tools(self, op: EnvironmentOperation) -> EnvironmentEvent:
-        if op.kind == "reset":
-            assert op.prompt is not None
-            loop: ToolLoop = self.make_tools()
-            self.sessions[op.session] = loop
-            obs = check_observation(loop.reset(op.prompt))
-            return EnvironmentEvent(op.session, "ok", obs, tools=loop.schemas, pays=loop.pays)
-        loop = self.sessions[op.session]
-        messages = loop.run_calls(op.message or {}) if op.kind == "step" else []
-        if messages:
-            return EnvironmentEvent(op.session, "ok", messages)
-        if not loop.pays:
-            return EnvironmentEvent(op.session, "ok", ended=True, judge=True)
-        reward = check_number(loop.compute_reward(), "the reward of get_reward")
-        return EnvironmentEvent(
-            op.session, "ok", reward=reward, ended=True, truncated=op.kind == "score"
         )
 
 

@@ -7,8 +7,6 @@ process that exits fail.  When a process is killed because an agent does not sto
 sessions begin again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os
@@ -230,11 +228,13 @@ class SocketWatcher:
         self.sessions.wake()
         self.timer = self.loop.call_later(POLL_S, self.tick)
 
-    def watch_sockets(self) -> None:
-        """Register the current descriptors with the event loop.
+    def on_readable(self, peer: BufferSocket | PeerSocket) -> None:
+        """Wake the gateway if the socket has a message, which zmq does not promise."""
+        if peer.has_message:
+            self.sessions.wake()
 
-        A new socket or process may get the descriptor of an old one.
-        """
+    async def wait_until_due(self) -> None:
+        """Wait until the next turn is due."""
         wires = [*self.gateway.wires, *(wire for pool in self.agents for wire in pool.wires)]
         current: dict[int, Any] = {wire.fileno(): wire for wire in wires}
         callbacks = dict.fromkeys(current, self.sessions.wake)
@@ -249,15 +249,6 @@ class SocketWatcher:
         for descriptor in current.keys() - self.watched.keys():
             self.loop.add_reader(descriptor, callbacks[descriptor])
         self.watched = current
-
-    def on_readable(self, peer: BufferSocket | PeerSocket) -> None:
-        """Wake the gateway if the socket has a message, which zmq does not promise."""
-        if peer.has_message:
-            self.sessions.wake()
-
-    async def wait_until_due(self) -> None:
-        """Wait until the next turn is due."""
-        self.watch_sockets()
         waiting = (self.gateway.socket.has_message, self.gateway.calls_socket.has_message)
         if any(waiting):  # zmq's descriptors signal new messages only, not those already there
             await asyncio.sleep(0)

@@ -1,7 +1,5 @@
 """Refused requests of a session."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeVar
 

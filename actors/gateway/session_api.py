@@ -4,8 +4,6 @@ Leases take samples of the gateway's tickets, and calls go to its router.  One e
 endpoint and the gateway's turns.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

@@ -12,8 +12,6 @@ Pure: the clock and the composer of prompts, a `ChatFormat`, are arguments, and 
 All methods are called from one thread.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -295,13 +293,6 @@ class Session:
             node.tools = composed.tools
         node.text_length, node.text_digest = len(composed.text), compute_text_digest(composed.text)
         node.images = self.composer.find_images(composed.text, tail)
-        new_images = self._find_new_images(node, images)
-        call = self._limit_call(node, max_new_tokens, stop, now)
-        self.images |= new_images
-        return self._add_call(call, match, composed.fork_cause, now)
-
-    def _find_new_images(self, node: CallNode, images: Blobs) -> dict[str, bytes]:
-        """Return the call's images that are new to the session.  Raises CallRefused."""
         new_images = {name: images[name] for name in node.images if name in images}
         if unknown := set(node.images) - new_images.keys() - self.images.keys():
             raise CallRefused(
@@ -317,7 +308,9 @@ class Session:
                 "served",
                 "messages",
             )
-        return new_images
+        call = self._limit_call(node, max_new_tokens, stop, now)
+        self.images |= new_images
+        return self._add_call(call, match, composed.fork_cause, now)
 
     def place_ids(
         self,

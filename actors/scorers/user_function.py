@@ -1,7 +1,5 @@
 """A user's reward function: its accepted signatures, and the log of failed calls."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import time

@@ -4,8 +4,6 @@ Under every transport the ring (asyncrl/transport/ring.py) holds the versions, a
 it.
 """
 
-from __future__ import annotations
-
 import importlib
 from abc import ABC, abstractmethod
 from typing import Protocol, cast

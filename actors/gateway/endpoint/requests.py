@@ -8,8 +8,6 @@ The run determines the distribution of an answer:
 - options under which the policy cannot be trained are refused
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -69,7 +67,16 @@ def build_grammar(options: Options, tools: Tools, parser: str) -> str:
 
     Raises CallRefused for a form that cannot become a grammar.
     """
-    answer = _build_answer_rule(options)
+    demands = [
+        expression
+        for key in FORMATS
+        if options.get(key) and (expression := _build_format(key, options[key]))
+    ]
+    if options.get(STRUCTURED):
+        demands.append(_build_structured(options[STRUCTURED]))
+    if len(demands) > 1:
+        raise build_refusal(STRUCTURED, "the answer has another format already: give one")
+    answer = "".join(demands)
     forced = _select_forced_tools(options, tools)
     if forced is None and not answer:
         return ""
@@ -97,20 +104,6 @@ def build_grammar(options: Options, tools: Tools, parser: str) -> str:
 
 
 # ---- the form of a text --------------------------------------------------------------------------
-
-
-def _build_answer_rule(options: Options) -> str:
-    """Build the expression of the demanded text; "": any text."""
-    demands = [
-        expression
-        for key in FORMATS
-        if options.get(key) and (expression := _build_format(key, options[key]))
-    ]
-    if options.get(STRUCTURED):
-        demands.append(_build_structured(options[STRUCTURED]))
-    if len(demands) > 1:
-        raise build_refusal(STRUCTURED, "the answer has another format already: give one")
-    return "".join(demands)
 
 
 def _build_format(key: str, value: Any) -> str:
@@ -241,37 +234,6 @@ INVALID = "invalid_image"  # the code of refusals
 PARTS = ("content", "output")  # keys of an item or a part that hold parts
 
 
-def take_images(body: Options) -> tuple[JsonObject, ImageBlobs]:
-    """Return the body with a text part in place of each image, and digest -> blob.
-
-    ```
-    chat        {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}
-    responses   {"type": "input_image", "image_url": "data:image/png;base64,..."}
-    messages    {"type": "image", "source": {"type": "base64", "media_type": "image/png", ...}}
-    ```
-
-    Only data: URLs are read: the gateway never opens an address that a request names.
-
-    Raises CallRefused for an image that cannot be read.
-    """
-    blobs: ImageBlobs = {}
-    converted = dict(body)
-    for key in LISTS:
-        if isinstance(body.get(key), list):
-            converted[key] = [
-                _replace_images(f"{key}[{index}]", item, blobs)
-                for index, item in enumerate(body[key])
-            ]
-    if len(blobs) > MOST_IMAGES or sum(map(len, blobs.values())) > MOST_SESSION_BYTES:
-        raise build_refusal(
-            "messages",
-            f"{len(blobs)} images of {sum(map(len, blobs.values()))} bytes as PNG; at most "
-            f"{MOST_IMAGES} of {MOST_SESSION_BYTES} bytes together are served",
-            INVALID,
-        )
-    return converted, blobs
-
-
 def _replace_images(location: str, item: Any, blobs: ImageBlobs) -> Any:
     """Replace the images in the parts of an item, at any depth."""
     if not isinstance(item, dict):
@@ -287,7 +249,16 @@ def _replace_images(location: str, item: Any, blobs: ImageBlobs) -> Any:
 
 
 def _replace_image(location: str, part: Any, blobs: ImageBlobs) -> Any:
-    """Return a part, or the text part that stands for its image."""
+    """Return a part, or the text part that stands for its image.
+
+    ```
+    chat        {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}
+    responses   {"type": "input_image", "image_url": "data:image/png;base64,..."}
+    messages    {"type": "image", "source": {"type": "base64", "media_type": "image/png", ...}}
+    ```
+
+    Only data: URLs are read: the gateway never opens an address that a request names.
+    """
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("image_url", "input_image", "image"):
         return _replace_images(location, part, blobs)
@@ -412,7 +383,22 @@ def parse_request(
     """Parse a body of an API.  Raises CallRefused."""
     images: ImageBlobs = {}
     if policy.images:
-        body, images = take_images(body)
+        blobs: ImageBlobs = {}
+        converted = dict(body)
+        for key in LISTS:
+            if isinstance(body.get(key), list):
+                converted[key] = [
+                    _replace_images(f"{key}[{index}]", item, blobs)
+                    for index, item in enumerate(body[key])
+                ]
+        if len(blobs) > MOST_IMAGES or sum(map(len, blobs.values())) > MOST_SESSION_BYTES:
+            raise build_refusal(
+                "messages",
+                f"{len(blobs)} images of {sum(map(len, blobs.values()))} bytes as PNG; at most "
+                f"{MOST_IMAGES} of {MOST_SESSION_BYTES} bytes together are served",
+                INVALID,
+            )
+        body, images = converted, blobs
     options = {**body}
     if kind == "messages":
         options = anthropic.to_chat(body)
@@ -420,49 +406,7 @@ def parse_request(
         options = responses.to_chat(body)
     elif kind == "ids":
         options = {**take(body, "sampling_params", dict), **body}
-    ignored = _check_options(options, policy, run)
-    stream = _parse_flag(options, "stream")
-    usage = _parse_flag(take(options, "stream_options", dict), "include_usage")
-    if stream and kind == "ids":
-        raise build_refusal("stream", "the token route does not stream", "unsupported_parameter")
-    model = options.get("model", policy.model)
-    if not isinstance(model, str):
-        raise build_refusal("model", "give its name as text")
-    if model != policy.model and policy.other_models == "refuse":
-        raise CallRefused(
-            404,
-            "model_not_found",
-            f"there is no model {model!r}: use {policy.model!r} (agent.other_models = refuse)",
-            "model",
-        )
-    prompt = _parse_prompt(kind, options, policy)
-    grammar = ""
-    if policy.forced == "constrain":
-        grammar = build_grammar(options, prompt.get("tools", ()), policy.parser)
-        if grammar:
-            ignored = tuple(name for name in ignored if name != PARALLEL)
-    return ParsedRequest(
-        kind=kind,
-        model=model,
-        **prompt,
-        grammar=grammar,
-        max_new_tokens=_parse_max_tokens(options),
-        stop=parse_stops(options.get("stop")),
-        aside=(model != policy.model and policy.other_models == "aside") or _parse_aside(options),
-        stream=stream,
-        usage=usage,
-        logprobs=_parse_logprobs(kind, options),
-        token_ids=_parse_flag(options, "return_token_ids"),
-        ignored=ignored,
-        images=images,
-    )
-
-
-def _check_options(
-    options: Options, policy: RequestPolicy, run: SamplingSettings
-) -> tuple[str, ...]:
-    """List the ignored options.  Raises CallRefused for a refused one."""
-    ignored = []
+    ignored: list[str] = []
     for name, value in options.items():
         if value is None or name in QUIET:
             continue
@@ -487,7 +431,41 @@ def _check_options(
                 ignored.append(name)
         elif name not in SAMPLING or _samples_otherwise(name, value, policy, run):
             ignored.append(name)
-    return tuple(ignored)
+    stream = _parse_flag(options, "stream")
+    usage = _parse_flag(take(options, "stream_options", dict), "include_usage")
+    if stream and kind == "ids":
+        raise build_refusal("stream", "the token route does not stream", "unsupported_parameter")
+    model = options.get("model", policy.model)
+    if not isinstance(model, str):
+        raise build_refusal("model", "give its name as text")
+    if model != policy.model and policy.other_models == "refuse":
+        raise CallRefused(
+            404,
+            "model_not_found",
+            f"there is no model {model!r}: use {policy.model!r} (agent.other_models = refuse)",
+            "model",
+        )
+    prompt = _parse_prompt(kind, options, policy)
+    grammar = ""
+    if policy.forced == "constrain":
+        grammar = build_grammar(options, prompt.get("tools", ()), policy.parser)
+        if grammar:
+            ignored = [name for name in ignored if name != PARALLEL]
+    return ParsedRequest(
+        kind=kind,
+        model=model,
+        **prompt,
+        grammar=grammar,
+        max_new_tokens=_parse_max_tokens(options),
+        stop=parse_stops(options.get("stop")),
+        aside=(model != policy.model and policy.other_models == "aside") or _parse_aside(options),
+        stream=stream,
+        usage=usage,
+        logprobs=_parse_logprobs(kind, options),
+        token_ids=_parse_flag(options, "return_token_ids"),
+        ignored=tuple(ignored),
+        images=images,
+    )
 
 
 def _forces(name: str, value: Any, policy: RequestPolicy) -> bool:

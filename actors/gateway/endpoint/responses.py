@@ -4,8 +4,6 @@ Nothing is stored for a later request: each one must hold the whole input, as ag
 `store` off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,35 +35,33 @@ def to_chat(body: Mapping[str, Any]) -> JsonObject:
     if not isinstance(items, list) or not items:
         raise build_refusal("input", "give text, or a list of at least one item")
     for index, item in enumerate(items):
-        _append_item(messages, f"input[{index}]", item)
+        location = f"input[{index}]"
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "message" and isinstance(item.get("role"), str):
+            messages.append(
+                {"role": item["role"], "content": _join_text(location, item.get("content"))}
+            )
+        elif kind == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            messages[-1] = {
+                **messages[-1],
+                "tool_calls": [*messages[-1].get("tool_calls", ()), call],
+            }
+        elif kind == "function_call_output":
+            result = _join_text(location, item.get("output"))
+            messages.append(
+                {"role": "tool", "tool_call_id": item.get("call_id"), "content": result}
+            )
+        elif kind != "reasoning":  # restored with the sampled answer
+            raise build_refusal(location, f"an item of type {kind!r} is not supported")
     request["messages"] = messages
     request["max_tokens"] = body.get("max_output_tokens")
     request["text.format"] = take(body, "text", dict).get("format")
     request["tool_choice"] = body.get("tool_choice")
     return request | convert_tools(body, "function", "parameters")
-
-
-def _append_item(messages: list[Message], location: str, item: Any) -> None:
-    """Append an item to the messages.
-
-    The text and the calls of an answer are separate items that become one message.
-    """
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    if kind == "message" and isinstance(item.get("role"), str):
-        messages.append(
-            {"role": item["role"], "content": _join_text(location, item.get("content"))}
-        )
-    elif kind == "function_call":
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), call]}
-    elif kind == "function_call_output":
-        result = _join_text(location, item.get("output"))
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": result})
-    elif kind != "reasoning":  # restored with the sampled answer
-        raise build_refusal(location, f"an item of type {kind!r} is not supported")
 
 
 def _join_text(location: str, content: Any) -> str:

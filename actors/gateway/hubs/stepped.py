@@ -1,7 +1,5 @@
 """Environments of hubs with gymnasium's reset and step on text."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import urllib.request

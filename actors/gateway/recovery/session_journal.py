@@ -12,8 +12,6 @@ sent, and is cut off.  Calls that were being sampled are not kept: a client's re
 again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
@@ -258,9 +256,38 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> Sessi
     last_call = None
     for record in records:
         session.images |= record.images
-        if record.call is not None:
-            request = _restore_call(session, record.call, nodes)
-            requests[record.call.number] = request
+        if (call_record := record.call) is not None:
+            parent = None if call_record.parent is None else nodes[call_record.parent]
+            node = CallNode(
+                parent=parent,
+                tail=np.frombuffer(call_record.tail, "<i4").astype(np.int32),
+                ids=np.frombuffer(call_record.ids, "<i4").astype(np.int32),
+                logprobs=np.frombuffer(call_record.logprobs, "<f4").astype(np.float32),
+                support=SampledSupport.decode(call_record.support, len(call_record.ids) // 4),
+                ours={index: nodes[number] for index, number in call_record.ours.items()},
+                **{name: getattr(record.call, name) for name in NODE_FIELDS},
+            )
+            if call_record.routed:
+                node.routed = RoutedExperts.decode(call_record.routed, node.own_reads)
+            nodes[call_record.number] = node
+            call = session.restore_call(node)
+            if call_record.chain and call_record.message is not None:
+                session.tree.known_chains.update(
+                    (call_record.chain, chain_digest(call_record.chain, call_record.message))
+                )
+                session.tree.set_answer(node, call_record.message)
+            else:
+                node.answer = call_record.message
+            request = HarnessRequest(
+                call_record.body,
+                call_record.idempotency_key,
+                call,
+                connections=0,
+                lost=True,
+                answer=call_record.answer,
+            )
+            session.requests.append(request)
+            requests[call_record.number] = request
             assert request.call is not None
             last_call = last_call if request.call.node.aside else request.call
         if record.sent in requests:
@@ -273,36 +300,6 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> Sessi
             session.tree.forks = Counter(progress.forks)
     session.call_at = session.active_at = session.judging_at = now
     return last_call
-
-
-def _restore_call(
-    session: Session, record: CallRecord, nodes: dict[int, CallNode]
-) -> HarnessRequest:
-    """Put a call back into the session's tree. Raises KeyError for an unknown parent."""
-    parent = None if record.parent is None else nodes[record.parent]
-    node = CallNode(
-        parent=parent,
-        tail=np.frombuffer(record.tail, "<i4").astype(np.int32),
-        ids=np.frombuffer(record.ids, "<i4").astype(np.int32),
-        logprobs=np.frombuffer(record.logprobs, "<f4").astype(np.float32),
-        support=SampledSupport.decode(record.support, len(record.ids) // 4),
-        ours={index: nodes[number] for index, number in record.ours.items()},
-        **{name: getattr(record, name) for name in NODE_FIELDS},
-    )
-    if record.routed:
-        node.routed = RoutedExperts.decode(record.routed, node.own_reads)
-    nodes[record.number] = node
-    call = session.restore_call(node)
-    if record.chain and record.message is not None:
-        session.tree.known_chains.update((record.chain, chain_digest(record.chain, record.message)))
-        session.tree.set_answer(node, record.message)
-    else:
-        node.answer = record.message
-    request = HarnessRequest(
-        record.body, record.idempotency_key, call, connections=0, lost=True, answer=record.answer
-    )
-    session.requests.append(request)
-    return request
 
 
 class SessionJournal:
