@@ -17,8 +17,8 @@ from actors.gateway.call_tree import CallNode
 from actors.gateway.environment_pool import EnvironmentPool
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
 from actors.gateway.refusals import TOO_LONG, CallRefused
-from actors.gateway.service import Episode, Gateway, SessionSource, WaitCause, compute_env_seed
-from actors.gateway.sessions import SessionCall, SessionPlayers
+from actors.gateway.service import Gateway, SessionSource, WaitCause, compute_env_seed
+from actors.gateway.sessions import Session, SessionCall, SessionPlayers
 from actors.schedule import LeasedTicket
 from asyncrl.config.tree import Config
 from asyncrl.tasks.evaluation_sets import resolve_reward_configs
@@ -28,7 +28,7 @@ SHOWN = 40  # characters shown of tool names
 
 @dataclass(eq=False)
 class EnvironmentState:
-    """The results of an episode's environment so far."""
+    """The results of a session's environment so far."""
 
     players: SessionPlayers
     doing: str  # the newest request to it, in words
@@ -70,27 +70,27 @@ class SingleCompletions(LocalSource):
     """
 
     def open(self, grant: LeasedTicket, sample: int, *, first: bool) -> None:
-        episode = self.gateway.begin_episode(grant, sample, first=first)
-        session, now = episode.session, time.monotonic()
+        session = self.gateway.begin_session(grant, sample, first=first)
+        now = time.monotonic()
         try:
             call = session.place_ids(session.own_prompt, now=now)
         except CallRefused as refused:  # a prompt that is empty or too long
             session.fail(str(refused))
         else:
-            self.gateway.ask(episode, call)
+            self.gateway.ask(session, call)
 
     def on_answer(
-        self, episode: Episode, call: SessionCall, node: CallNode | None, failed: str
+        self, session: Session, call: SessionCall, node: CallNode | None, failed: str
     ) -> None:
-        session, now = episode.session, time.monotonic()
+        now = time.monotonic()
         if failed:
             session.fail(f"a generator cannot sample it: {failed}")
         elif node is None:  # cut before its first token
             session.fail(f"agent.{session.limit or 'deadline_s'} ended it")
         elif session.state == "open" and session.judge(now):
-            self.gateway.submit(episode)
+            self.gateway.submit(session)
 
-    def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
+    def explain_wait(self, session: Session, limit: str, left_s: float, now: float) -> WaitCause:
         return WaitCause("reward", "the reward of its answer", limit, left_s)
 
 
@@ -103,7 +103,7 @@ class EnvironmentSource(LocalSource):
         reward = resolve_reward_configs(gateway.config).get(part, gateway.config).reward
         name = gateway.get_source_name(part)
         self.pool = EnvironmentPool(self.agent, judged=reward.uses_reward_processes, name=name)
-        self.states: dict[int, EnvironmentState] = {}  # number of the episode -> state
+        self.states: dict[int, EnvironmentState] = {}  # number of the session -> state
 
     @property
     def wires(self) -> Sequence[socket.socket]:
@@ -111,12 +111,12 @@ class EnvironmentSource(LocalSource):
 
     def open(self, grant: LeasedTicket, sample: int, *, first: bool) -> None:
         """Begin a session with the reset of its environment."""
-        episode = self.gateway.begin_episode(grant, sample, first=first)
+        session = self.gateway.begin_session(grant, sample, first=first)
         players = SessionPlayers(self.gateway.templated)
-        self.states[episode.number] = EnvironmentState(players, "the reset of its environment")
+        self.states[session.number] = EnvironmentState(players, "the reset of its environment")
         self.pool.reset(
             EnvironmentOperation(
-                session=episode.number,
+                session=session.number,
                 kind="reset",
                 prompt=grant.ticket.prompt,
                 seed=compute_env_seed(self.gateway.config, grant.ticket),
@@ -130,94 +130,91 @@ class EnvironmentSource(LocalSource):
 
     def poll(self) -> None:
         for event in self.pool.poll():
-            episode = self.gateway.episodes.get(event.session)
-            if episode is None or episode.session.state != "open":
+            session = self.gateway.sessions.get(event.session)
+            if session is None or session.state != "open":
                 continue
             if event.kind == "lost":  # it begins anew after its environment's process was lost
-                session = episode.session
-                self.gateway.drop(episode)
+                self.gateway.drop(session)
                 grant = self.gateway.held[session.ticket_key]
                 self.open(grant, session.sample, first=False)
             elif event.kind == "failed":
-                episode.session.fail(event.why)
+                session.fail(event.why)
             else:
-                self.on_event(episode, event)
+                self.on_event(session, event)
 
-    def on_event(self, episode: Episode, event: EnvironmentEvent) -> None:
-        """Record the result of an episode's operation; place its next call or end it."""
-        state = self.states[episode.number]
+    def on_event(self, session: Session, event: EnvironmentEvent) -> None:
+        """Record the result of a session's operation; place its next call or end it."""
+        state = self.states[session.number]
         state.tools = event.tools or state.tools
         state.pays = state.pays or event.pays
-        if event.reward and episode.last is not None:
+        if event.reward and session.last is not None:
             state.reward += event.reward
-            number = episode.last.number
+            number = session.last.number
             state.shares[number] = state.shares.get(number, 0.0) + event.reward
         for name, value in event.parts.items():
             state.parts[name] = state.parts.get(name, 0.0) + value
         state.players.set_turn(event.asked)
         if not event.ended:
-            self.place_call(episode, event.obs)
+            self.place_call(session, event.obs)
             return
-        episode.session.shortened |= event.truncated
+        session.shortened |= event.truncated
         if event.judge:
-            self.judge(episode)
+            self.judge(session)
         else:
-            self.score(episode)
+            self.score(session)
 
-    def place_call(self, episode: Episode, obs: Any) -> None:
+    def place_call(self, session: Session, obs: Any) -> None:
         """Place a call for an observation, or end the session at a limit."""
-        session, state = episode.session, self.states[episode.number]
+        state = self.states[session.number]
         now = time.monotonic()
         try:
             call = state.players.active.place_observation(session, obs, state.tools, now)
         except CallRefused as error:
             # a limit ends the session; messages that the template refuses fail it
             if error.code in ("session_limit", TOO_LONG):
-                self.end_at_limit(episode)
+                self.end_at_limit(session)
             else:
                 session.fail(str(error))
             return
-        self.gateway.ask(episode, call)
+        self.gateway.ask(session, call)
 
     def on_answer(
-        self, episode: Episode, call: SessionCall, node: CallNode | None, failed: str
+        self, session: Session, call: SessionCall, node: CallNode | None, failed: str
     ) -> None:
-        session = episode.session
         if failed:
             session.fail(f"a generator cannot sample its call: {failed}")
         if session.state != "open":
             return
         if node is None or session.limit:
-            self.end_at_limit(episode)
+            self.end_at_limit(session)
             return
-        state = self.states[episode.number]
+        state = self.states[session.number]
         state.players.active.on_answer(node)
         state.doing = describe_request(node.answer)
         text = self.gateway.chat.decode_visible(node.ids)
-        self.pool.step(EnvironmentOperation(episode.number, "step", text, node.answer))
+        self.pool.step(EnvironmentOperation(session.number, "step", text, node.answer))
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    def end_at_limit(self, episode: Episode) -> None:
+    def end_at_limit(self, session: Session) -> None:
         """End a session at a limit that the policy can cause, with its reward so far."""
-        session = episode.session
         session.shortened = True
         if self.agent.at_limit == "fail":
             session.fail(f"it reached agent.{session.limit or 'context'}")
-        elif self.states[episode.number].pays:
-            self.states[episode.number].doing = "its get_reward"
-            self.pool.step(EnvironmentOperation(episode.number, "score"))
+        elif self.states[session.number].pays:
+            self.states[session.number].doing = "its get_reward"
+            self.pool.step(EnvironmentOperation(session.number, "score"))
         elif self.agent.tools:
-            self.judge(episode)
+            self.judge(session)
         else:
-            self.score(episode)
+            self.score(session)
 
-    def score(self, episode: Episode) -> None:
+    def score(self, session: Session) -> None:
         """Score the session by its environment's rewards.
 
         The session fails if its time has run out or the sum is not a valid reward.
         """
-        session, state = episode.session, self.states[episode.number]
+        state = self.states[session.number]
         calls = state.shares if self.agent.fork == "end" else {}
         now = time.monotonic()
         try:
@@ -225,30 +222,30 @@ class EnvironmentSource(LocalSource):
         except CallRefused as refused:
             session.fail(f"its environment's rewards cannot be used: {refused}")
 
-    def judge(self, episode: Episode) -> None:
+    def judge(self, session: Session) -> None:
         """Have the config's reward score the last answer, unless the session has ended."""
         with suppress(CallRefused):
-            if episode.last is not None and episode.session.judge(time.monotonic()):
-                self.gateway.submit(episode)
+            if session.last is not None and session.judge(time.monotonic()):
+                self.gateway.submit(session)
 
-    def on_drop(self, episode: Episode) -> None:
-        del self.states[episode.number]
-        self.pool.end(episode.number)
+    def on_drop(self, session: Session) -> None:
+        del self.states[session.number]
+        self.pool.end(session.number)
 
-    def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
-        text = self.states[episode.number].doing
-        if episode.number not in self.pool.processes:
+    def explain_wait(self, session: Session, limit: str, left_s: float, now: float) -> WaitCause:
+        text = self.states[session.number].doing
+        if session.number not in self.pool.processes:
             return WaitCause("environment", text, limit, left_s)
-        place = self.pool.locate(episode.number, now)
+        place = self.pool.locate(session.number, now)
         if place.left_s <= left_s or place.front is None:
             limit, left_s = place.limit, place.left_s
         if place.front is None:
             text = f"a process to import {self.pool.named}"
         if self.pool.replaced:
             text += f" ({self.pool.replaced})"
-        if place.front is not None and place.front != episode.number:
-            front = self.gateway.episodes.get(place.front)
-            name = front.session.name if front is not None else "one that has ended"
+        if place.front is not None and place.front != session.number:
+            front = self.gateway.sessions.get(place.front)
+            name = front.name if front is not None else "one that has ended"
             text += f", behind that of session {name} in the same process"
         return WaitCause("environment", text, limit, left_s)
 

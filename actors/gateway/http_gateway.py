@@ -168,9 +168,9 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
             if reason:
                 session.fail(f"the agent failed: {reason}")
                 self.sessions.on_change(session)
-            elif (episode := self.sessions.episodes.get(session.name)) is not None:
+            elif self.sessions.is_open(session):
                 # another session plays its sample
-                self.sessions.gateway.drop(episode)
+                self.sessions.gateway.drop(session)
                 self.sessions.gateway.held[session.ticket_key].waiting.append(session.sample)
 
     def _start_sessions(self) -> None:
@@ -207,7 +207,7 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
             prompt=session.ticket.prompt,
             seed=opened.seed,
             attempt=session.attempt,
-            first=opened.first,
+            first=session.first,
             deadline_s=session.limits.deadline_s,
         )
 

@@ -1,7 +1,7 @@
 """The gateway: tickets in, sessions played, trajectories out.
 
 ```
- buffer --Ticket--> waiting --> Episode --GenerationCall--> generator   (CallRouter)
+ buffer --Ticket--> waiting --> Session --GenerationCall--> generator   (CallRouter)
     ^                            |  ^  ^                        |
     |                      ended |  |  +-------CallResult-------+
     +--Trajectory-- outbox <-----+  +------> session source     (environments, agents over HTTP)
@@ -241,24 +241,10 @@ class CallRouter:
         return messages
 
 
-@dataclass(eq=False)
-class Episode:
-    """A session that this gateway plays.
-
-    first: no earlier attempt at the sample has begun
-    last: the policy's newest answered call
-    """
-
-    number: int
-    session: Session
-    first: bool
-    last: SessionCall | None = None
-
-
 class PlacedCall(NamedTuple):
-    """A call that the generators are to sample, and its episode."""
+    """A call that the generators are to sample, and its session."""
 
-    episode: Episode
+    session: Session
     call: SessionCall
 
 
@@ -280,7 +266,7 @@ class SessionSource(ABC):
 
     @abstractmethod
     def on_answer(
-        self, episode: Episode, call: SessionCall, node: CallNode | None, failed: str
+        self, session: Session, call: SessionCall, node: CallNode | None, failed: str
     ) -> None:
         """Use the answer to a call.
 
@@ -289,7 +275,7 @@ class SessionSource(ABC):
         """
 
     @abstractmethod
-    def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
+    def explain_wait(self, session: Session, limit: str, left_s: float, now: float) -> WaitCause:
         """Describe the wait of an open session without an open call.
 
         limit, left_s: the session's own limit and the seconds until it
@@ -315,8 +301,8 @@ class SessionSource(ABC):
     def on_progress(self, session: Session, ticket: Ticket | None = None) -> None:
         """Record that a session's tokens are reported or sent, or its new ticket."""
 
-    def on_drop(self, episode: Episode) -> None:
-        """Forget an episode that was delivered or lost."""
+    def on_drop(self, session: Session) -> None:
+        """Forget a session that was delivered or lost."""
 
     def close(self) -> None:
         """End the processes that the source has started."""
@@ -421,7 +407,7 @@ class Gateway(TicketHolder):
             agent.tools or agent.http or not agent.uses_sessions for agent in self.agents.values()
         )
         self.rewards = make_runner(config, build_task(config), run_dir) if judges else None
-        self.judged: dict[SampleKey, Episode] = {}
+        self.judged: dict[SampleKey, Session] = {}
         self.calls_socket = sockets.BufferSocket(
             get_gateway_address(config, run_dir, index),
             config.wires.curve_dir,
@@ -433,8 +419,8 @@ class Gateway(TicketHolder):
         self.refused = Counter[str]()  # reason -> messages refused at calls_socket
         self.calls_socket.refused = self.refuse
         self.router = CallRouter(self.run, config.wires.lease_s)
-        self.held = self.schedule.held  # live: the numbers of the open episodes
-        self.episodes: dict[int, Episode] = {}
+        self.held = self.schedule.held  # live: the numbers of the open sessions
+        self.sessions: dict[int, Session] = {}
         self.calls: dict[int, PlacedCall] = {}  # id at the generators -> call
         # of these, the calls that wait until their session has a valid ticket
         self.deferred_calls: dict[int, m.GenerationCall] = {}
@@ -442,7 +428,7 @@ class Gateway(TicketHolder):
         self.restored: set[IntPair] = set()
         # (ticket, attempt) without waiting samples or open sessions -> tokens sampled for it
         self.closed_tokens: OrderedDict[IntPair, int] = OrderedDict()
-        # the newest number of an episode or call.  It starts at the time, so that a generator's
+        # the newest number of a session or call.  It starts at the time, so that a generator's
         # result for a call of an earlier gateway process never matches a call of this one
         self.numbers = self.session
         self.ticked = self.epoch_since = 0.0
@@ -521,14 +507,14 @@ class Gateway(TicketHolder):
         for name, grant in expired.items():
             grant.waiting = []
             for number in list(grant.live):
-                episode = self.episodes[number]
+                session = self.sessions[number]
                 if (
                     grant.ticket.kind == "eval"
-                    or len(self.list_parked_episodes()) > self.config.agent.sessions
+                    or len(self.list_parked_sessions()) > self.config.agent.sessions
                 ):
-                    self.drop(episode)
+                    self.drop(session)
                 else:
-                    self.park(episode)
+                    self.park(session)
             if not grant.live:
                 self.close_ticket(name)
 
@@ -539,25 +525,25 @@ class Gateway(TicketHolder):
             return True
         return announcement is not None and ticket.min_version.epoch < announcement.label.epoch
 
-    def list_parked_episodes(self) -> list[Episode]:
+    def list_parked_sessions(self) -> list[Session]:
         """List the open training sessions with an expired ticket.
 
         They resume under a new one.
         """
         return [
-            episode
-            for episode in self.episodes.values()
-            if episode.session.ticket.kind == "train" and self.is_expired(episode.session.ticket)
+            session
+            for session in self.sessions.values()
+            if session.ticket.kind == "train" and self.is_expired(session.ticket)
         ]
 
-    def park(self, episode: Episode) -> None:
-        """Take the episode's calls back until its session has a new ticket.
+    def park(self, session: Session) -> None:
+        """Take the session's calls back until its session has a new ticket.
 
         They must not be sampled by the weights of the old epoch.  They get new numbers, because
         results for the old numbers may be on their way.
         """
         for number, placed in list(self.calls.items()):
-            if placed.episode is not episode:
+            if placed.session is not session:
                 continue
             del self.calls[number]
             call = self.router.forget(number)
@@ -587,7 +573,7 @@ class Gateway(TicketHolder):
             sample for sample in grant.waiting if sample not in new_grant.ticket.samples
         ]
         for number in sorted(grant.live):
-            session = self.episodes[number].session
+            session = self.sessions[number]
             if session.sample not in new_grant.waiting:
                 continue
             new_grant.waiting.remove(session.sample)
@@ -597,7 +583,7 @@ class Gateway(TicketHolder):
             self.get_source(session.ticket).on_progress(session, session.ticket)
             new_grant.live.add(number)
             for call_number, placed in self.calls.items():
-                if placed.episode.number == number and call_number in self.deferred_calls:
+                if placed.session is session and call_number in self.deferred_calls:
                     self.submit_call(self.deferred_calls.pop(call_number), new_grant.ticket)
 
     def submit_call(self, call: m.GenerationCall, ticket: m.Ticket) -> None:
@@ -608,7 +594,7 @@ class Gateway(TicketHolder):
         """Have the source begin sessions, and note that this process waits without one."""
         for source in self.list_sources():
             source.open_sessions()
-        self.set_wait("" if self.episodes else m.TICKET_WAITED_FOR)
+        self.set_wait("" if self.sessions else m.TICKET_WAITED_FOR)
 
     @property
     def free_sessions(self) -> int:
@@ -617,7 +603,7 @@ class Gateway(TicketHolder):
         Parked sessions do not count: if they filled all places, this gateway would request no
         ticket, and none of them could resume.
         """
-        return self.config.agent.sessions - len(self.episodes) + len(self.list_parked_episodes())
+        return self.config.agent.sessions - len(self.sessions) + len(self.list_parked_sessions())
 
     def get_part(self, ticket: m.Ticket) -> str:
         """Return the part of the mixture that a ticket belongs to; "": the run's agent."""
@@ -641,15 +627,20 @@ class Gateway(TicketHolder):
         waiting = self.schedule.sort_waiting()
         return [grant for grant in waiting if self.get_part(grant.ticket) in parts]
 
-    def begin_episode(self, grant: LeasedTicket, sample: int, *, first: bool) -> Episode:
-        """Begin a session of a ticket's sample."""
-        ticket = grant.ticket
+    def begin_session(self, grant: LeasedTicket, sample: int, *, first: bool) -> Session:
+        """Begin a session of a ticket's sample; first: no earlier attempt at it has begun."""
+        session = self.make_session(grant.ticket, sample, datetime.now(), time.monotonic())
+        session.first = first
+        self.add_session(session, grant)
+        return session
+
+    def add_session(self, session: Session, grant: LeasedTicket) -> None:
+        """Add a session under the next number."""
         self.numbers += 1
-        self.tallies[self.get_part(ticket)].begun += 1
-        session = self.make_session(ticket, sample, datetime.now(), time.monotonic())
-        episode = self.episodes[self.numbers] = Episode(self.numbers, session, first)
-        grant.live.add(self.numbers)
-        return episode
+        self.tallies[self.get_part(session.ticket)].begun += 1
+        session.number = self.numbers
+        self.sessions[session.number] = session
+        grant.live.add(session.number)
 
     def make_session(self, ticket: m.Ticket, sample: int, when: datetime, opened: float) -> Session:
         """Make a session; when: the date for its template, opened: the clock's time."""
@@ -663,46 +654,38 @@ class Gateway(TicketHolder):
             opened=opened,
         )
 
-    def restore(self, session: Session, last: SessionCall | None, *, first: bool) -> Episode:
+    def restore(self, session: Session) -> None:
         """Continue a session of an earlier gateway process.
 
         This process's greeting ends the session's lease in the buffer, so that its calls wait for
         the next grant of its sample.  Reported tokens are not reported again.
         """
-        self.numbers += 1
-        self.tallies[self.get_part(session.ticket)].begun += 1
-        episode = Episode(self.numbers, session, first, last)
-        self.episodes[episode.number] = episode
         name = session.ticket_key
         self.restored.add(name)
-        grant = self.held.setdefault(name, LeasedTicket(session.ticket, []))
-        grant.live.add(episode.number)
+        self.add_session(session, self.held.setdefault(name, LeasedTicket(session.ticket, [])))
         reported = max(0, session.current_attempt_tokens - session.tokens + session.reported)
         for attempt, tokens in (*session.adopted, (session.attempt, reported)):
             self.outbox.token_report.restore(session.ticket.ticket, attempt, tokens)
-        return episode
 
-    def drop(self, episode: Episode) -> None:
-        """Remove an episode; the tokens that it sampled stay counted with its ticket."""
-        self.get_source(episode.session.ticket).on_drop(episode)
+    def drop(self, session: Session) -> None:
+        """Remove a session; the tokens that it sampled stay counted with its ticket."""
+        self.get_source(session.ticket).on_drop(session)
         for number, placed in list(self.calls.items()):
-            if placed.episode is episode:
+            if placed.session is session:
                 self.router.forget(number)
                 self.deferred_calls.pop(number, None)
                 del self.calls[number]
-        session = episode.session
         self.judged.pop(session.key, None)
-        del self.episodes[episode.number]
+        del self.sessions[session.number]
         grant = self.held[session.ticket_key]
-        grant.live.discard(episode.number)
+        grant.live.discard(session.number)
         grant.tokens += session.current_attempt_tokens
 
-    def ask(self, episode: Episode, call: SessionCall) -> None:
+    def ask(self, session: Session, call: SessionCall) -> None:
         """Ask the generators to sample a call."""
-        session = episode.session
         self.numbers += 1
         ticket = session.ticket
-        self.calls[self.numbers] = PlacedCall(episode, call)
+        self.calls[self.numbers] = PlacedCall(session, call)
         generation_call = m.GenerationCall(
             id=self.numbers,
             ticket=ticket.ticket,
@@ -723,20 +706,19 @@ class Gateway(TicketHolder):
         else:
             self.submit_call(generation_call, ticket)
 
-    def submit(self, episode: Episode) -> None:
+    def submit(self, session: Session) -> None:
         """Submit the last answer of a "judging" session to the reward runner, once."""
-        session = episode.session
         assert self.rewards is not None
-        if episode.last is None:
+        if session.last is None:
             session.on_judged(
                 SessionOutcome(0.0, {}, explain_untrained(session, self.get_agent(session)))
             )
             return
-        ids = episode.last.node.ids
+        ids = session.last.node.ids
         key = session.key
         if key in self.judged:
             return
-        self.judged[key] = episode
+        self.judged[key] = session
         text = self.chat.decode_visible(ids)
         self.rewards.submit(key, session.ticket.prompt, text, ids.tolist())
 
@@ -780,13 +762,13 @@ class Gateway(TicketHolder):
         placed = self.calls.pop(message.id, None)
         if placed is None:
             return
-        episode, call = placed
+        session, call = placed
         count, routed = len(message.tokens) // 4, None
         if message.routed:
             # the first ones define the shape of the model's routers, which all others must have
             routed = RoutedExperts.decode(message.routed, len(call.prompt_ids) + count - 1)
             self.routing = routed.shape
-        node = episode.session.on_result(
+        node = session.on_result(
             call,
             np.frombuffer(message.tokens, "<i4"),
             np.frombuffer(message.logprobs, "<f4"),
@@ -798,27 +780,26 @@ class Gateway(TicketHolder):
             routed=routed,
         )
         if node is not None and not node.aside:
-            episode.last = call
-        source = self.get_source(episode.session.ticket)
-        source.on_answer(episode, call, node, message.failed)
+            session.last = call
+        source = self.get_source(session.ticket)
+        source.on_answer(session, call, node, message.failed)
 
     def read_rewards(self) -> None:
         """End the sessions whose rewards are ready."""
         for result in self.rewards.poll() if self.rewards is not None else ():
-            episode = self.judged.pop(result.key, None)
-            if episode is not None:
+            session = self.judged.pop(result.key, None)
+            if session is not None:
                 failed = str(result.failed) if result.failed else ""
-                episode.session.on_judged(SessionOutcome(result.reward, result.parts, failed))
+                session.on_judged(SessionOutcome(result.reward, result.parts, failed))
 
     def tick(self, now: float) -> None:
         """Apply time limits, cancel cut calls, and deliver the sessions that ended."""
         if now - self.ticked > TICK_S:
             self.ticked = now
             self.router.tick(now)
-            for episode in self.episodes.values():
-                episode.session.tick(now)
-        for episode in list(self.episodes.values()):
-            session = episode.session
+            for session in self.sessions.values():
+                session.tick(now)
+        for session in list(self.sessions.values()):
             while session.cuts:  # without an engine a call ends now, without tokens
                 call = session.cuts.pop()
                 numbers = (number for number, placed in self.calls.items() if placed.call is call)
@@ -827,34 +808,32 @@ class Gateway(TicketHolder):
                 if self.deferred_calls.pop(number, None) is not None or self.router.cancel(number):
                     self.on_result(m.CallResult(number, b"", b"", [], "length"))
             if self.is_expired(session.ticket):
-                self.give_up(episode, now)
+                self.give_up(session, now)
             elif session.is_complete:
-                self.deliver(episode)
+                self.deliver(session)
 
-    def give_up(self, episode: Episode, now: float) -> None:
+    def give_up(self, session: Session, now: float) -> None:
         """Drop a parked session that no new ticket resumed before its deadline.
 
         Its tokens are reported as lost.  No ticket comes when its group has its samples already, or
         was dropped.
         """
-        session = episode.session
         deadline = max(session.opened + session.limits.deadline_s, self.epoch_since)
         if now > deadline + session.limits.grace_s:
             grant = self.held[session.ticket_key]
-            self.drop(episode)
+            self.drop(session)
             if not grant.live:
                 self.close_ticket(session.ticket_key)
 
-    def deliver(self, episode: Episode) -> None:
+    def deliver(self, session: Session) -> None:
         """Queue the trajectory of a session that has ended, and forget the session."""
-        session = episode.session
         delivered = build_trajectory(session, self.tokenizer, self.get_agent(session))
         self.count(session, delivered.failed)
         session.reported = session.tokens
         self.get_source(session.ticket).on_progress(session)
         prompt = index_by_digest(session.ticket.prompt.images)  # which the buffer has
         self.outbox.add(delivered, {k: x for k, x in session.images.items() if k not in prompt})
-        self.drop(episode)
+        self.drop(session)
         name = session.ticket_key
         if self.held[name].is_used_up:
             self.close_ticket(name)
@@ -899,7 +878,7 @@ class Gateway(TicketHolder):
 
     def get_images(self, call: m.GenerationCall) -> dict[str, bytes]:
         """Return the images of a call, digest -> blob."""
-        session_images = self.calls[call.id].episode.session.images if call.images else {}
+        session_images = self.calls[call.id].session.images if call.images else {}
         return {name: session_images[name] for name in call.images}
 
     # ---- the buffer ------------------------------------------------------------------------------
@@ -929,15 +908,14 @@ class Gateway(TicketHolder):
         longest = max(agent.max_tokens for agent in self.agents.values())
         token_cap = self.config.learner.group_size * longest
         open_counts = {
-            name: grant.tokens
-            + sum(self.episodes[x].session.current_attempt_tokens for x in grant.live)
+            name: grant.tokens + sum(self.sessions[x].current_attempt_tokens for x in grant.live)
             for name, grant in self.held.items()
         }
         counts = {**self.closed_tokens, **open_counts}
         return [(*name, min(token_cap, tokens)) for name, tokens in counts.items()]
 
     def make_renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
-        for session in (episode.session for episode in self.episodes.values()):
+        for session in self.sessions.values():
             if session.reported != session.tokens:
                 session.reported = session.tokens
                 self.get_source(session.ticket).on_progress(session)
@@ -961,7 +939,7 @@ class Gateway(TicketHolder):
         """
         sessions = []
         for grant in sorted(self.held.values(), key=lambda grant: grant.ticket.ticket):
-            states = [self.describe_session(self.episodes[number], now) for number in grant.live]
+            states = [self.describe_session(self.sessions[number], now) for number in grant.live]
             if grant.waiting:  # a sample without a session
                 ticket, waited = grant.ticket, now - grant.granted_at
                 part = self.get_part(ticket)
@@ -984,9 +962,8 @@ class Gateway(TicketHolder):
                 break
         return sessions
 
-    def describe_session(self, episode: Episode, now: float) -> OpenSession:
+    def describe_session(self, session: Session, now: float) -> OpenSession:
         """Describe the wait of an open session, and the limit that ends it."""
-        session = episode.session
         limit, deadline = session.next_deadline()
         since, left_s = session.call_at, deadline - now
         if self.is_expired(session.ticket):
@@ -998,7 +975,7 @@ class Gateway(TicketHolder):
         elif session.state == "judging":
             since, cause = session.judging_at, WaitCause("reward", "the reward of its answer")
         else:
-            cause = self.get_source(session.ticket).explain_wait(episode, limit, left_s, now)
+            cause = self.get_source(session.ticket).explain_wait(session, limit, left_s, now)
         ends_s = max(0.0, cause.left_s) if cause.limit else 0.0
         return OpenSession(
             ticket=session.ticket.ticket,

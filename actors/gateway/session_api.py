@@ -22,7 +22,7 @@ from actors.gateway.recovery.session_journal import (
     restore,
 )
 from actors.gateway.refusals import CallRefused
-from actors.gateway.service import Episode, Gateway, SessionSource, WaitCause, compute_env_seed
+from actors.gateway.service import Gateway, SessionSource, WaitCause, compute_env_seed
 from actors.gateway.sessions import Session, SessionCall
 from asyncrl.contract.messages import SampleKey, Ticket
 from asyncrl.contract.printable import escape_line
@@ -66,7 +66,6 @@ class SessionApi(SessionSource):
         self.unacked: dict[SampleKey, OpenedSession] = {}
         self.opened: OrderedDict[str, OpenedSession] = OrderedDict()
         self.leases: OrderedDict[str, OpenedSession] = OrderedDict()
-        self.episodes: dict[str, Episode] = {}
         self.answers: dict[SessionCall, asyncio.Future[CallNode | None]] = {}  # of open calls
         self.asks = 0  # leases that wait for a sample
         self.starting: set[str] = set()  # parts without a ready agents' process
@@ -118,15 +117,10 @@ class SessionApi(SessionSource):
         if grant is None or gateway.free_sessions < 1:
             return None
         name = (grant.ticket.ticket, grant.waiting[0], grant.ticket.exact_version)
-        episode = gateway.begin_episode(grant, grant.waiting.pop(0), first=name not in self.begun)
+        session = gateway.begin_session(grant, grant.waiting.pop(0), first=name not in self.begun)
         self.begun.add(name)
-        session = episode.session
-        opened = OpenedSession(
-            session=session,
-            key=secrets.token_urlsafe(32),
-            seed=compute_env_seed(gateway.config, grant.ticket),
-            first=episode.first,
-        )
+        seed = compute_env_seed(gateway.config, grant.ticket)
+        opened = OpenedSession(session, secrets.token_urlsafe(32), seed)
         is_leased = gateway.get_agent(session).serve
         # an evaluation's session has no file: a restarted gateway evaluates another version
         if self.journal is not None and is_leased and session.ticket.kind == "train":
@@ -136,23 +130,26 @@ class SessionApi(SessionSource):
                 key=opened.key,
                 lease=lease,
                 seed=opened.seed,
-                first=opened.first,
+                first=session.first,
                 date=(session.composer.when or datetime.now()).isoformat(),
                 opened=session.opened,
             )
             opened.file = self.journal.open(opening, session.ticket)
-        self.add(opened, episode, lease)
+        self.add(opened, lease)
         return opened
 
-    def add(self, opened: OpenedSession, episode: Episode, lease: str) -> None:
+    def is_open(self, session: Session) -> bool:
+        """Whether the gateway has the session, which was neither delivered nor lost."""
+        return session.number in self.gateway.sessions
+
+    def add(self, opened: OpenedSession, lease: str) -> None:
         """Register a session under its name and its lease."""
-        self.episodes[opened.session.name] = episode
         self.opened[opened.session.name] = self.leases[lease] = opened
         while len(self.leases) > REMEMBERED:
             self.leases.popitem(last=False)
         while len(self.opened) > REMEMBERED:
-            ended_name = next((x for x in self.opened if x not in self.episodes), None)
-            if ended_name is None:
+            ended = (x for x, other in self.opened.items() if not self.is_open(other.session))
+            if (ended_name := next(ended, None)) is None:
                 break
             del self.opened[ended_name]
 
@@ -170,47 +167,44 @@ class SessionApi(SessionSource):
             session = gateway.make_session(ticket, opening.sample, when, opened_at)
             session.name = opening.name
             try:
-                last_call = restore(session, records, now)
+                restore(session, records, now)
             except KeyError as error:
                 file.fail(f"call {error} is missing")
                 continue
-            episode = gateway.restore(session, last_call, first=opening.first)
-            opened = OpenedSession(
-                session=session, key=opening.key, seed=opening.seed, first=opening.first, file=file
-            )
+            session.first = opening.first
+            gateway.restore(session)
             self.begun.add((ticket.ticket, session.sample, ticket.exact_version))
-            self.add(opened, episode, opening.lease)
+            opened = OpenedSession(session, opening.key, opening.seed, file=file)
+            self.add(opened, opening.lease)
             if session.is_complete:
-                gateway.deliver(episode)
+                gateway.deliver(session)
             else:
                 self.on_change(session)
 
     async def draw(self, session: Session, call: SessionCall) -> CallNode | None:
-        episode = self.episodes.get(session.name)
-        if episode is None:
+        if not self.is_open(session):
             raise CallRefused(410, "session_ended", f"session {session.name} has ended")
         future: asyncio.Future[CallNode | None] = asyncio.get_running_loop().create_future()
         self.answers[call] = future
-        self.gateway.ask(episode, call)
+        self.gateway.ask(session, call)
         self.wake()
         return await future
 
     def on_change(self, session: Session) -> None:
-        episode = self.episodes.get(session.name)
-        if episode is not None and session.state != "open":
+        if session.state != "open" and self.is_open(session):
             self.on_progress(session)
-        if episode is not None and session.state == "judging":
-            self.gateway.submit(episode)
+            if session.state == "judging":
+                self.gateway.submit(session)
         self.wake()
 
     # ---- called by the gateway -------------------------------------------------------------------
 
     def count_wanted(self) -> int:
         gateway = self.gateway
-        return min(gateway.free_sessions, self.asks) + len(gateway.list_parked_episodes())
+        return min(gateway.free_sessions, self.asks) + len(gateway.list_parked_sessions())
 
     def on_answer(
-        self, episode: Episode, call: SessionCall, node: CallNode | None, failed: str
+        self, session: Session, call: SessionCall, node: CallNode | None, failed: str
     ) -> None:
         future = self.answers.pop(call)
         if future.done():
@@ -221,10 +215,8 @@ class SessionApi(SessionSource):
         else:
             future.set_result(node)
 
-    def on_drop(self, episode: Episode) -> None:
+    def on_drop(self, session: Session) -> None:
         """Forget a session that was delivered or lost, and refuse its open calls."""
-        session = episode.session
-        self.episodes.pop(session.name, None)
         opened = self.opened[session.name]
         if opened.file.is_kept and session.key in self.gateway.outbox.list_unacked_keys():
             self.unacked[session.key] = opened
@@ -241,8 +233,8 @@ class SessionApi(SessionSource):
         """Record the session's state, from which a restarted gateway continues it."""
         self.opened[session.name].file.append_progress(session, ticket)
 
-    def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
-        agent = self.gateway.get_agent(episode.session)
+    def explain_wait(self, session: Session, limit: str, left_s: float, now: float) -> WaitCause:
+        agent = self.gateway.get_agent(session)
         text = AGENTS[next(key for key in AGENTS if getattr(agent, key))]
         return WaitCause("agent", text, limit, left_s)
 

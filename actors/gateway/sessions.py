@@ -173,8 +173,11 @@ class Session:
     composer: ChatFormat
     own_prompt: ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     opened: float = 0.0
+    first: bool = True  # no earlier attempt at the sample has begun
 
     def __post_init__(self) -> None:
+        self.number = 0  # at the gateway
+        self.last: SessionCall | None = None  # the policy's newest answered call
         self.name = f"{self.ticket.ticket}.{self.sample}.{self.attempt}"
         self.tree = CallTree()
         self.images: dict[str, bytes] = {}  # digest -> blob, of its calls

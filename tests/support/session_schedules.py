@@ -33,7 +33,6 @@ from actors import ticket_holder
 from actors.gateway import call_tree, environment_sessions, service
 from actors.gateway.environment_pool import EnvironmentPlace
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
-from actors.gateway.service import Episode
 from actors.gateway.sessions import Session
 from actors.schedule import LeasedTicket
 from asyncrl.config import load
@@ -128,24 +127,23 @@ class Gateway(service.Gateway):
 
     def on_result(self, message: m.CallResult) -> None:
         if (placed := self.calls.get(message.id)) is not None:
-            episode = placed.episode
+            session = placed.session
             mine = [round(-float(x) * STEP) for x in np.frombuffer(message.logprobs, "<f4")]
             self.world.answered += len(mine) + message.lost
             for number in mine:
                 drawn_for = self.world.draws[number][1]
-                key = (episode.session.ticket.ticket, episode.session.sample)
+                key = (session.ticket.ticket, session.sample)
                 need(drawn_for == key, f"draw {number} of {drawn_for} came to {key}")
-            self.answered.setdefault(episode.session, []).extend(mine)
+            self.answered.setdefault(session, []).extend(mine)
         super().on_result(message)
 
     def submit_call(self, call: m.GenerationCall, ticket: m.Ticket) -> None:
         self.world.placed[call.id] = ticket.attempt
         super().submit_call(call, ticket)
 
-    def deliver(self, episode: Episode) -> None:
+    def deliver(self, session: Session) -> None:
         before = len(self.outbox.fresh)
-        session = episode.session
-        super().deliver(episode)
+        super().deliver(session)
         for sample in self.outbox.fresh[before:]:
             rows = [x for row in sample.list_rows() for x, _ in numbers_of(row)]
             mine = self.answered.get(session, [])
@@ -158,16 +156,16 @@ class Source(environment_sessions.EnvironmentSource):
 
     gateway: Gateway
 
-    def place_call(self, episode: Episode, obs: Any) -> None:
+    def place_call(self, session: Session, obs: Any) -> None:
         """The calls go on, or begin at an earlier one, or anew."""
-        nodes = [node for node in episode.session.tree.nodes if node.is_answered]
+        nodes = [node for node in session.tree.nodes if node.is_answered]
         r = self.gateway.world.r
         if nodes and r.random() < self.gateway.world.fork_share:
             before = r.choice([node.build_token_ids for node in nodes] + [nodes[0].build_prompt])
-            player: Any = self.states[episode.number].players.active
+            player: Any = self.states[session.number].players.active
             player.last_node = SimpleNamespace(build_token_ids=before)
             obs = obs or "="
-        super().place_call(episode, obs)
+        super().place_call(session, obs)
 
 
 @dataclass
@@ -270,9 +268,7 @@ class SessionWorld(World):
     def turn(self) -> bool:
         """The gateway's turn; what it sent goes on its way."""
         gateway = self.gateway
-        open_now = Counter(
-            (x.session.ticket.ticket, x.session.sample) for x in gateway.episodes.values()
-        )
+        open_now = Counter((x.ticket.ticket, x.sample) for x in gateway.sessions.values())
         twice = [name for name, count in open_now.items() if count > 1]
         need(not twice, f"samples {twice} are written twice at once")
         before = len(gateway.calls_socket.sent)
@@ -367,7 +363,7 @@ class SessionWorld(World):
             drive.processes.discard(number)
             drive.happened.append(EnvironmentEvent(number, what, why="it was to"))
             return True
-        session = self.gateway.episodes[number].session
+        session = self.gateway.sessions[number]
         ends = op.kind == "step" and self.r.random() < self.end_share
         same = session.ticket.ticket % 3 == 1  # every third group has no reward spread
         reward = 0.0 if same or not ends else float(session.sample)
@@ -609,14 +605,14 @@ def placed_at_any(self: service.Gateway, call: m.GenerationCall, ticket: m.Ticke
     self.router.submit(msgspec.structs.replace(call, min_version=least))
 
 
-def drawn_at_once(self: service.Gateway, episode: Episode) -> None:
+def drawn_at_once(self: service.Gateway, session: Session) -> None:
     """Calls of a session whose ticket is over are drawn by whatever weights there are."""
-    PARK(self, episode)
+    PARK(self, session)
     announced = self.schedule.announced
     assert announced is not None
-    for number in [x for x, each in self.calls.items() if each.episode is episode]:
+    for number in [x for x, each in self.calls.items() if each.session is session]:
         call = self.deferred_calls.pop(number)
-        self.world.placed[call.id] = episode.session.ticket.attempt
+        self.world.placed[call.id] = session.ticket.attempt
         self.router.submit(msgspec.structs.replace(call, min_version=announced.label))
 
 

@@ -152,7 +152,7 @@ class WebApp:
                 "task": session.ticket.prompt.describe_task(),
                 "seed": opened.seed,
                 "attempt": session.attempt,
-                "first": opened.first,
+                "first": session.first,
                 "deadline_s": session.limits.deadline_s,
                 "model": self.service.request_policy.model,
             }

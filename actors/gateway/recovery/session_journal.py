@@ -31,7 +31,6 @@ from actors.gateway.sessions import (
     HarnessRequest,
     Refusals,
     Session,
-    SessionCall,
     SessionOutcome,
 )
 from asyncrl.contract.errors import AsyncrlError
@@ -213,7 +212,6 @@ class OpenedSession:
     session: Session
     key: str  # 256 random bits
     seed: int = 0
-    first: bool = True  # no earlier attempt at this sample may have acted
     composing: asyncio.Lock = field(default_factory=asyncio.Lock)  # locked by one call at a time
     # from which a restarted gateway restores it
     file: SessionFile = field(default_factory=lambda: SessionFile(None))
@@ -245,15 +243,14 @@ def read_records(path: Path) -> list[SessionRecord]:
     return records
 
 
-def restore(session: Session, records: list[SessionRecord], now: float) -> SessionCall | None:
-    """Restore a new session from its records; return its last trained call.
+def restore(session: Session, records: list[SessionRecord], now: float) -> None:
+    """Restore a new session from its records.
 
     Its requests get the same answers again, byte by byte. Raises KeyError for a call whose parent
     is missing.
     """
     nodes: dict[int, CallNode] = {}
     requests: dict[int, HarnessRequest] = {}
-    last_call = None
     for record in records:
         session.images |= record.images
         if (call_record := record.call) is not None:
@@ -265,7 +262,7 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> Sessi
                 logprobs=np.frombuffer(call_record.logprobs, "<f4").astype(np.float32),
                 support=SampledSupport.decode(call_record.support, len(call_record.ids) // 4),
                 ours={index: nodes[number] for index, number in call_record.ours.items()},
-                **{name: getattr(record.call, name) for name in NODE_FIELDS},
+                **{name: getattr(call_record, name) for name in NODE_FIELDS},
             )
             if call_record.routed:
                 node.routed = RoutedExperts.decode(call_record.routed, node.own_reads)
@@ -278,7 +275,7 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> Sessi
                 session.tree.set_answer(node, call_record.message)
             else:
                 node.answer = call_record.message
-            request = HarnessRequest(
+            request = requests[call_record.number] = HarnessRequest(
                 call_record.body,
                 call_record.idempotency_key,
                 call,
@@ -287,9 +284,7 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> Sessi
                 answer=call_record.answer,
             )
             session.requests.append(request)
-            requests[call_record.number] = request
-            assert request.call is not None
-            last_call = last_call if request.call.node.aside else request.call
+            session.last = session.last if node.aside else call
         if record.sent in requests:
             requests[record.sent].lost = False
         if record.progress is not None:
@@ -299,7 +294,6 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> Sessi
             session.calls, session.tree.placed = progress.calls, progress.placed
             session.tree.forks = Counter(progress.forks)
     session.call_at = session.active_at = session.judging_at = now
-    return last_call
 
 
 class SessionJournal:

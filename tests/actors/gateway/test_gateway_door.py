@@ -75,8 +75,8 @@ def test_what_sessions_over_http_wait_for(gateway: service.Gateway) -> None:
     }
     for what, agent in agents.items():
         gateway.get_agent = lambda session, agent=agent: agent
-        episode: Any = SimpleNamespace(session=None)
-        wait = door.explain_wait(episode, "limit", 2.0, 1.0)
+        session: Any = None
+        wait = door.explain_wait(session, "limit", 2.0, 1.0)
         assert wait == WaitCause("agent", what, "limit", 2.0)
     gateway.agents[""] = AgentConfig(function="words:play", at_once=7)
     assert door.explain_queue("") == WaitCause("place", "a place: agent.at_once = 7")
@@ -162,13 +162,13 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
         drawing = asyncio.create_task(door.draw(third.session, call))
         await asyncio.sleep(0)
         gateway.announce(m.PolicyAnnouncement(Label(3, 0), "d", source))
-        gateway.drop(gateway.list_parked_episodes()[0])
+        gateway.drop(gateway.list_parked_sessions()[0])
         with pytest.raises(CallRefused) as caught:
             await drawing
         said = (caught.value.status, caught.value.code, str(caught.value))
         assert said == (410, "session_lost", f"session {third.session.name} is lost: lease another")
         assert third.session.state == "ended"
-        assert not gateway.episodes and not door.episodes
+        assert not gateway.sessions
         with pytest.raises(CallRefused) as caught:
             await door.draw(third.session, call)
         said = (caught.value.status, caught.value.code, str(caught.value))

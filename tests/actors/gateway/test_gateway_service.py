@@ -151,7 +151,7 @@ def test_a_session_is_one_row_of_its_calls_and_what_stood_between_them(world: Ma
     assert [(x.label, x.start, x.end) for x in s.spans] == [(AT, 0, 3), (AT, 5, 9), (AT, 11, 13)]
     assert s.reward == pytest.approx(0.6) and s.reward_parts == {"turns": 3.0}
     assert s.token_rewards == b""  # rows have no order
-    assert not w.gateway.held and not w.gateway.episodes
+    assert not w.gateway.held and not w.gateway.sessions
 
 
 def test_rewards_of_calls_stand_on_their_last_tokens_in_one_row(world: MakeWorld) -> None:
@@ -352,7 +352,7 @@ def test_sessions_of_an_earlier_epoch_go_on_under_the_next_grant(world: MakeWorl
     for epoch in (2, 3):
         source = m.WeightsSource(epoch, "here", "", "")
         gateway.announce(m.PolicyAnnouncement(Label(epoch, 1), "d", source))
-        assert len(gateway.list_parked_episodes()) == 2 and not gateway.router.open
+        assert len(gateway.list_parked_sessions()) == 2 and not gateway.router.open
     numbers = set(gateway.calls)
     gateway.announce(gateway.schedule.announced)
     assert set(gateway.calls) == numbers, "a repeated announcement changes nothing"
@@ -361,9 +361,9 @@ def test_sessions_of_an_earlier_epoch_go_on_under_the_next_grant(world: MakeWorl
     gateway.renew()
     assert [x.judging for x in w.wire.sent if isinstance(x, m.LeaseRenewal)] == [[]]
     gateway.accept_tickets([msgspec.structs.replace(first, attempt=2, min_version=Label(3, 1))])
-    assert not gateway.list_parked_episodes() and not gateway.deferred_calls
+    assert not gateway.list_parked_sessions() and not gateway.deferred_calls
     assert sorted(gateway.list_progress()) == [(11, 1, 3), (11, 2, 0)]
-    first_done = next(x.session.sample for x in gateway.episodes.values() if x.session.tokens)
+    first_done = next(x.sample for x in gateway.sessions.values() if x.tokens)
     texts = {first_done: ["abc", "a"], 1 - first_done: ["ab", "abc", "a"]}
     calls = w.calls(2)
     while calls:
@@ -409,10 +409,10 @@ def test_what_nothing_adopts_is_given_up_and_told_of(world: MakeWorld) -> None:
     gateway.announce(m.PolicyAnnouncement(Label(2, 1), "d", m.WeightsSource(2, "here", "", "")))
     now = time.monotonic()
     gateway.tick(now)
-    assert len(gateway.episodes) == 2
+    assert len(gateway.sessions) == 2
     gateway.ticked = 0.0
     gateway.tick(now + 1000.0 + gateway.limits[""].grace_s + 1.0)
-    assert not gateway.episodes and not gateway.held and not gateway.calls
+    assert not gateway.sessions and not gateway.held and not gateway.calls
     assert not gateway.outbox.fresh and gateway.list_progress() == [(11, 1, 3)]
 
 
@@ -422,7 +422,7 @@ def test_a_sample_granted_again_while_it_waits_or_is_open_is_written_once(world:
     w.take(first)
     (call,) = w.calls(1)
     w.gateway.accept_tickets([msgspec.structs.replace(first, attempt=2)])
-    assert list(w.gateway.held) == [(11, 2)] and len(w.gateway.episodes) == 1
+    assert list(w.gateway.held) == [(11, 2)] and len(w.gateway.sessions) == 1
     assert w.gateway.held[11, 2].waiting == [1]
     w.answer(call, "ab")  # of the same epoch: it is still drawn
     assert w.gateway.list_progress() == [(11, 2, 3)]
@@ -431,13 +431,13 @@ def test_a_sample_granted_again_while_it_waits_or_is_open_is_written_once(world:
 def test_an_environment_that_answers_as_its_time_runs_out_ends_no_gateway(world: MakeWorld) -> None:
     w = world()
     w.take(w.ticket())
-    (episode,) = w.gateway.episodes.values()
-    episode.session.fail("its time ran out")
+    (session,) = w.gateway.sessions.values()
+    session.fail("its time ran out")
     source = w.gateway.sources[""]
     assert isinstance(source, EnvironmentSource)
-    source.score(episode)
-    source.judge(episode)
-    assert episode.session.outcome is not None and episode.session.outcome.failed
+    source.score(session)
+    source.judge(session)
+    assert session.outcome is not None and session.outcome.failed
 
 
 def test_an_impossible_message_of_a_generator_is_refused_and_logged_twenty_times(
@@ -472,7 +472,7 @@ def test_it_vouches_for_open_sessions_and_asks_for_as_many_as_it_may_hold(world:
     assert [x.samples for x in w.wire.sent] == [3]
     w.wire.sent.clear()
     w.take(w.ticket(2), w.ticket(2))
-    assert len(w.gateway.episodes) == 3
+    assert len(w.gateway.sessions) == 3
     w.answer(w.calls(3)[0], "ab")
     w.gateway.requested_samples = 0
     w.gateway.request_samples()
@@ -551,10 +551,10 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: MakeWorld) -> None:
     # its process is taken for it until the deadline of a step, or the session's is nearer
     assert first.limit == "agent.deadline_s" and first.is_bounded
     w.answer(behind, "ab")
-    one = next(x for x in gateway.episodes.values() if x.session.name == f"11.{behind.sample}.1")
+    one = next(x for x in gateway.sessions.values() if x.name == f"11.{behind.sample}.1")
     second = gateway.describe_session(one, time.monotonic())
     assert second.what.endswith(f"behind that of session {name} in the same process")
-    one.session.state, one.session.judging_at = "judging", time.monotonic() - 5.0
+    one.state, one.judging_at = "judging", time.monotonic() - 5.0
     judged = gateway.describe_session(one, time.monotonic())
     assert (judged.kind, judged.what) == ("reward", "the reward of its answer")
     assert judged.seconds >= 5.0 and not judged.limit
@@ -633,8 +633,8 @@ def test_it_says_behind_which_session_an_environment_waits(
     source.pool = SimpleNamespace(named="agent.env = x", replaced=replaced, locate=lambda *_: place)
     source.states = {3: SimpleNamespace(doing="the step")}
     source.pool.processes = () if front == "" else (3,)
-    other = SimpleNamespace(session=SimpleNamespace(name="7.0.1"))
-    source.gateway = SimpleNamespace(episodes={5: other})
+    other = SimpleNamespace(name="7.0.1")
+    source.gateway = SimpleNamespace(sessions={5: other})
     found = source.explain_wait(SimpleNamespace(number=3), *OWN, 0.0)
     assert found == ("environment", said + " the same process" * said.endswith("in"), *limit)
 
@@ -649,7 +649,7 @@ def test_what_an_answer_asks_of_its_environment() -> None:
 def test_the_router_s_clock_is_the_gateway_s() -> None:
     gateway = service.Gateway.__new__(service.Gateway)
     ticks: list[float] = []
-    gateway.ticked, gateway.episodes = 100.0, {}
+    gateway.ticked, gateway.sessions = 100.0, {}
     gateway.router = SimpleNamespace(tick=ticks.append)
     for now in (100.0 + service.TICK_S, 101.0, 101.0 + service.TICK_S, 102.0):
         gateway.tick(now)

@@ -122,15 +122,15 @@ def test_each_source_begins_the_sessions_of_its_part(gateway: Any) -> None:
     assert gateway.count_wanted() == free - 4 + 3
     http.asks = 0
     gateway.open_sessions()
-    begun = {episode.session.ticket.prompt.task for episode in gateway.episodes.values()}
+    begun = {x.ticket.prompt.task for x in gateway.sessions.values()}
     assert begun == {"play", "sort"} and len(gateway.held[2, 2].waiting) == 2
     assert http.lease_session("one", {"ask"}).session.ticket.prompt.task == "ask"
     assert http.lease_session("two", http.leased_parts) is None
-    limits = {e.session.ticket.prompt.task: e.session.limits for e in gateway.episodes.values()}
+    limits = {e.ticket.prompt.task: e.limits for e in gateway.sessions.values()}
     assert [limits[x].max_calls for x in ("play", "ask", "sort")] == [3, 32, 1]
     assert limits["play"].max_tokens == 40
     calls = gateway.calls.values()
-    call = next(c for c in calls if c.episode.session.ticket.prompt.task == "sort")
+    call = next(c for c in calls if c.session.ticket.prompt.task == "sort")
     assert call.call.stream_key == 0  # that of a run without sessions
     assert "agent.at_once = 4" in http.explain_queue("ask").text
     http.starting.add("ask")

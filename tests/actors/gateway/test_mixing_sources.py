@@ -65,18 +65,19 @@ class Gateway:
         assert parts == {"sort"}
         return self.grants
 
-    def begin_episode(self, grant: Any, sample: int, *, first: bool) -> Any:
+    def begin_session(self, grant: Any, sample: int, *, first: bool) -> Any:
         self.free_sessions -= 1
         self.begun.append((sample, first))
         session = Session()
         session.refused = self.refused.get(sample)
-        return SimpleNamespace(session=session, sample=sample)
+        session.sample = sample
+        return session
 
-    def ask(self, episode: Any, call: str) -> None:
-        self.asked.append((episode.sample, call))
+    def ask(self, session: Any, call: str) -> None:
+        self.asked.append((session.sample, call))
 
-    def submit(self, episode: Any) -> None:
-        self.submitted.append(episode)
+    def submit(self, session: Any) -> None:
+        self.submitted.append(session)
 
 
 def test_single_completions_are_calls_of_their_own() -> None:
@@ -109,11 +110,10 @@ def test_what_becomes_of_a_single_completion(
     source = SingleCompletions(gateway, "sort")
     session = Session()
     session.state, session.limit, session.judged = state, limit, judged
-    episode: Any = SimpleNamespace(session=session)
-    source.on_answer(episode, "call", node, failed)
-    assert session.events == events and gateway.submitted == [episode] * submits
-    source.on_drop(episode)
-    wait = source.explain_wait(episode, "agent.deadline_s", 2.0, 1.0)
+    source.on_answer(session, "call", node, failed)
+    assert session.events == events and gateway.submitted == [session] * submits
+    source.on_drop(session)
+    wait = source.explain_wait(session, "agent.deadline_s", 2.0, 1.0)
     assert wait == WaitCause("reward", "the reward of its answer", "agent.deadline_s", 2.0)
 
 
@@ -226,21 +226,21 @@ def test_a_config_gets_environments_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def environment_source() -> tuple[Any, Any, list[Any]]:
-    """A source with one episode, and what the events lead to."""
+    """A source with one session, and what the events lead to."""
     source = EnvironmentSource.__new__(EnvironmentSource)
     turns: list[Any] = []
     players = SimpleNamespace(set_turn=lambda asked: turns.append(("turn", asked)))
     session = SimpleNamespace(shortened=False)
     last = SimpleNamespace(number=4)
-    episode: Any = SimpleNamespace(number=1, session=session, last=last)
+    session.number, session.last = 1, last
     source.states = {1: EnvironmentState(players, "the reset")}
     for name in ("place_call", "judge", "score"):
         setattr(source, name, lambda *given, name=name: turns.append((name, *given)))
-    return source, episode, turns
+    return source, session, turns
 
 
 def test_rewards_and_parts_of_an_environment_are_summed() -> None:
-    source, episode, turns = environment_source()
+    source, session, turns = environment_source()
     state = source.states[1]
     tools = [{"name": "add"}]
     for event in (
@@ -248,13 +248,13 @@ def test_rewards_and_parts_of_an_environment_are_summed() -> None:
         EnvironmentEvent(1, "ok", "b", reward=0.5, parts={"x": 1.0}, asked=2),
         EnvironmentEvent(1, "ok", "c", reward=0.25, parts={"x": 2.0, "y": 1.0}),
     ):
-        source.on_event(episode, event)
+        source.on_event(session, event)
     assert (state.tools, state.pays, state.reward) == (tools, True, 0.75)
     assert state.parts == {"x": 3.0, "y": 1.0} and state.shares == {4: 0.75}
-    placed = [("place_call", episode, text) for text in "ab"]
+    placed = [("place_call", session, text) for text in "ab"]
     assert turns[:4] == [("turn", 0), placed[0], ("turn", 2), placed[1]]
-    episode.last = None
-    source.on_event(episode, EnvironmentEvent(1, "ok", "d", reward=9.0))
+    session.last = None
+    source.on_event(session, EnvironmentEvent(1, "ok", "d", reward=9.0))
     assert state.reward == 0.75, "of no call"
 
 
@@ -263,12 +263,12 @@ def test_rewards_and_parts_of_an_environment_are_summed() -> None:
     [(True, False, False), (False, False, True), (False, True, False)],
 )
 def test_the_end_of_an_environment(truncated: bool, before: bool, judge: bool) -> None:
-    source, episode, turns = environment_source()
-    episode.session.shortened = before
+    source, session, turns = environment_source()
+    session.shortened = before
     end = EnvironmentEvent(1, "ok", ended=True, truncated=truncated, judge=judge)
-    source.on_event(episode, end)
-    assert episode.session.shortened == (truncated or before)
-    assert turns == [("turn", 0), ("judge" if judge else "score", episode)]
+    source.on_event(session, end)
+    assert session.shortened == (truncated or before)
+    assert turns == [("turn", 0), ("judge" if judge else "score", session)]
 
 
 def test_sessions_begin_where_agents_have_room() -> None:

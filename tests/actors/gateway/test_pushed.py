@@ -195,7 +195,7 @@ def answered(world: World, opened: Any) -> None:
     """A call of the session is drawn."""
     session = opened.session
     call = session.accept(session.draft_text("ab=")(), now=world.door.current_time())
-    world.door.episodes[session.name].last = call
+    session.last = call
     logprob = np.zeros(1, np.float32)
     session.on_result(
         call, np.ones(1, np.int32), logprob, [m.VersionSpan(AT, "d", 0, 1, AT)], "stop"
