@@ -134,10 +134,6 @@ class Outbox:
         """Whether the credit is used up: nothing is requested until acknowledgements come."""
         return self.unacked_bytes >= self.credit
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.fresh and not self.sent
-
     def list_unacked_keys(self) -> set[Key]:
         """Return the (ticket, sample, attempt) keys of unacknowledged samples."""
         return {sample.key for sample in self.fresh} | self.sent.keys()

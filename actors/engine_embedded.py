@@ -401,18 +401,7 @@ class EmbeddedEngine:
             self.rows[slot] = EngineRow(
                 request, self.clock, self.loads, [(0, self.label, self.digest)]
             )
-        self._fill(index, requests)
-        self._write_prompts(
-            free_slots,
-            [request.prompt for request in requests],
-            [request.group for request in requests],
-        )
-        self.live += len(requests)
-        live = [row.request for _, row in self.live_rows]
-        self.plain = all(request.temperature == 1 and not request.has_support for request in live)
-        self.cuts = any(request.truncates for request in live)
 
-    def _fill(self, index: Tensor, requests: list[CompletionRequest]) -> None:
         def put(values: list[Any], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=self.device)
 
@@ -429,6 +418,15 @@ class EmbeddedEngine:
         )
         stream = draw_uniform_rows([request.stream for request in requests], self.uniform.shape[1])
         self.uniform[index] = from_numpy(stream).to(self.device)
+        self._write_prompts(
+            free_slots,
+            [request.prompt for request in requests],
+            [request.group for request in requests],
+        )
+        self.live += len(requests)
+        live = [row.request for _, row in self.live_rows]
+        self.plain = all(request.temperature == 1 and not request.has_support for request in live)
+        self.cuts = any(request.truncates for request in live)
 
     def _reserve(self, requests: list[CompletionRequest]) -> None:
         """Grow the cache and tables for longer prompts or responses or more stop tokens."""
@@ -706,14 +704,21 @@ class EmbeddedEngine:
         count = len(self.rows)
         drafts = None if self.drafts is None else self._propose(self.drafts)
         width = 1 if drafts is None else 1 + drafts.shape[1]
-        allowed = self._compute_allowed()
+        allowed = None  # bool [n, V]: the tokens that grammars leave to each row; None: all
+        if not self.plain:
+            allowed = constraints.compute_allowed_tokens(
+                self._list_constraints(), self.weights.vocabulary, self.device
+            )
         if self.device.type == "cpu" or drafts is not None or allowed is not None:
             steps = 1
         else:
             rows = [row for _, row in self.live_rows]
             steps = min(steps, *(row.request.max_new_tokens - row.sampled for row in rows))
             count = min(self.slots, 1 << (count - 1).bit_length())
-        end = width + (self._find_longest_position() if self.by_position else 0)
+        end = width
+        if self.by_position:
+            longest = (len(row.request.prompt) - 1 + row.sampled for _, row in self.live_rows)
+            end += max(longest)
         masks = [self._run_step(count, end + step, drafts, allowed) for step in range(steps)]
         if allowed is not None:  # constrained rows draft nothing
             constraints.advance(self._list_constraints(), self.token[:count])
@@ -873,12 +878,6 @@ class EmbeddedEngine:
             seconds.append(time.perf_counter() - began)
         return min(seconds[1:])
 
-    def _find_longest_position(self) -> int:
-        """Return the largest position of a live row."""
-        return max(
-            len(row.request.prompt) - 1 + self._count_sampled(row) for _, row in self.live_rows
-        )
-
     def _record_kept(self, masks: Tensor, made: Sequence[int]) -> None:
         """Append kept tokens to the rows that have a support.
 
@@ -894,14 +893,6 @@ class EmbeddedEngine:
 
     def _list_constraints(self) -> list[TokenConstraint | None]:
         return [None if row is None else row.request.constraint for row in self.rows]
-
-    def _compute_allowed(self) -> Tensor | None:
-        """Return bool [n, V]: the tokens that grammars leave to each row; None: all."""
-        if self.plain:
-            return None
-        return constraints.compute_allowed_tokens(
-            self._list_constraints(), self.weights.vocabulary, self.device
-        )
 
     def _finish_rows(self, ended_slots: list[int]) -> list[Completion]:
         """Read the completions of the rows `ended_slots` together and free these rows."""

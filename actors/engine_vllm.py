@@ -342,7 +342,13 @@ class SupportRecorder:
             keys: Tensor | None,
             parameter: Tensor | None,
         ) -> Any:
-            rows = self._map_rows(runner.input_batch, len(logits)) if self.requests else {}
+            rows = {}  # the recorded requests by their row, each with its tokens so far
+            batch = runner.input_batch
+            for row, internal in enumerate(batch.req_ids[: len(logits)] if self.requests else ()):
+                # vLLM appends a random part to the name
+                recorded = self.requests.get(internal.rpartition("-")[0])
+                if recorded is not None:
+                    rows[row] = recorded, batch.req_output_token_ids[row]
             if not rows:
                 return plain(logits, generators, keys, parameter)
             for row, (recorded, tokens) in rows.items():
@@ -360,16 +366,6 @@ class SupportRecorder:
             return plain(logits, generators, None, None)
 
         inner.forward = forward
-
-    def _map_rows(self, batch: Any, count: int) -> dict[int, tuple[RecordedRequest, list[int]]]:
-        """Return the recorded requests by their row, each with its tokens so far."""
-        rows = {}
-        for row, internal in enumerate(batch.req_ids[:count]):
-            # vLLM appends a random part to the name
-            recorded = self.requests.get(internal.rpartition("-")[0])
-            if recorded is not None:
-                rows[row] = recorded, batch.req_output_token_ids[row]
-        return rows
 
 
 PROBE = "probe"

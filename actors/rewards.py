@@ -242,18 +242,6 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
     def step(self) -> None:
         """Wait for an event, read replies and send out work."""
         self.turned = time.monotonic()
-        self._wait()
-        while self.inbox:
-            self.queue.append(self.inbox.popleft())
-        self.read()
-        self._feed()
-        self.flush()
-        if self.cores > len(self.workers):
-            self._measure()
-        if not self.closing:
-            time.sleep(REST_S)
-
-    def _wait(self) -> None:
         now = time.monotonic()
         soonest = min(map(self.compute_deadline, self.workers))
         events = select.poll()
@@ -268,6 +256,15 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
                 pass
         except BlockingIOError:
             pass
+        while self.inbox:
+            self.queue.append(self.inbox.popleft())
+        self.read()
+        self._feed()
+        self.flush()
+        if self.cores > len(self.workers):
+            self._measure()
+        if not self.closing:
+            time.sleep(REST_S)
 
     # ---- the workers -----------------------------------------------------------------------------
 

@@ -160,7 +160,8 @@ def check_sample(store: StoreState, sample: Trajectory) -> None:
         )
     if sample.ticket >= EVAL_BASE:
         leased = store.evaluations.leased_jobs.get(sample.attempt)
-        is_possible = 0 <= sample.sample < store.evaluations.plan.most_samples
+        counts = (len(plan.numbers) for plan in store.evaluations.plan.sets)
+        is_possible = 0 <= sample.sample < max([1, *counts])
         granted = None if leased is None else (leased.job.ticket, leased.job.sample)
         if not is_possible or granted not in (None, (sample.ticket, sample.sample)):
             raise BadMessage(

@@ -138,11 +138,6 @@ class EvaluationPlan(NamedTuple):
     ood_every: int = 0
     sets: tuple[EvaluationSet, ...] = ()
 
-    @property
-    def most_samples(self) -> int:
-        """The most samples of a prompt, in any set."""
-        return max([1, *(len(plan.numbers) for plan in self.sets)])
-
     def find_set(self, name: str) -> EvaluationSet:
         """Find a set by its name; heldout and ood have one sample a prompt."""
         configured = next((plan for plan in self.sets if plan.name == name), None)

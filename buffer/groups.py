@@ -289,27 +289,22 @@ class Group:
             line.merge(self.complete_sums)
         else:
             for stored in self.list_stored_samples():
-                if trained:
-                    self._fold_parts(stored, ledger)
-                else:  # all its tokens are in one line
-                    line.add_whole(stored.length, stored.trajectory.reward)
+                length, reward = stored.length, stored.trajectory.reward
+                if not trained:  # all its tokens are in one line
+                    line.add_whole(length, reward)
+                    continue
+                if stored.skipped:
+                    ledger.add("skipped", stored.skipped, 1, length, reward)
+                else:
+                    tokens = length - stored.masked - stored.rejected
+                    line.add(tokens, 1, length, reward, stored.faded)
+                if stored.rejected:
+                    ledger.add("rejected", stored.rejected, 1, length, reward)
+                if stored.masked:
+                    ledger.add("masked_stale", stored.masked, 1, length, reward)
         for reported, delivered, ended in self.attempts.values():
             if reported > delivered:
                 ledger.add("lost_with_process" if ended else rest, reported - delivered)
-
-    @staticmethod
-    def _fold_parts(stored: StoredSample, ledger: Ledger) -> None:
-        """Add the lines of a trained sample, some of whose tokens may not have been trained."""
-        length, reward = stored.length, stored.trajectory.reward
-        if stored.skipped:
-            ledger.add("skipped", stored.skipped, 1, length, reward)
-        else:
-            trained = length - stored.masked - stored.rejected
-            ledger.add("trained", trained, 1, length, reward, stored.faded)
-        if stored.rejected:
-            ledger.add("rejected", stored.rejected, 1, length, reward)
-        if stored.masked:
-            ledger.add("masked_stale", stored.masked, 1, length, reward)
 
     def add_images(self, blobs: Mapping[str, bytes]) -> int:
         """Add the images that the group lacks; return their number of bytes."""

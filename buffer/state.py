@@ -48,10 +48,6 @@ def _restore(current: Any, saved: Any) -> Any:
     return current
 
 
-def _list_items(table: Any) -> list[Any]:
-    return list(table.items())
-
-
 def _make_packing(
     type_: Any, pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]
 ) -> dict[str, Packing]:
@@ -66,7 +62,7 @@ GROUPS = _make_packing(
     lambda _, saved: {group.ticket: group for group in saved},
 )
 DRAWN, FATES, ATTEMPTS = (
-    _make_packing(list[pair], _list_items, lambda _, saved: OrderedDict(saved))  # type: ignore
+    _make_packing(list[pair], lambda x: list(x.items()), lambda _, x: OrderedDict(x))  # type: ignore
     for pair in (
         tuple[tuple[str, int], int],
         tuple[SampleKey, Disposition],

@@ -118,7 +118,16 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
         self.read()
         now = self.sessions.current_time()
         for worker in list(self.workers):
-            self._watch(worker, now)
+            for number, player in worker.playing.items():
+                session = player.opened.session
+                if session.state != "open" and player.stop_at == math.inf:
+                    failed = session.outcome is not None and session.outcome.failed
+                    player.stop_at = now + (0.0 if failed else session.limits.grace_s)
+                if now >= player.stop_at and player.dead_at == math.inf:
+                    player.dead_at = now + STOP_S
+                    worker.send(SessionOrders(stop=[number]))
+            if any(now >= player.dead_at for player in worker.playing.values()):
+                self.replace(worker, "")
         self._start_sessions()
         self.flush()
 
@@ -145,19 +154,6 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
             pass
         finally:
             self.sessions.on_change(session)
-
-    def _watch(self, worker: _AgentProcess, now: float) -> None:
-        """Stop the agents of ended sessions: at once if failed, else after grace_s."""
-        for number, player in worker.playing.items():
-            session = player.opened.session
-            if session.state != "open" and player.stop_at == math.inf:
-                failed = session.outcome is not None and session.outcome.failed
-                player.stop_at = now + (0.0 if failed else session.limits.grace_s)
-            if now >= player.stop_at and player.dead_at == math.inf:
-                player.dead_at = now + STOP_S
-                worker.send(SessionOrders(stop=[number]))
-        if any(now >= player.dead_at for player in worker.playing.values()):
-            self.replace(worker, "")
 
     def on_lost(self, worker: _AgentProcess, reason: str, *, hung: bool) -> None:
         """Fail the sessions of a lost process; without a reason they begin again."""

@@ -115,10 +115,11 @@ def wrap_trl_function(function: Function, signature: inspect.Signature) -> Funct
     async def call_async(prompts: Any, texts: Any, tokens: Any) -> Any:
         return await function(**build_arguments(prompts, texts, tokens))
 
-    def call_directly(prompts: Any, texts: Any, tokens: Any) -> Any:
-        return function(**build_arguments(prompts, texts, tokens))
-
-    wrapped: Function = call_async if is_async(function) else call_directly
+    wrapped: Function = call_async
+    if not is_async(function):
+        wrapped = lambda prompts, texts, tokens: function(  # noqa: E731
+            **build_arguments(prompts, texts, tokens)
+        )
     wrapped.batched = True  # type: ignore[attr-defined]
     return wrapped
 

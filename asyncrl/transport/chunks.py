@@ -217,11 +217,11 @@ class ChunkClient:
         socket.connect(self.address)
         return socket
 
-    def _wait_for_reply(self) -> bool:
-        """Wait for a reply; return False after the timeout.
+    def _receive(self) -> _ChunkReply:
+        """Receive a reply. Raises PeerUnreachable without a valid one before the timeout.
 
-        Raises PeerUnreachable at once when the connection of the requests was cut: their replies
-        will not arrive, and a retry uses a new connection.
+        It does so at once when the connection of the requests was cut: their replies will not
+        arrive, and a retry uses a new connection.
         """
         until = time.monotonic() + self.timeout
         poller = zmq.Poller()
@@ -230,18 +230,14 @@ class ChunkClient:
         while (remaining_s := until - time.monotonic()) > 0:
             ready = dict(poller.poll(int(remaining_s * 1000) + 1))
             if self.socket in ready:
-                return True
+                break
             while self._events in ready and self._events.poll(0):
                 event = parse_monitor_message(self._events.recv_multipart())["event"]
                 if event == zmq.EVENT_DISCONNECTED and self._accepted:
                     self.reconnect()
                     raise PeerUnreachable(f"the connection to {self.address} was cut")
                 self._accepted |= event == ACCEPTED
-        return False
-
-    def _receive(self) -> _ChunkReply:
-        """Receive a reply. Raises PeerUnreachable without a valid one."""
-        if not self._wait_for_reply():
+        else:
             self.reconnect()
             raise PeerUnreachable(
                 f"the learner's chunk server at {self.address} has not answered for "

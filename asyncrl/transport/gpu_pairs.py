@@ -24,10 +24,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 import torch
@@ -185,14 +184,12 @@ class GpuPair:
                 pass
 
 
-@dataclass
-class _StagedVersion:
-    """A version on the learner's device, and the number of threads that send it."""
+class _StagedVersion(NamedTuple):
+    """A version on the learner's device."""
 
     label: Label
     reply: _PairReply
     flat: Tensor
-    users: int = 0
 
 
 class PairServer(WeightsServer):
@@ -216,7 +213,6 @@ class PairServer(WeightsServer):
         self.reader = RingReader(directory, "pairs")
         self.lock = threading.Lock()
         self.newest: _StagedVersion | None = None
-        self.spare: list[Tensor] = []
         self.host = bytearray(self.size)
         self.ended = False
         self.thread = threading.Thread(target=self._accept, name="weight-pairs", daemon=True)
@@ -242,11 +238,11 @@ class PairServer(WeightsServer):
                     request = pair.read(_PairRequest, IDLE)
                     if self.ended:
                         return
-                    with self._hold(request.label, request.digest) as staged:
-                        pair.write(staged.reply if staged is not None else _PairReply(""))
-                        if staged is not None:
-                            pair.transfer(staged.flat)
-                            self.bytes_sent += self.size
+                    staged = self._stage(request.label, request.digest)
+                    pair.write(_PairReply("") if staged is None else staged.reply)
+                    if staged is not None:
+                        pair.transfer(staged.flat)
+                        self.bytes_sent += self.size
         except (RuntimeError, ValueError, OSError):
             # the generator exited or stalls; if it resumes, it makes a new pair
             pass
@@ -254,36 +250,18 @@ class PairServer(WeightsServer):
             if pair is not None:
                 pair.close()
 
-    @contextmanager
-    def _hold(self, label: Label, digest: str) -> Iterator[_StagedVersion | None]:
-        """Yield the version, protected while it is sent; None if the ring lacks it."""
+    def _stage(self, label: Label, digest: str) -> _StagedVersion | None:
+        """Copy the version to the device, unless it is there; None if the ring lacks it."""
         with self.lock:
             staged = self.newest
             if staged is None or staged.label != label or digest not in ("", staged.reply.digest):
-                staged = None  # to be copied to the device, if the ring has it
                 digest = digest or self.reader.list_labels().get(label, "")
-                if digest and self.reader.read(label, digest, memoryview(self.host)):
-                    flat = (
-                        self.spare.pop()
-                        if self.spare
-                        else torch.zeros(self.size, dtype=uint8, device=self.device)
-                    )
-                    flat.copy_(torch.frombuffer(self.host, dtype=uint8))
-                    reply = _PairReply(digest, self.reader.probe, compute_mark(flat))
-                    staged = _StagedVersion(label, reply, flat)
-                    if self.newest is not None and not self.newest.users:
-                        self.spare.append(self.newest.flat)
-                    self.newest = staged
-            if staged is not None:
-                staged.users += 1
-        try:
-            yield staged
-        finally:
-            with self.lock:
-                if staged is not None:
-                    staged.users -= 1
-                    if staged is not self.newest and not staged.users:
-                        self.spare.append(staged.flat)
+                if not digest or not self.reader.read(label, digest, memoryview(self.host)):
+                    return None
+                flat = torch.frombuffer(self.host, dtype=uint8).to(self.device, copy=True)
+                reply = _PairReply(digest, self.reader.probe, compute_mark(flat))
+                staged = self.newest = _StagedVersion(label, reply, flat)
+            return staged
 
     def close(self) -> None:
         """Stop serving: a pair closes at its next request."""

@@ -233,7 +233,7 @@ class Play:
             self.store.expire(self.now)
             if self.choice.random() < 0.04 and self.store.committed < STEPS - 4:
                 self.choice.choice(faults)()
-            if self.over or (self.store.committed == STEPS and self.box.is_empty):
+            if self.over or (self.store.committed == STEPS and not self.box.list_unacked_keys()):
                 break
         self.history.witness = self.learners[-1].witness
         self.history.made_by_survivors = self.mine

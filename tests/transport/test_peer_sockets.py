@@ -446,7 +446,7 @@ def test_an_acknowledgement_is_waited_for_from_the_first_sending() -> None:
     assert box.collect_metrics() == {"link/acked": 1.0, "link/ack_waited_s": 3.0}
     box.on_acks(DeliveryAcks(1, [(0, 1, second.attempt, "accepted")], 1000, None), 12.0)
     assert box.collect_metrics() == {"link/acked": 2.0, "link/ack_waited_s": 5.0}
-    assert box.is_empty and box.unacked_bytes == 0
+    assert not box.list_unacked_keys() and box.unacked_bytes == 0
 
 
 def test_samples_share_frames_and_are_sent_again_until_acknowledged(

@@ -445,6 +445,9 @@ def parse_request(
             f"there is no model {model!r}: use {policy.model!r} (agent.other_models = refuse)",
             "model",
         )
+    mark = take(options, "metadata", dict).get("asyncrl")
+    if mark not in (None, "aside"):
+        raise build_refusal("metadata", f'asyncrl = {mark!r:.80}: the only valid value is "aside"')
     prompt = _parse_prompt(kind, options, policy)
     grammar = ""
     if policy.forced == "constrain":
@@ -458,7 +461,7 @@ def parse_request(
         grammar=grammar,
         max_new_tokens=_parse_max_tokens(options),
         stop=parse_stops(options.get("stop")),
-        aside=(model != policy.model and policy.other_models == "aside") or _parse_aside(options),
+        aside=(model != policy.model and policy.other_models == "aside") or mark == "aside",
         stream=stream,
         usage=usage,
         logprobs=_parse_logprobs(kind, options),
@@ -511,9 +514,14 @@ def _samples_otherwise(name: str, value: Any, policy: RequestPolicy, run: Sampli
 
 def _parse_prompt(kind: Kind, options: Options, policy: RequestPolicy) -> JsonObject:
     if kind not in ("text", "ids"):
+        messages, tools = normalize_messages(options.get("messages")), take(options, "tools", list)
+        for index, tool in enumerate(tools):
+            function = tool.get("function") if isinstance(tool, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise build_refusal("tools", f"tools[{index}]: give a function with a name")
         return {
-            "messages": normalize_messages(options.get("messages")),
-            "tools": _parse_tools(options),
+            "messages": messages,
+            "tools": [] if options.get("tool_choice") == "none" else tools,
         }
     if kind == "text":
         prompt = options.get("prompt")
@@ -538,15 +546,6 @@ def parse_ids(param: str, value: Any, vocabulary: int) -> np.ndarray:
     return np.array(value, np.int32)
 
 
-def _parse_tools(options: Options) -> list[Any]:
-    tools = take(options, "tools", list)
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise build_refusal("tools", f"tools[{index}]: give a function with a name")
-    return [] if options.get("tool_choice") == "none" else tools
-
-
 def _parse_max_tokens(options: Options) -> int:
     for name in ("max_completion_tokens", "max_tokens"):
         value = options.get(name)
@@ -568,13 +567,6 @@ def parse_stops(value: Any) -> tuple[str, ...]:
             "stop", f"give at most {MOST_STOPS} texts of {STOP_CHARACTERS} characters"
         )
     return tuple(stops)
-
-
-def _parse_aside(options: Options) -> bool:
-    mark = take(options, "metadata", dict).get("asyncrl")
-    if mark not in (None, "aside"):
-        raise build_refusal("metadata", f'asyncrl = {mark!r:.80}: the only valid value is "aside"')
-    return mark == "aside"
 
 
 def _parse_flag(options: Options, name: str) -> bool:
