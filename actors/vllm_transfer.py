@@ -47,8 +47,11 @@ class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # vLLM's own waits for an accelerator afterwards, which a CPU does not have
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: WeightsFile) -> None:
         model: Any = self.model
-        with safe_open(self.parse_update_info(update_info).path, "pt") as weights:
+        with safe_open(update_info.path, "pt") as weights:
             names = list(weights.keys())
             model.load_weights((name, weights.get_tensor(name)) for name in names)
 
