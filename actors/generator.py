@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -53,9 +53,7 @@ from asyncrl.tasks.arena import SeedPrompts
 from asyncrl.transport import chunks, message_checks, weight_transport
 from asyncrl.transport.ring import RingReader
 from asyncrl.transport.sockets import PeerSocket, wait
-
-if TYPE_CHECKING:
-    from asyncrl.transport.gpu_pairs import PairClient
+from asyncrl.transport.weight_transport import WeightsClient
 
 
 class PulledWeights(NamedTuple):
@@ -71,7 +69,7 @@ class PulledWeights(NamedTuple):
 
 
 class WeightsReceiver:
-    """A reader of announced versions; `bytes_over_socket` excludes shared memory.
+    """A reader of announced versions.
 
     A version is copied into a private buffer and verified before the engine sees it. Nothing
     computes from the shared mapping.
@@ -82,13 +80,9 @@ class WeightsReceiver:
         self.transport = config.weights.transport
         self.reader_id = reader_id
         self.epoch = -1
-        self.reader: RingReader | None = None
-        self.manifest: Any = None
-        self.buffer = np.empty(0, np.uint8)
+        self.buffer = memoryview(b"")
         self.tensors: dict[str, Any] = {}  # views of `buffer`
-        self.client: weight_transport.WeightsClient | None = None
-        self.pair: PairClient | None = None
-        self.bytes_over_socket = 0
+        self.client: WeightsClient | None = None
         self.fetch_s = self.fetched_mb = 0.0  # seconds and megabytes over a socket, summed
 
     def collect_metrics(self) -> Numbers:
@@ -108,70 +102,41 @@ class WeightsReceiver:
         """
         if source.epoch != self.epoch:
             self.open(source)
-        if self.pair is not None:
-            pair = self.pair
-            try:
-                digest = pair.fetch(label, digest or "")
-            except PeerUnreachable:
-                self.close()  # the next pull opens a new pair
-                raise
-            if not digest:
-                return None
-            return PulledWeights(build_views(pair.flat, pair.layout), digest, pair.probe)
-        if self.reader is not None:
-            digest = digest or self.reader.list_labels().get(label)
-            if digest is None or not self.reader.read(label, digest, self.buffer.data):
-                if self.reader.is_replaced():
-                    self.close()  # the next pull opens the new ring
-                return None
-            probe = self.reader.probe
-        else:
-            assert self.client is not None
-            began, bytes_before = time.monotonic(), self.client.bytes_received
-            try:
-                digest = self.client.fetch(label, digest or "", self.buffer.data)
-            finally:
+        client = self.client
+        assert client is not None
+        began, bytes_before = time.monotonic(), client.bytes_received
+        try:
+            digest = client.fetch(label, digest or "", self.buffer)
+        finally:
+            if client.bytes_received:
                 self.fetch_s += time.monotonic() - began
-                self.fetched_mb += (self.client.bytes_received - bytes_before) / 1e6
-            self.bytes_over_socket = self.client.bytes_received
-            if not digest:
-                return None
-            probe = self.client.probe
-        return PulledWeights(self.tensors, digest, probe)
+                self.fetched_mb += (client.bytes_received - bytes_before) / 1e6
+            if client.is_broken:
+                self.close()  # the next pull connects again
+        return PulledWeights(self.tensors, digest, client.probe) if digest else None
 
     def open(self, source: WeightsSource) -> None:
         """Connect to `source` and allocate the buffer for its weights."""
         self.close()
-        if self.transport == "nccl" or self.transport == "gloo":
-            from asyncrl.transport import gpu_pairs
-
-            self.pair = gpu_pairs.connect(self.config, source, self.reader_id)
-            self.epoch = source.epoch
-            return
         if self.is_local(source):
-            self.reader = RingReader(Path(source.directory), self.reader_id)
-            self.manifest = self.reader.manifest
+            self.client = RingReader(Path(source.directory), self.reader_id)
         else:
-            self.client = weight_transport.import_transport(self.transport).connect(
-                self.config, source, self.reader_id
-            )
-            self.manifest = self.client.fetch_layout()
-        # every pull writes all of it, so its pages are touched once; numpy asks for large pages
-        self.buffer = np.empty(count_flat_bytes(self.manifest), np.uint8)
-        self.tensors = read_flat(self.buffer.data, self.manifest)
+            transport = weight_transport.import_transport(self.transport)
+            self.client = transport.connect(self.config, source, self.reader_id)
+        layout = self.client.fetch_layout()
+        if (flat := getattr(self.client, "flat", None)) is not None:
+            self.tensors = build_views(flat, layout)
+        else:
+            # every pull writes all of it, so its pages are touched once; numpy asks for large pages
+            self.buffer = np.empty(count_flat_bytes(layout), np.uint8).data
+            self.tensors = read_flat(self.buffer, layout)
         self.epoch = source.epoch
 
     def close(self) -> None:
         """Close the connection to the source; the next pull opens another."""
-        if self.reader is not None:
-            self.reader.close()
         if self.client is not None:
             self.client.close()
-        if self.pair is not None:
-            self.pair.close()
-        self.reader = None
         self.client = None
-        self.pair = None
         self.epoch = -1
 
 

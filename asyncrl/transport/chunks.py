@@ -192,6 +192,8 @@ class ChunkClient:
     name: selects the CURVE key, if there are keys.
     """
 
+    is_broken = False  # it makes new connections
+
     def __init__(
         self, address: str, timeout: float, curve_dir: str = "", name: str = "generator-0"
     ) -> None:

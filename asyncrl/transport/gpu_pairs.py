@@ -282,11 +282,16 @@ def connect_store(address: str, deadline_s: float) -> Any:
 
 
 class PairClient:
-    """A generator's end. Raises PeerUnreachable when the learner does not reply."""
+    """A generator's end. Raises PeerUnreachable when the learner does not reply.
+
+    flat: the bytes of the version fetched last, on the device of this process.
+    """
+
+    bytes_received = 0  # by the link that `link/fetch_s` measures
 
     def __init__(self, address: str, backend: Backend, deadline_s: float) -> None:
         self.address = address
-        self.bytes_received = 0
+        self.is_broken = False
         self.probe = b""
         with self._translate_errors():
             store = connect_store(address, deadline_s)
@@ -300,13 +305,18 @@ class PairClient:
         try:
             yield
         except (RuntimeError, OSError) as error:
+            self.is_broken = True
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise PeerUnreachable(
                 f"the learner's weights at {self.address}: {reason[:200]}; is the learner running?"
             ) from error
 
-    def fetch(self, label: Label, digest: str) -> str:
-        """Receive version `label` into `flat` and return its digest.
+    def fetch_layout(self) -> Rows:
+        """Return the layout of the flat bytes."""
+        return self.layout
+
+    def fetch(self, label: Label, digest: str, into: memoryview | None = None) -> str:
+        """Receive version `label` into `flat`, instead of `into`, and return its digest.
 
         Returns "" if the learner does not have it. Raises PeerUnreachable.
         """
@@ -318,7 +328,6 @@ class PairClient:
             self.pair.transfer(self.flat)
             if compute_mark(self.flat) != reply.mark:
                 raise RuntimeError(f"version {label} was damaged in transit")
-        self.bytes_received += self.flat.numel()
         self.probe = reply.probe
         return reply.digest
 

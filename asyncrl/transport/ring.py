@@ -245,9 +245,12 @@ class WeightRing:
 class RingReader:
     """A generator's end.
 
+    bytes_received: over a socket.
     Raises DamagedDataError when the ring's manifest does not parse, FileNotFoundError when it is
     missing, ConfigError when other users have access to the directory.
     """
+
+    bytes_received = 0
 
     def __init__(self, directory: Path, reader_id: str) -> None:
         self.directory = directory
@@ -274,17 +277,22 @@ class RingReader:
         except OSError:
             return 0
 
-    def is_replaced(self) -> bool:
+    @property
+    def is_broken(self) -> bool:
         """Whether the directory was removed or recreated since this reader opened it.
 
         If so, its maps get no new version.
         """
         return self._read_inode() != self._inode
 
-    @property
-    def manifest(self) -> Rows:
-        """The layout of the flat bytes."""
+    def fetch_layout(self) -> Rows:
+        """Return the layout of the flat bytes."""
         return self._manifest.rows
+
+    def fetch(self, label: Label, digest: str, into: memoryview) -> str:
+        """Do as `WeightsClient.fetch` does."""
+        digest = digest or self.list_labels().get(label, "")
+        return digest if digest and self.read(label, digest, into) else ""
 
     def _read_manifest(self) -> None:
         while (

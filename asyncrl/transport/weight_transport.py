@@ -31,8 +31,15 @@ class WeightsServer(ABC):
 class WeightsClient(Protocol):
     """A generator's end. Its methods raise PeerUnreachable when the learner is silent."""
 
-    bytes_received: int  # of weights, over a socket
     probe: bytes  # published with the version fetched last
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of weights over a socket whose speed is reported."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether another client must be connected to get further versions."""
 
     def fetch_layout(self) -> Rows:
         """Fetch the layout of the flat bytes."""

@@ -19,7 +19,7 @@ from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 from asyncrl.transport import gpu_pairs
-from asyncrl.transport.ring import Rows, WeightRing
+from asyncrl.transport.ring import RingReader, Rows, WeightRing
 
 ROWS: Rows = [("w", "float32", [2, 2], 0, 16), ("b", "uint8", [3], 16, 3)]
 SIZE = policy.count_flat_bytes(ROWS)
@@ -73,16 +73,16 @@ def test_a_version_is_read_by_its_label_and_digest(tmp_path: Path) -> None:
         pulled = receiver.pull(source(made), Label(1, n), given)
         assert pulled is not None and (pulled.digest, pulled.probe) == (digests[n], bytes([n + 1]))
         assert pulled.tensors["w"].shape == (2, 2) and pulled.tensors["b"].tolist() == [n + 1] * 3
-    assert receiver.epoch == 1 and receiver.client is None and receiver.pair is None
-    assert receiver.reader is not None and list(tmp_path.rglob("pin_generator-0"))
-    reader = receiver.reader
+    assert receiver.epoch == 1 and list(tmp_path.rglob("pin_generator-0"))
+    reader = receiver.client
+    assert isinstance(reader, RingReader)
     # gone, or other bytes than were announced: not now, and the ring stays open
     assert receiver.pull(source(made), Label(1, 7), None) is None
     assert receiver.pull(source(made), Label(1, 0), digests[1]) is None
-    assert receiver.reader is reader and receiver.bytes_over_socket == 0
+    assert receiver.client is reader
     assert receiver.collect_metrics() == {"link/fetch_s": 0.0, "link/fetched_mb": 0.0}
     receiver.close()
-    assert receiver.reader is None and receiver.epoch == -1
+    assert receiver.client is None and receiver.epoch == -1
     made.close()
 
 
@@ -92,16 +92,16 @@ def test_the_ring_of_the_next_epoch_or_a_replaced_one_is_opened_anew(tmp_path: P
     publish(second, Label(2, 0), 2)
     receiver = WeightsReceiver(config("auto"), "generator-0")
     assert receiver.pull(source(first), Label(1, 0), None) is not None
-    old = receiver.reader
+    old = receiver.client
     pulled = receiver.pull(source(second, 2), Label(2, 0), None)
     assert pulled is not None and pulled.tensors["b"].tolist() == [2] * 3
-    assert receiver.reader is not old and receiver.epoch == 2
+    assert receiver.client is not old and receiver.epoch == 2
     # the learner comes back in the same directory: one pull finds nothing, the next the new ring
     second.close()
     third = ring(tmp_path, 2)
     publish(third, Label(2, 1), 3)
     assert receiver.pull(source(third, 2), Label(2, 1), None) is None
-    assert receiver.reader is None and receiver.epoch == -1
+    assert receiver.client is None and receiver.epoch == -1
     pulled = receiver.pull(source(third, 2), Label(2, 1), None)
     assert pulled is not None and pulled.tensors["b"].tolist() == [3] * 3
     receiver.close()
@@ -111,6 +111,8 @@ def test_the_ring_of_the_next_epoch_or_a_replaced_one_is_opened_anew(tmp_path: P
 
 class Client:
     """A client of a transport: what it was asked, and what it answers with."""
+
+    is_broken = False
 
     def __init__(self, digest: str) -> None:
         self.digest = digest
@@ -155,7 +157,7 @@ def test_over_a_socket_failures_are_timed_and_counted_too(monkeypatch: pytest.Mo
     assert pulled is not None and (pulled.digest, pulled.probe) == ("d", b"p")
     assert pulled.tensors["b"].tolist() == [7] * 3
     assert receiver.collect_metrics() == {"link/fetch_s": 2.5, "link/fetched_mb": 2.0}
-    assert receiver.bytes_over_socket == 2_500_000 and receiver.reader is None
+    assert receiver.client is client and client.bytes_received == 2_500_000
     client.digest = ""
     assert receiver.pull(away, Label(3, 2), "e") is None
     assert client.asked == [(Label(3, 1), ""), (Label(3, 2), "e")] and len(asked) == 1
@@ -171,17 +173,22 @@ def test_over_a_socket_failures_are_timed_and_counted_too(monkeypatch: pytest.Mo
 class Pair:
     """A pair of processes, as under nccl."""
 
+    is_broken, bytes_received = False, 0
+
     def __init__(self) -> None:
         self.flat = torch.from_numpy(np.arange(SIZE, dtype=np.uint8))
-        self.layout = ROWS
         self.probe = b"p"
         self.asked: list[tuple[Label, str]] = []
         self.answer: str | None = "d"
         self.closed = 0
 
-    def fetch(self, label: Label, digest: str) -> str:
+    def fetch_layout(self) -> Rows:
+        return ROWS
+
+    def fetch(self, label: Label, digest: str, into: memoryview) -> str:
         self.asked.append((label, digest))
         if self.answer is None:
+            self.is_broken = True
             raise PeerUnreachable("gone")
         return self.answer
 
@@ -204,12 +211,12 @@ def test_a_broken_pair_is_opened_anew(monkeypatch: pytest.MonkeyPatch, transport
     assert pulled is not None and (pulled.digest, pulled.probe) == ("d", b"p")
     assert pulled.tensors["b"].tolist() == [16, 17, 18]
     pairs[0].answer = ""
-    assert receiver.pull(away, Label(3, 2), "e") is None and receiver.pair is pairs[0]
+    assert receiver.pull(away, Label(3, 2), "e") is None and receiver.client is pairs[0]
     pairs[0].answer = None
     with pytest.raises(PeerUnreachable):
         receiver.pull(away, Label(3, 3), None)
-    assert pairs[0].closed == 1 and receiver.pair is None and receiver.epoch == -1
-    assert receiver.pull(away, Label(3, 4), None) is not None and receiver.pair is pairs[1]
+    assert pairs[0].closed == 1 and receiver.client is None and receiver.epoch == -1
+    assert receiver.pull(away, Label(3, 4), None) is not None and receiver.client is pairs[1]
     assert asked == [(settings, away, "generator-0")] * 2
     assert pairs[0].asked == [(Label(3, 1), ""), (Label(3, 2), "e"), (Label(3, 3), "")]
     receiver.close()
