@@ -70,7 +70,7 @@ class Copies(weight_transport.WeightsServer):
 
 
 class Copier:
-    bytes_received = 0
+    is_broken, bytes_received = False, 0
     probe = b"probe"
 
     def __init__(self, server: Copies) -> None:
