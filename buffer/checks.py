@@ -47,6 +47,8 @@ TEXT_MORE = 1 << 16  # further characters, for the template around a prompt
 NAMES = MOST_PARTS  # limit of the parts of a reward and of the numbers of a generator
 ROWS = 1 << 16  # tokens of a sample, if the context is unknown
 NO_BLOBS: Blobs = {}
+# the messages of a learner after its hello
+FROM_WELCOMED = BatchRequest | CheckpointNotice | Commit | LearnerGoodbye | LearnerProgress
 
 
 def has_state(message: FromPeer) -> bool:
@@ -57,8 +59,7 @@ def has_state(message: FromPeer) -> bool:
         return bool(message.progress or message.judging or message.written)
     if isinstance(message, Delivery):
         return bool(message.samples)
-    welcomed = BatchRequest | CheckpointNotice | Commit | LearnerGoodbye | LearnerProgress
-    return isinstance(message, welcomed)
+    return isinstance(message, FROM_WELCOMED)
 
 
 def check_delivery(

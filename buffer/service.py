@@ -354,6 +354,8 @@ class BufferService:
                     log(line)
                 self.has_refused_survivor = True
                 return self.send(peer, m.Refusal(line, ProcessLost.exit_code))
+            if isinstance(message, checks.FROM_WELCOMED) and self.is_fenced(peer, message.epoch):
+                return None
             getattr(self, f"on_{kind}")(peer, message)
         except BadMessage as error:
             self.refuse(error.reason, f"refused a {kind}: {error}")
@@ -701,8 +703,6 @@ class BufferService:
 
     def on_BatchRequest(self, peer: bytes, request: m.BatchRequest) -> None:
         """Queue a request for a batch; a repeated one replaces only the address for the reply."""
-        if self.is_fenced(peer, request.epoch):
-            return
         checks.check_batch_request(self.store, request.number)
         for position, (_, pending) in enumerate(self.batch_requests):
             if pending.number == request.number:
@@ -716,8 +716,6 @@ class BufferService:
         """Commit a trained batch, and write its metrics.
 
         Raises BadMessage for a metric without a name in the table of metrics."""
-        if self.is_fenced(peer, commit.epoch):
-            return
         checks.check_commit(self.store, commit.number, commit.label, commit.unused)
         if unknown := [name for name in commit.metrics if not metrics.is_known_metric(name)]:
             raise BadMessage(
@@ -760,24 +758,20 @@ class BufferService:
 
     def on_CheckpointNotice(self, peer: bytes, message: m.CheckpointNotice) -> None:
         """Retire the batches before the oldest checkpoint."""
-        if not self.is_fenced(peer, message.epoch):
-            self.store.retire_batches(message.oldest)
-            self.trained.fold_below(self.store.base)
+        self.store.retire_batches(message.oldest)
+        self.trained.fold_below(self.store.base)
 
     def on_LearnerGoodbye(self, peer: bytes, message: m.LearnerGoodbye) -> None:
         """Queue the goodbye of a learner that has trained all batches."""
-        if not self.is_fenced(peer, message.epoch):
-            message_checks.require(
-                self.store.committed >= self.store.settings.steps,
-                f"the learner leaves at version {message.number}, but only {self.store.committed} "
-                f"of {self.store.settings.steps} batches are committed (learner.steps)",
-            )
-            self.goodbyes = {peer: message}  # a single one, however often the learner connects
+        message_checks.require(
+            self.store.committed >= self.store.settings.steps,
+            f"the learner leaves at version {message.number}, but only {self.store.committed} "
+            f"of {self.store.settings.steps} batches are committed (learner.steps)",
+        )
+        self.goodbyes = {peer: message}  # a single one, however often the learner connects
 
     def on_LearnerProgress(self, peer: bytes, message: m.LearnerProgress) -> None:
         """Store the learner's numbers and its wait."""
-        if self.is_fenced(peer, message.epoch):
-            return
         self.send(peer, m.HeartbeatReply(message.epoch))
         assert self.learner is not None
         self.learner.waiting, self.learner.pid = message.waiting, message.pid

@@ -37,7 +37,7 @@ from actors.gateway.endpoint import replies
 from actors.gateway.endpoint.requests import PREFIX, Kind, ParsedRequest, decode_body, parse_request
 from actors.gateway.recovery.session_journal import OpenedSession
 from actors.gateway.refusals import TOO_LONG, CallRefused, build_too_long_error
-from actors.gateway.sessions import HarnessRequest, Session
+from actors.gateway.sessions import HarnessRequest
 from asyncrl.contract import outcomes
 from asyncrl.transport import http_server
 from asyncrl.transport.http_server import BoundedConnection, HttpServer, ListenAddress, authorize
@@ -81,12 +81,12 @@ class WebApp:
             "/s/{session}/reward": session(self._set_reward),
             "/s/{session}/end": session(self._end),
             "/s/{session}/beat": session(self._record_beat),
-            "/s/{session}/v1/messages/count_tokens": session(self._count_tokens, LARGEST_BODY),
+            "/s/{session}/v1/messages/count_tokens": self._count_tokens,
         }
         gets = {
-            "/s/{session}": session(self._describe_session),
-            "/s/{session}/v1/models": session(self._list_models),
-            "/s/{session}/v1/models/{model:path}": session(self._list_models),
+            "/s/{session}": session(lambda opened, body: None),
+            "/s/{session}/v1/models": self._list_models,
+            "/s/{session}/v1/models/{model:path}": self._list_models,
         }
         routes = [Route(path, route, methods=["POST"]) for path, route in posts.items()]
         routes += [Route(path, route, methods=["GET"]) for path, route in gets.items()]
@@ -107,17 +107,14 @@ class WebApp:
             )
         return opened
 
-    def _make_session_route(
-        self,
-        serve: Callable[[Request, OpenedSession, bytes], Awaitable[Response]],
-        limit: int = LARGEST_REPORT,
-    ) -> RouteFunction:
-        """Make a route of a session, which needs its key; limit: bytes of a body."""
+    def _make_session_route(self, change: Callable[[OpenedSession, bytes], None]) -> RouteFunction:
+        """Make a route that changes a session and describes its state."""
 
         async def route(request: Request) -> Response:
             opened = self._authorize_session(request)
-            async with open_body(request, limit) as body:
-                return await serve(request, opened, body)
+            async with open_body(request, LARGEST_REPORT) as body:
+                change(opened, body)
+            return JSONResponse(opened.session.describe(self.service.current_time()))
 
         return route
 
@@ -165,7 +162,7 @@ class WebApp:
         if self.service.is_ending:
             raise CallRefused(503, "ending", "the gateway is ending: come again")
 
-    async def _set_reward(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
+    def _set_reward(self, opened: OpenedSession, body: bytes) -> None:
         fields = decode_body(body, _load_json)
         session = opened.session
         value = _parse_number(fields.get("reward"), "reward", finite=False)
@@ -186,9 +183,8 @@ class WebApp:
             session.set_reward(value, parts, calls, now=self.service.current_time())
         finally:
             self.service.on_change(session)
-        return self._build_state_response(session)
 
-    async def _end(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
+    def _end(self, opened: OpenedSession, body: bytes) -> None:
         fields = decode_body(body, _load_json)
         session = opened.session
         failed = fields.get("failed")
@@ -207,36 +203,28 @@ class WebApp:
         else:
             raise CallRefused(400, "invalid_value", 'give {"score": true} or {"failed": "why"}')
         self.service.on_change(session)
-        return self._build_state_response(session)
 
-    async def _record_beat(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
+    def _record_beat(self, opened: OpenedSession, body: bytes) -> None:
         session = opened.session
         session.active_at = max(session.active_at, self.service.current_time())
-        return self._build_state_response(opened.session)
-
-    async def _describe_session(
-        self, request: Request, opened: OpenedSession, body: bytes
-    ) -> Response:
-        return self._build_state_response(opened.session)
-
-    def _build_state_response(self, session: Session) -> Response:
-        return JSONResponse(session.describe(self.service.current_time()))
 
     # ---- calls -----------------------------------------------------------------------------------
 
-    async def _list_models(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
-        model = self.service.request_policy.model
-        return list_models(request, model, opened.session.limits.context)
+    async def _list_models(self, request: Request) -> Response:
+        context = self._authorize_session(request).session.limits.context
+        return list_models(request, self.service.request_policy.model, context)
 
-    async def _count_tokens(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
+    async def _count_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt without a call."""
-        parsed = await self._read_call("messages", opened, body)
+        opened = self._authorize_session(request)
         chat = opened.session.composer
+        async with open_body(request, LARGEST_BODY) as body:
+            parsed = await self._read_call("messages", opened, body)
 
-        def count() -> int:
-            return len(chat.encode(chat.write(parsed.messages, parsed.tools)))
+            def count() -> int:
+                return len(chat.encode(chat.write(parsed.messages, parsed.tools)))
 
-        return JSONResponse({"input_tokens": await self._run_in_thread(len(body), count)})
+            return JSONResponse({"input_tokens": await self._run_in_thread(len(body), count)})
 
     def _make_call_route(self, kind: Kind) -> RouteFunction:
         async def route(request: Request) -> CallReply:
