@@ -39,7 +39,6 @@ from actors.engine import (
     Key,
     TokenCounts,
     build_completion,
-    require_room,
 )
 from actors.engine_vllm import (
     BLOCK,
@@ -47,7 +46,6 @@ from actors.engine_vllm import (
     ProbedEngine,
     choose_dtype,
     count_cache_bytes,
-    derive_seeds,
 )
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
@@ -248,12 +246,9 @@ class ServeEngine(ProbedEngine):
         if old != path:
             old.unlink()
 
-    def add(self, requests: Iterable[CompletionRequest]) -> None:
-        requests = list(requests)
-        for request, seed in zip(requests, derive_seeds(requests), strict=True):
-            require_room(request, self.context)
-            live = self.requests[request.key] = LiveRequest(request, seed)
-            live.answer = asyncio.run_coroutine_threadsafe(self._complete(live), self.loop)
+    def begin(self, request: CompletionRequest, seed: int) -> None:
+        live = self.requests[request.key] = LiveRequest(request, seed)
+        live.answer = asyncio.run_coroutine_threadsafe(self._complete(live), self.loop)
 
     def step(self, steps: int = 8) -> list[Completion]:
         """Wait a moment for answers, and return the completions that have ended."""

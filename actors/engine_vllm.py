@@ -17,6 +17,7 @@ keys of other weights.
 import importlib
 import os
 import sys
+from abc import abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -314,12 +315,8 @@ class SupportRecorder:
     """A record of the requests that have a support, whose distributions it restricts."""
 
     def __init__(self) -> None:
-        self.requests: dict[str, RecordedRequest] = {}
+        self.requests: dict[str, RecordedRequest] = {}  # by the name at the engine
         self.vocabulary = 0
-
-    def begin(self, name: str, constraint: TokenConstraint | None) -> None:
-        """Record a request, by its name at the engine."""
-        self.requests[name] = RecordedRequest(constraint)
 
     def end(self, name: str, length: int = 0) -> SampledSupport | None:
         """Forget a request; return the support of its `length` tokens, if recorded."""
@@ -600,6 +597,17 @@ class ProbedEngine(Engine):
             self.reference = ReferenceWeights(self.path, self.published)
         return weights, self.reference.compute_logprobs(weights)
 
+    def add(self, requests: Iterable[CompletionRequest]) -> None:
+        """See `actors.engine.Engine`.  A sample does not depend on the others: each has a seed."""
+        for request in requests:
+            require_room(request, self.context)
+            (number,) = draw_uniform_rows([request.stream], 1)[:, 0].tolist()
+            self.begin(request, int(number * 2**31))
+
+    @abstractmethod
+    def begin(self, request: CompletionRequest, seed: int) -> None:
+        """Begin a completion that fits into the context."""
+
     def score(self, prompts: Sequence[ndarray], most_likely: int = 1) -> list[PromptScores]:
         """See `actors.engine.Engine`."""
         raise ConfigError(
@@ -708,26 +716,23 @@ class VllmEngine(ProbedEngine):
             priority=-1,
         )
 
-    def add(self, requests: Iterable[CompletionRequest]) -> None:
-        requests = list(requests)
-        for request, seed in zip(requests, derive_seeds(requests), strict=True):
-            require_room(request, self.context)
-            name = self._join_id(*request.key)
-            settings = make_sampling_params(
-                max_tokens=request.max_new_tokens,
-                temperature=request.temperature,
-                top_p=request.top_p,
-                top_k=request.top_k,
-                stop_token_ids=list(request.stop),
-                logprobs=0,
-                flat_logprobs=True,
-                seed=seed,
-            )
-            self.requests[name] = (request, self.label)
-            if request.has_support:
-                self.recorder.begin(name, request.constraint)
-            prompt = self._build_prompt(request.prompt.tolist(), request.group)
-            self.llm.add_request(name, prompt, settings)
+    def begin(self, request: CompletionRequest, seed: int) -> None:
+        name = self._join_id(*request.key)
+        settings = make_sampling_params(
+            max_tokens=request.max_new_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            stop_token_ids=list(request.stop),
+            logprobs=0,
+            flat_logprobs=True,
+            seed=seed,
+        )
+        self.requests[name] = (request, self.label)
+        if request.has_support:
+            self.recorder.requests[name] = RecordedRequest(request.constraint)
+        prompt = self._build_prompt(request.prompt.tolist(), request.group)
+        self.llm.add_request(name, prompt, settings)
 
     def step(self, steps: int = 8) -> list[Completion]:
         completions: list[Completion] = []
@@ -828,14 +833,6 @@ def make_sampling_params(**settings: Any) -> Any:
     return SamplingParams(
         **settings, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
     )
-
-
-def derive_seeds(requests: Sequence[CompletionRequest]) -> list[int]:
-    """Derive one seed per request, so that a sample does not depend on its neighbors."""
-    if not requests:
-        return []
-    numbers = draw_uniform_rows([request.stream for request in requests], 1)[:, 0]
-    return [int(number * 2**31) for number in numbers.tolist()]
 
 
 class PlaceholderModule(ModuleType):

@@ -209,19 +209,18 @@ class Session:
         messages: Messages,
         tools: Tools = (),
         now: float,
-        max_new_tokens: int = 0,
-        stop: Sequence[str] = (),
         aside: bool = False,
+        **options: Any,
     ) -> SessionCall:
         """Place a call by messages: find its parent call and compose its prompt.
 
-        max_new_tokens: the client's limit, or 0 for the run's
+        options: of `accept`
 
         Raises CallRefused and the composer's errors.  The session is unchanged then.
         """
         self.check_may_call(now)
         composed = self.draft(messages, tools, aside)()
-        return self.accept(composed, now=now, max_new_tokens=max_new_tokens, stop=stop, aside=aside)
+        return self.accept(composed, now=now, aside=aside, **options)
 
     def draft(
         self, messages: Messages, tools: Tools = (), aside: bool = False
@@ -283,6 +282,7 @@ class Session:
     ) -> SessionCall:
         """Add a call with a composed prompt.
 
+        max_new_tokens: the client's limit, or 0 for the run's
         images: digest -> blob of the request's images
 
         Raises CallRefused, also when the session has ended since the call was drafted.

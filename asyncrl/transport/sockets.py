@@ -420,9 +420,13 @@ class PeerSocket(MessageReader):
             file=sys.stderr,
         )
         self.address = address
-        self.socket.close(linger=0)  # its unsent messages are repeated
-        self.socket = self._connect()
+        self.reconnect()
         return True
+
+    def reconnect(self) -> None:
+        """Open a new connection; unsent messages of the old one are repeated."""
+        self.socket.close(linger=0)
+        self.socket = self._connect()
 
     def recv(self, timeout: float) -> Any:
         """Return the next message within `timeout` seconds, or None.
@@ -448,8 +452,7 @@ class PeerSocket(MessageReader):
                     f"{self.address} sent an invalid message, reconnecting: {reason}",
                     file=sys.stderr,
                 )
-            self.socket.close(linger=0)
-            self.socket = self._connect()
+            self.reconnect()
             return None
         self.broken_in_a_row = 0
         return message

@@ -6,13 +6,11 @@ it.
 
 import importlib
 from abc import ABC, abstractmethod
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 from asyncrl.config.transports import TRANSPORTS
-from asyncrl.config.tree import Config
-from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
-from asyncrl.transport.ring import Rows, WeightRing
+from asyncrl.transport.ring import Rows
 
 
 class WeightsServer(ABC):
@@ -55,16 +53,11 @@ class WeightsClient(Protocol):
         """Disconnect."""
 
 
-class WeightsTransport(Protocol):
-    """The module of a transport."""
+def import_transport(transport: str) -> Any:
+    """Import the module that TRANSPORTS names for `weights.transport`.
 
-    def serve(self, config: Config, ring: WeightRing) -> WeightsServer | None:
-        """Start the learner's end; None if the config does not ask for it."""
-
-    def connect(self, config: Config, source: WeightsSource, name: str) -> WeightsClient:
-        """Connect generator `name`. Raises PeerUnreachable."""
-
-
-def import_transport(transport: str) -> WeightsTransport:
-    """Import the module that TRANSPORTS names for `weights.transport`."""
-    return cast(WeightsTransport, importlib.import_module(TRANSPORTS[transport]))
+    It has `serve(config, ring)`, which starts the learner's `WeightsServer`, or returns None if the
+    config does not ask for it, and `connect(config, source, name)`, which returns generator `name`
+    its `WeightsClient` or raises PeerUnreachable.
+    """
+    return importlib.import_module(TRANSPORTS[transport])
