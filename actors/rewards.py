@@ -30,7 +30,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -445,10 +445,23 @@ class RewardRunner:
     the task computes them and `reward.workers` is 0 or "auto". Otherwise they run in
     `reward.workers` processes (at least 1) or, with "auto", in as many as pay off; a judge or a
     reward model has one. run_dir: where a judge's replies and spending are kept.
+
+    Evaluation sets and tasks with rewards of their own have runners of their own, which start with
+    their first sample. A judge among them has its own RUN/judges/NAME. parts: their configs by
+    name; None: those of `config`.
     """
 
-    def __init__(self, config: Config, task: Any, run_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        task: Any,
+        run_dir: Path | None = None,
+        parts: Mapping[str, Config] | None = None,
+    ) -> None:
         self.task = task
+        self.run_dir = run_dir
+        self.parts = resolve_reward_configs(config) if parts is None else parts
+        self.runners: dict[str, RewardRunner] = {}
         self.done: list[RewardResult] = []
         self.fresh: list[_RewardJob] = []
         self.judged = 0
@@ -471,26 +484,32 @@ class RewardRunner:
 
     @property
     def is_working(self) -> bool:
-        """Whether the feeding thread makes progress, so that waiting calls will end."""
-        return self.pool is None or time.monotonic() - self.pool.turned < STUCK_S
+        """Whether the feeding threads make progress, so that waiting calls will end."""
+        is_stuck = self.pool is not None and time.monotonic() - self.pool.turned >= STUCK_S
+        return not is_stuck and all(runner.is_working for runner in self.runners.values())
 
     def collect_metrics(self) -> Numbers:
         """Return metrics: sums since the start, and the current state.
 
         Empty when rewards are judged in place.
         """
-        if self.pool is None:
-            return {}
-        return {
-            "reward/judged": self.judged,
-            "reward/waited_s": self.waited_s,
-            "reward/called_s": self.called_s,
-            "reward/batches": self.pool.batches,
-            "reward/failed_batches": self.pool.failed_batches,
-            "reward/queue": self.waiting,
-            "reward/workers": len(self.processes),
-            **(read_totals(self.account, self.judge) if self.account is not None else {}),
-        }
+        sums = Counter[str]()
+        if self.pool is not None:
+            sums.update(
+                {
+                    "reward/judged": self.judged,
+                    "reward/waited_s": self.waited_s,
+                    "reward/called_s": self.called_s,
+                    "reward/batches": self.pool.batches,
+                    "reward/failed_batches": self.pool.failed_batches,
+                    "reward/queue": self.waiting,
+                    "reward/workers": len(self.processes),
+                    **(read_totals(self.account, self.judge) if self.account is not None else {}),
+                }
+            )
+        for runner in self.runners.values():
+            sums.update(runner.collect_metrics())
+        return dict(sums)
 
     def submit(self, key: Key, prompt: Prompt, text: str, tokens: list[int]) -> None:
         """Submit `text` with its token ids `tokens`, including the stop token.
@@ -498,6 +517,17 @@ class RewardRunner:
         Processes receive it at the next `poll`.
         """
         self.waiting += 1
+        name = prompt.split if prompt.split in self.parts else prompt.task
+        if (config := self.parts.get(name)) is not None:
+            if name not in self.runners:
+                folder = None
+                if self.run_dir is not None and config.reward.judge.url:
+                    folder = self.run_dir / "judges" / name
+                    folder.mkdir(parents=True, exist_ok=True)
+                self.runners[name] = RewardRunner(config, self.task, folder, {})
+                self.runners[name].timed = self.timed
+            self.runners[name].submit(key, prompt, text, tokens)
+            return
         if self.pool is not None:
             self.fresh.append(_RewardJob(key, RewardCall(prompt, text, tokens), time.monotonic()))
             return
@@ -532,6 +562,8 @@ class RewardRunner:
                 self.waited_s += ended - job.submitted_at
                 self.done.append(result)
         results = self.done
+        for runner in self.runners.values():
+            results += runner.poll()
         self.done = []
         self.waiting -= len(results)
         return results
@@ -549,70 +581,13 @@ class RewardRunner:
         if self.pool is not None:
             self.pool.end()
             self.pool = None
-
-
-class RewardRunnerOfParts(RewardRunner):
-    """The rewards of a run with separate rewards for evaluation sets or tasks.
-
-    Each function starts with its first sample. A judge has its own RUN/judges/NAME, with its
-    replies and spending.
-    """
-
-    def __init__(self, config: Config, task: Any, run_dir: Path | None = None) -> None:
-        super().__init__(config, task, run_dir)
-        self.reward_configs = resolve_reward_configs(config)
-        self.run_dir = run_dir
-        self.runners: dict[str, RewardRunner] = {}
-
-    @property
-    def is_working(self) -> bool:
-        return super().is_working and all(runner.is_working for runner in self.runners.values())
-
-    def submit(self, key: Key, prompt: Prompt, text: str, tokens: list[int]) -> None:
-        name = prompt.split if prompt.split in self.reward_configs else prompt.task
-        if name not in self.reward_configs:
-            super().submit(key, prompt, text, tokens)
-            return
-        if name not in self.runners:
-            config, folder = self.reward_configs[name], None
-            if self.run_dir is not None and config.reward.judge.url:
-                folder = self.run_dir / "judges" / name
-                folder.mkdir(parents=True, exist_ok=True)
-            self.runners[name] = RewardRunner(config, self.task, folder)
-            self.runners[name].timed = self.timed
-        self.waiting += 1
-        self.runners[name].submit(key, prompt, text, tokens)
-
-    def collect_metrics(self) -> Numbers:
-        """Return the sums over all runners."""
-        sums = Counter[str](super().collect_metrics())
-        for runner in self.runners.values():
-            sums.update(runner.collect_metrics())
-        return dict(sums)
-
-    def poll(self) -> list[RewardResult]:
-        results = super().poll()
-        for runner in self.runners.values():
-            finished = runner.poll()
-            self.waiting -= len(finished)
-            results += finished
-        return results
-
-    def close(self) -> None:
-        super().close()
         for runner in self.runners.values():
             runner.close()
 
 
-def make_runner(config: Config, task: Any, run_dir: Path | None = None) -> RewardRunner:
-    """Make the reward runner of a run."""
-    several = bool(resolve_reward_configs(config))
-    return (RewardRunnerOfParts if several else RewardRunner)(config, task, run_dir)
-
-
 def judge_all(config: Config, task: Any, responses: Responses) -> list[RewardResult]:
     """Judge (prompt, text, token ids) triples as a run would; return results in order."""
-    runner = make_runner(config, task)
+    runner = RewardRunner(config, task)
     try:
         for index, (prompt, text, tokens) in enumerate(responses):
             runner.submit((index, 0, 0), prompt, text, tokens)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from actors.engine import Completion, CompletionRequest, Engine, Key
-from actors.rewards import RewardResult, make_runner
+from actors.rewards import RewardResult, RewardRunner
 from actors.schedule import TicketSchedule
 from asyncrl.config.tree import Config
 from asyncrl.contract import admission
@@ -117,7 +117,7 @@ class GeneratorTurn:
         self.tokenizer = load_tokenizer(config.model.path, renders_chats=not config.uses_sessions)
         self.stops = collect_stop_tokens(self.tokenizer, config)
         self.task = build_task(config)
-        self.rewards = make_runner(config, self.task, run_dir)
+        self.rewards = RewardRunner(config, self.task, run_dir)
         self.unscored: dict[Key, ScoredResponse] = {}  # waiting for their reward
         self.delayed = DelayQueue()  # of these, by staleness.delay
 

@@ -32,7 +32,7 @@ from msgspec.structs import asdict, replace
 from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat, find_parser
 from actors.gateway.sessions import Session, SessionCall, SessionLimits, SessionOutcome
-from actors.rewards import make_runner
+from actors.rewards import RewardRunner
 from actors.schedule import LeasedTicket, TicketSchedule
 from actors.ticket_holder import TicketHolder
 from asyncrl.config.agents import AgentConfig
@@ -406,7 +406,7 @@ class Gateway(TicketHolder):
         judges = any(
             agent.tools or agent.http or not agent.uses_sessions for agent in self.agents.values()
         )
-        self.rewards = make_runner(config, build_task(config), run_dir) if judges else None
+        self.rewards = RewardRunner(config, build_task(config), run_dir) if judges else None
         self.judged: dict[SampleKey, Session] = {}
         self.calls_socket = sockets.BufferSocket(
             get_gateway_address(config, run_dir, index),

@@ -37,7 +37,7 @@ from transformers import (
 
 from actors import reward_worker, rewards
 from actors.reward_worker import RewardCall, RewardUnit, judge_later
-from actors.rewards import RewardRunner, judge_all, make_runner
+from actors.rewards import RewardRunner, judge_all
 from actors.scorers import deadline_pause
 from actors.scorers import judge as judges
 from actors.scorers.deadline_pause import DeadlinePause, JudgeBudgetSpent, pause_deadline
@@ -210,7 +210,7 @@ def test_a_part_of_a_mixture_has_its_own_judge(server: Server, tmp_path: Path) -
         "reward": {"deadline_s": 3600.0},
     }
     settings = load.build(raw)
-    runner = make_runner(settings, get_task(settings.task), tmp_path)
+    runner = RewardRunner(settings, get_task(settings.task), tmp_path)
     timed: list[int] = []
     runner.timed = lambda name, began, ended, responses: timed.append(responses)
     try:
