@@ -49,20 +49,41 @@ def build_schema(function: Function) -> dict[str, Any]:
 
 
 class ToolLoop:
-    """A session of tools: runs them until an answer calls none."""
+    """A session of tools: runs them until an answer calls none.
 
-    pays = False  # whether it scores the session itself
+    functions: tools without state
+    instance: of a class with tools, which keeps its state between the calls; None: there is none
+    """
 
-    def __init__(self, functions: Sequence[Function]) -> None:
-        self.tools = {function.__name__: function for function in functions}
-        self.schemas = [build_schema(function) for function in functions]
-
-    def compute_reward(self) -> float:
-        """Score the session, if `pays`."""
-        raise AssertionError  # pragma: no cover - only where `pays`
+    def __init__(self, functions: Sequence[Function], instance: Any = None) -> None:
+        methods = () if instance is None else list_tool_names(type(instance))
+        tools = [*functions, *(getattr(instance, name) for name in methods)]
+        self.tools = {tool.__name__: tool for tool in tools}
+        self.schemas = [build_schema(tool) for tool in tools]
+        self.instance = instance
+        self.pays = has_reward(instance)  # whether it scores the session itself
+        if hasattr(instance, "close"):
+            self.close = instance.close
 
     def reset(self, prompt: Prompt) -> Messages:
-        return list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+        """Begin a session; append the text of the instance's `reset` to the last message."""
+        messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+        if self.instance is None:
+            return messages
+        text = await_value(self.instance.reset(**build_row(prompt, messages, self.instance.reset)))
+        if text is None:
+            return messages
+        if not isinstance(text, str):
+            raise ValueError(f"reset returned a {type(text).__name__}, not text or None")
+        last_message = messages[-1]
+        return [
+            *messages[:-1],
+            {**last_message, "content": (last_message.get("content") or "") + text},
+        ]
+
+    def compute_reward(self) -> float:
+        """Return the reward of `get_reward` for the session so far."""
+        return float(await_value(self.instance.get_reward()))
 
     def run_calls(self, message: Mapping[str, Any]) -> Messages:
         """Run the tools that an answer calls; the messages are empty for the last answer.
@@ -83,40 +104,6 @@ class ToolLoop:
                 {"role": "tool", "tool_call_id": tool_call_id, "content": content, "name": name}
             )
         return messages
-
-
-class StatefulTools(ToolLoop):
-    """A session of a class with tools, which keeps its state between the calls.
-
-    functions: tools without state, beside its methods
-    """
-
-    def __init__(self, instance: Any, functions: Sequence[Function]) -> None:
-        super().__init__(
-            [*functions, *(getattr(instance, name) for name in list_tool_names(type(instance)))]
-        )
-        self.instance = instance
-        self.pays = has_reward(instance)
-        if hasattr(instance, "close"):
-            self.close = instance.close
-
-    def reset(self, prompt: Prompt) -> Messages:
-        """Begin a session; append the text of `reset` to the prompt's last message."""
-        messages = super().reset(prompt)
-        text = await_value(self.instance.reset(**build_row(prompt, messages, self.instance.reset)))
-        if text is None:
-            return messages
-        if not isinstance(text, str):
-            raise ValueError(f"reset returned a {type(text).__name__}, not text or None")
-        last_message = messages[-1]
-        return [
-            *messages[:-1],
-            {**last_message, "content": (last_message.get("content") or "") + text},
-        ]
-
-    def compute_reward(self) -> float:
-        """Return the reward of `get_reward` for the session so far."""
-        return float(await_value(self.instance.get_reward()))
 
 
 def build_row(prompt: Prompt, messages: Messages, reset: Function) -> dict[str, Any]:
@@ -184,7 +171,7 @@ def load(
         )
 
     def make() -> ToolLoop:
-        return StatefulTools(tool_class(**args), functions)
+        return ToolLoop(functions, tool_class(**args))
 
     make()
     return make

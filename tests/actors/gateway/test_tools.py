@@ -13,7 +13,6 @@ from actors.gateway.environment_worker import (
 )
 from actors.gateway.hubs.tools import (
     LONGEST,
-    StatefulTools,
     ToolLoop,
     build_row,
     build_schema,
@@ -162,7 +161,7 @@ def test_a_state_is_begun_scored_and_closed() -> None:
         return "p"
 
     made = Purse()
-    loop = StatefulTools(made, [plain])
+    loop = ToolLoop([plain], made)
     assert list(loop.tools) == ["plain", "count"] and loop.pays
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u", "name": "n"}]
     first = loop.reset(Prompt(0, "", answer="[1]", messages=turns, meta={"goal": "2"}))
@@ -177,7 +176,7 @@ def test_a_state_is_begun_scored_and_closed() -> None:
         def reset(self) -> int:
             return 7
 
-    bare = StatefulTools(Bare(), [])
+    bare = ToolLoop([], Bare())
     assert not bare.pays and not hasattr(bare, "close")
     with pytest.raises(ValueError) as error:
         bare.reset(Prompt(0, "a"))
