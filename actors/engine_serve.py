@@ -263,7 +263,9 @@ class ServeEngine(ProbedEngine):
             if isinstance(ended, Exception):
                 raise ended
             if self.requests.get(ended.request.key) is ended:
-                completions.append(self._build_completion(ended))
+                request = self.requests.pop(ended.request.key).request
+                spans = self.build_spans(ended.spans, ended.born)
+                completions.append(build_completion(request, ended.tokens, ended.logprobs, spans))
         self.steps_made += 1
         return completions
 
@@ -372,11 +374,6 @@ class ServeEngine(ProbedEngine):
             raise ServerLost(f"an answer of {len(live.tokens)} tokens was cut off")
         if any(span.version not in server.given for span in live.spans):
             raise ServerLost(f"it sampled with weights that it was not given: {live.spans}")
-
-    def _build_completion(self, live: LiveRequest) -> Completion:
-        request = self.requests.pop(live.request.key).request
-        spans = self.build_spans(live.spans, live.born)
-        return build_completion(request, live.tokens, live.logprobs, spans)
 
     # ---- servers ---------------------------------------------------------------------------------
 

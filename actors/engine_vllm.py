@@ -700,7 +700,7 @@ class VllmEngine(ProbedEngine):
             )
         # replace the probe of the last swap, which has not run yet
         if self.expected is not None:
-            self._drop([self._join_id(PROBE, self.loads)])
+            self.llm.abort_request([self._join_id(PROBE, self.loads)])
         if self.in_flight == "recompute_kv":
             self.llm.reset_prefix_cache(reset_running_requests=True)
         self.label = label
@@ -773,7 +773,7 @@ class VllmEngine(ProbedEngine):
             key = self.requests.pop(name)[0].key
             tokens[key] = live.get(key, 0)
             self.recorder.end(name)
-        self._drop(names)
+        self.llm.abort_request(names)
         return tokens
 
     def count_tokens(self) -> TokenCounts:
@@ -809,9 +809,6 @@ class VllmEngine(ProbedEngine):
 
     def _build_prompt(self, ids: list[int], group: Hashable) -> dict[str, Any]:
         return {"prompt_token_ids": ids, "cache_salt": self.salt(group, self.loads)}
-
-    def _drop(self, names: list[str]) -> None:
-        self.llm.abort_request(names)
 
     def _build_completion(self, output: Any) -> Completion:
         request, born = self.requests.pop(output.request_id)

@@ -808,22 +808,15 @@ class Gateway(TicketHolder):
                 if self.deferred_calls.pop(number, None) is not None or self.router.cancel(number):
                     self.on_result(m.CallResult(number, b"", b"", [], "length"))
             if self.is_expired(session.ticket):
-                self.give_up(session, now)
+                # no ticket resumes a session whose group has its samples, or was dropped
+                deadline = max(session.opened + session.limits.deadline_s, self.epoch_since)
+                if now > deadline + session.limits.grace_s:
+                    grant = self.held[session.ticket_key]
+                    self.drop(session)
+                    if not grant.live:
+                        self.close_ticket(session.ticket_key)
             elif session.is_complete:
                 self.deliver(session)
-
-    def give_up(self, session: Session, now: float) -> None:
-        """Drop a parked session that no new ticket resumed before its deadline.
-
-        Its tokens are reported as lost.  No ticket comes when its group has its samples already, or
-        was dropped.
-        """
-        deadline = max(session.opened + session.limits.deadline_s, self.epoch_since)
-        if now > deadline + session.limits.grace_s:
-            grant = self.held[session.ticket_key]
-            self.drop(session)
-            if not grant.live:
-                self.close_ticket(session.ticket_key)
 
     def deliver(self, session: Session) -> None:
         """Queue the trajectory of a session that has ended, and forget the session."""
