@@ -17,7 +17,6 @@ keys of other weights.
 import importlib
 import os
 import sys
-from abc import abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -604,7 +603,6 @@ class ProbedEngine(Engine):
             (number,) = draw_uniform_rows([request.stream], 1)[:, 0].tolist()
             self.begin(request, int(number * 2**31))
 
-    @abstractmethod
     def begin(self, request: CompletionRequest, seed: int) -> None:
         """Begin a completion that fits into the context."""
 
