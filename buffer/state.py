@@ -62,7 +62,7 @@ GROUPS = _make_packing(
     lambda _, saved: {group.ticket: group for group in saved},
 )
 DRAWN, FATES, ATTEMPTS = (
-    _make_packing(list[pair], lambda x: list(x.items()), lambda _, x: OrderedDict(x))  # type: ignore
+    _make_packing(list[pair], lambda x: [*x.items()], lambda _, x: OrderedDict(x))  # type: ignore
     for pair in (
         tuple[tuple[str, int], int],
         tuple[SampleKey, Disposition],

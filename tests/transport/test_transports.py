@@ -116,7 +116,7 @@ def test_a_way_is_chosen_by_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         pulled = receiver.pull(publisher.source, Label(1, number), digest)
         assert pulled is not None and (pulled.digest, pulled.probe) == (digest, b"probe")
         assert pulled.tensors["w"].numpy().tobytes() == flat[:16]
-        assert receiver.bytes_over_socket == (number + 1) * size
+        assert clients[0][0].bytes_received == (number + 1) * size
     assert publisher.ring.write.call_args.args[2] == [Label(1, 1), Label(1, 0)]
     assert receiver.pull(publisher.source, Label(1, 9), "gone") is None
     # one client for all of an epoch's versions, and it is told where the server is
