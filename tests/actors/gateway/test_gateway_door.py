@@ -114,7 +114,9 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
             first = await waiting
         assert first is not None and first.session.ticket.kind == "eval"  # evaluation goes first
         assert await door.lease("a", 0.0) is first
-        assert "secret" not in str(first.session.ticket.prompt.describe_task()) and first.first
+        assert (
+            "secret" not in str(first.session.ticket.prompt.describe_task()) and first.session.first
+        )
         second = await door.lease("b", 0.0)
         assert second is not None and second.key != first.key
         assert await door.lease("c", 0.0) is None  # agent.sessions
@@ -177,7 +179,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
         last = msgspec.structs.replace(ticket(4), ticket=1, samples=[sample])
         gateway.accept_tickets([msgspec.structs.replace(last, min_version=Label(3, 0))])
         again_leased = await door.lease("d", 0.0)
-        assert again_leased is not None and not again_leased.first
+        assert again_leased is not None and not again_leased.session.first
 
     asyncio.run(play())
 

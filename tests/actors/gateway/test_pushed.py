@@ -288,12 +288,12 @@ def test_a_function_that_does_not_stop_loses_its_process_and_the_others_begin_ag
     hangs = world.begun(world.take("pays", gate=str(tmp_path / "never")))
     other = world.take("pays", gate=str(gate))
     before = world.begun(other)
-    assert before.first
+    assert before.session.first
     process = world.pushing.workers[0].process.pid
     hangs.session.fail("the learner was started again")
     until(lambda: world.turn() or world.pushing.workers[0].process.pid != process)
     again = until(lambda: world.begun(other) is not before and world.begun(other))
-    assert not again.first and again.key != before.key and before.session.outcome.failed
+    assert not again.session.first and again.key != before.key and before.session.outcome.failed
     world.turn()
     (player,) = [p for worker in world.pushing.workers for p in worker.playing.values()]
     assert player.opened is again and player.stop_at == math.inf  # its session is open
