@@ -37,6 +37,7 @@ def pick_groups(store: StoreRules, number: int) -> tuple[list[Group], BatchWait 
     else:
         candidates = list(store.iterate_uncomposed_groups())
         if store.settings.on_exceed == "drop":
+            # a group past the limit is granted again; the third time it is abandoned
             for group in candidates:
                 if not group.is_complete or all(
                     admission.compute_sample_lag(compute_lag_runs(store, stored, number))

@@ -118,6 +118,7 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
         self.read()
         now = self.sessions.current_time()
         for worker in list(self.workers):
+            # stop the agents of ended sessions: at once if failed, else after grace_s
             for number, player in worker.playing.items():
                 session = player.opened.session
                 if session.state != "open" and player.stop_at == math.inf:
@@ -231,6 +232,7 @@ class SocketWatcher:
 
     async def wait_until_due(self) -> None:
         """Wait until the next turn is due."""
+        # a new socket or process may get the descriptor of an old one
         wires = [*self.gateway.wires, *(wire for pool in self.agents for wire in pool.wires)]
         current: dict[int, Any] = {wire.fileno(): wire for wire in wires}
         callbacks = dict.fromkeys(current, self.sessions.wake)

@@ -80,6 +80,7 @@ class RewardModelScorer:
                 "was it saved as a classifier?",
             )
         self.model = model.to(device).eval()
+        # a decoder's classifier reads the last token that is not padding
         pad = self.tokenizer.pad_token_id
         if pad is None:
             raise build_refusal(

@@ -97,6 +97,8 @@ class VerifiersEnvironment:
         )
         outcome = {**(output.get("metrics") or {}), "reward": output.get("reward")}
         truncated = bool(output.get("is_truncated")) or output.get("stop_condition") == TIMED_OUT
+        # An empty answer is the policy's. It is scored, and a function that cannot read it pays 0.
+        # A failed session would be sampled again, so that the policy would never learn from them.
         error = output.get("error")
         failed = next(iter(errors), "")
         if error is not None:
