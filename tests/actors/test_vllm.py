@@ -28,7 +28,6 @@ from actors.engine_vllm import (
     SeededSampler,
     UnsupportedModel,
     VllmEngine,
-    derive_seeds,
     make_engine,
     make_sampling_params,
     view_fused,
@@ -433,7 +432,10 @@ def test_seeds_of_neighbours_are_not_consecutive(case: Case) -> None:
     assert len(done["group"]) == 3
     if case.bound < 1e-3:
         assert done["group"] == [*done["seven"], *done["eight"], *done["nine"]]
-    seeds = derive_seeds([request(t, s, [3, 4, 5]) for t in range(8) for s in range(4)])
+    seeds: list[int] = []
+    seeding = SimpleNamespace(context=CONTEXT, begin=lambda _, seed: seeds.append(seed))
+    asked = [request(t, s, [3, 4, 5]) for t in range(8) for s in range(4)]
+    engine_vllm.ProbedEngine.add(seeding, asked)
     assert len(set(seeds)) == 32 and min(np.diff(sorted(seeds))) > 8
 
 
