@@ -11,13 +11,7 @@ from actors.gateway.environment_worker import (
     EnvironmentOperation,
     EnvironmentSetup,
 )
-from actors.gateway.hubs.tools import (
-    LONGEST,
-    ToolLoop,
-    build_row,
-    build_schema,
-    load,
-)
+from actors.gateway.hubs.tools import LONGEST, ToolLoop, build_row, build_schema, load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
