@@ -7,6 +7,8 @@
 Starlette finds the route and turns errors into responses. The engine's thread computes. Options
 that would change a completion and are not served are refused, never ignored."""
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 import os

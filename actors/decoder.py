@@ -6,6 +6,8 @@ row writes the same column at each step (`StepColumns` chooses it), so that a wr
 a version is one number per column.
 """
 
+from __future__ import annotations
+
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
 """The generator's outbox: pack samples into frames, resend until acknowledged."""
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple

@@ -3,6 +3,8 @@
 asyncrl/config/engines.py lists the engines.
 """
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -12,6 +12,8 @@ blocks (`decoder.PrefixCache`) until the next weights. A prompt that begins with
 sampled under these weights is encoded only behind them.
 """
 
+from __future__ import annotations
+
 import itertools
 import time
 from collections import deque
@@ -275,6 +277,7 @@ class EmbeddedEngine:
                     count = min(free, len(self.queue))
                     self._admit([self.queue.popleft() for _ in range(count)])
             elif self.live < SHRINK * len(self.rows):
+                # move the live rows to the front, so that no step computes the ended ones
                 keep = [slot for slot, _ in self.live_rows]
                 index = torch.tensor(keep, device=self.device)
                 count = len(keep)

@@ -5,6 +5,8 @@ nothing about the cache, and slow: T steps of T tokens each. A swap always acts 
 Llama, Qwen2, Qwen3, Mistral, Qwen3-MoE and Mixtral use actors/engine_embedded.py instead.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -9,6 +9,8 @@ or answers with another version gets no requests until it has the current weight
 unfinished requests go to the others, and their lost tokens count as sampled.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import fcntl
@@ -466,6 +468,7 @@ class ServeEngine(ProbedEngine):
                             f"model.path = {self.path}: {error}"
                         ) from error
                     raise
+                # the probe waits behind the tokens of running requests: no update waits for it
                 self.callers.submit(self._probe, server, weights, probe)
                 server.weights = weights
                 self.loop.call_soon_threadsafe(self.readied.set)

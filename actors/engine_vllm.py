@@ -14,6 +14,8 @@ prompt only behind the kept ones. The load count salts the block hashes, so that
 keys of other weights.
 """
 
+from __future__ import annotations
+
 import importlib
 import os
 import sys

@@ -8,6 +8,8 @@ response, or a list of them for a function that takes lists (`batched`). A corou
 several units running.
 """
 
+from __future__ import annotations
+
 import asyncio
 import functools
 import inspect

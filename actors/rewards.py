@@ -23,6 +23,8 @@ working on its first `window` units and on nothing else. If these hold a single 
 has failed. Of several the faulty one is unknown: each is judged again, alone.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import select

@@ -12,6 +12,8 @@
    the engine's batch, and with it the last bit of every logprob, then depends on the tickets alone.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """A process that holds tickets: requests, renewals and deliveries, until the run or it ends."""
 
+from __future__ import annotations
+
 import os
 import time
 from abc import abstractmethod

@@ -16,6 +16,8 @@ The caller has the clock and the weights. It decides when to load, how long to d
 delayed sample is due, and how long to wait for a reward.
 """
 
+from __future__ import annotations
+
 import heapq
 import time
 from collections.abc import Iterable

@@ -234,6 +234,8 @@ def check_samples(
     """Check samples by themselves: lengths of arrays, finite numbers, token ids, config limits."""
     for sample in samples:
         name = cite(sample)
+        # the lengths of its arrays; its spans give each token one version, and only a failed sample
+        # may be empty
         is_session = bool(settings.session_tokens)
         if not is_session and (sample.rows or sample.aside or sample.calls or sample.adopted):
             raise BadMessage(

@@ -531,6 +531,7 @@ class Store(StoreRules):
             self._end_lease(group)
             self.completions += 1
             group.completed = self.completions
+            # a group without differences between its rewards has no gradient, and may be filtered
             rewards = [stored.trajectory.reward for stored in group.list_stored_samples()]
             has_equal_rewards = math.isclose(min(rewards), max(rewards), rel_tol=EQUAL)
             if group.task:
@@ -583,6 +584,8 @@ class Store(StoreRules):
         """Remove a group from the stream and count its samples under a ledger line."""
         if self.settings.inject is not None and line in ("abandoned", "fatal"):
             self._skip_trained()
+            # A new group takes the position of the removed one. Under lag injection the position
+            # decides the lag: the later groups must keep their batches.
             successor = Group(
                 self.cursor,
                 [None] * self.settings.group,
@@ -704,6 +707,8 @@ class Store(StoreRules):
         if number > self.base + len(self.comps):
             for group in self.retained.values():
                 self._retire(group, trained=True)
+            # The learner has trained batches that this buffer never composed. Groups of those
+            # batches that are still alive here are not trained again.
             above = set(hello.trained_above)
             for group in [
                 group

@@ -5,6 +5,8 @@ longer than agent.step_s or ends the process, its session fails; the other sessi
 begin again.
 """
 
+from __future__ import annotations
+
 import sys
 from collections import Counter, deque
 from typing import NamedTuple

@@ -2,6 +2,8 @@
 
 These are sessions in environments (agent.env, agent.tools), or of one call."""
 
+from __future__ import annotations
+
 import asyncio
 import gc
 import socket

@@ -9,6 +9,8 @@ reward processes: four bytes of length and msgpack.
 The order tells the parent which session a process was busy with when it hangs or exits.
 """
 
+from __future__ import annotations
+
 import socket
 from collections.abc import Mapping
 from functools import partial
@@ -171,6 +173,7 @@ class EnvironmentHost:
             if self.make_environment is None:
                 if op.kind == "reset":
                     assert op.prompt is not None
+                    # tools begin with the prompt, and run until an answer calls none of them
                     loop: ToolLoop = self.make_tools()
                     self.sessions[op.session] = loop
                     obs = check_observation(loop.reset(op.prompt))

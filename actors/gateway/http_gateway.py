@@ -7,6 +7,8 @@ process that exits fail.  When a process is killed because an agent does not sto
 sessions begin again.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 import os

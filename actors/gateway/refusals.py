@@ -1,5 +1,7 @@
 """Refused requests of a session."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any, TypeVar
 

@@ -4,6 +4,8 @@ Leases take samples of the gateway's tickets, and calls go to its router.  One e
 endpoint and the gateway's turns.
 """
 
+from __future__ import annotations
+
 import asyncio
 import os
 import secrets

@@ -12,6 +12,8 @@ Pure: the clock and the composer of prompts, a `ChatFormat`, are arguments, and 
 All methods are called from one thread.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -296,6 +298,7 @@ class Session:
             node.tools = composed.tools
         node.text_length, node.text_digest = len(composed.text), compute_text_digest(composed.text)
         node.images = self.composer.find_images(composed.text, tail)
+        # the images that are new to the session, whose number and bytes are limited
         new_images = {name: images[name] for name in node.images if name in images}
         if unknown := set(node.images) - new_images.keys() - self.images.keys():
             raise CallRefused(

@@ -3,6 +3,8 @@
 Each function raises BadMessage; its reason is a key of REFUSALS.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 
@@ -98,6 +100,7 @@ def _check_columns(row: Row, name: str, model: ModelShape) -> None:
     if row.routed or (model.routing is not None and row.tokens):
         if not row.routed:
             raise BadMessage(f"{name}: it has no experts, and the learner replays them", "shape")
+        # the model has read all tokens but the last one
         tokens = (len(row.prompt_tokens) + len(row.tokens)) // 4 - 1
         try:
             shape = RoutedExperts.decode(row.routed, tokens).shape

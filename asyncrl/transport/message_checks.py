@@ -48,6 +48,7 @@ def check(message: object, model: m.ModelShape = m.UNKNOWN_MODEL) -> None:
     if isinstance(message, m.Batch):
         from asyncrl.transport import arrays  # imports numpy, which a live view does not need
 
+        # a batch with inconsistent arrays would end the learner in its step
         name = f"batch {message.number}"
         counts = {len(message.lags), len(message.in_flight), len(message.token_lags)}
         require(
@@ -94,6 +95,7 @@ def check(message: object, model: m.ModelShape = m.UNKNOWN_MODEL) -> None:
             f"{name}: its ledger has unknown lines or infinite counts",
         )
     elif isinstance(message, m.TicketGrant):
+        # each sample once, and images that the tokenizer can place
         for ticket in message.tickets:
             name = f"ticket {ticket.ticket}, attempt {ticket.attempt}"
             require(

@@ -209,6 +209,7 @@ class WorkerPool(ABC, Generic[_Worker, _Reply]):
             # checked first, so that the last replies of a worker that has exited are still read
             exited = worker.process.poll() is not None
             for reply in worker.receive_messages(self.decode):
+                # the first reply says whether the code was imported; all later ones are of its work
                 if reply.kind == "broken":
                     raise ConfigError(reply.why)
                 if reply.kind == "ready":

@@ -6,6 +6,8 @@ descendants (PR_SET_CHILD_SUBREAPER), and when it ends they become children of t
 child of this process that is not a running program belongs to a session that has ended.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import fnmatch

@@ -6,6 +6,8 @@ session, because it mostly waits for the model.  To stop a session, its coroutin
 plain function cannot be stopped, and the gateway kills this process if it does not end.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import inspect

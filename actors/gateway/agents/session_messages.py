@@ -6,6 +6,8 @@ in:   AgentSetup, then SessionOrders
 out:  SessionResult "ready" or "broken", then one for each session, in any order
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import socket

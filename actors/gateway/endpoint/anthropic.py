@@ -1,5 +1,7 @@
 """Translate Anthropic's /v1/messages to a chat completion and back.  Pure."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

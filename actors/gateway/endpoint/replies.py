@@ -1,5 +1,7 @@
 """Bodies of the endpoint's responses: answers, streams and errors.  Pure."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Sequence
 

@@ -8,6 +8,8 @@ The run determines the distribution of an answer:
 - options under which the policy cannot be trained are refused
 """
 
+from __future__ import annotations
+
 import functools
 import json
 import re
@@ -67,6 +69,7 @@ def build_grammar(options: Options, tools: Tools, parser: str) -> str:
 
     Raises CallRefused for a form that cannot become a grammar.
     """
+    # the expression of the demanded text; "": any text
     demands = [
         expression
         for key in FORMATS
@@ -383,6 +386,7 @@ def parse_request(
     """Parse a body of an API.  Raises CallRefused."""
     images: ImageBlobs = {}
     if policy.images:
+        # each image becomes a text part with its digest, so that messages are compared as text
         blobs: ImageBlobs = {}
         converted = dict(body)
         for key in LISTS:
@@ -406,6 +410,7 @@ def parse_request(
         options = responses.to_chat(body)
     elif kind == "ids":
         options = {**take(body, "sampling_params", dict), **body}
+    # options that change nothing here are named in the response, and others refused
     ignored: list[str] = []
     for name, value in options.items():
         if value is None or name in QUIET:

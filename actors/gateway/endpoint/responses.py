@@ -4,6 +4,8 @@ Nothing is stored for a later request: each one must hold the whole input, as ag
 `store` off.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +38,7 @@ def to_chat(body: Mapping[str, Any]) -> JsonObject:
         raise build_refusal("input", "give text, or a list of at least one item")
     for index, item in enumerate(items):
         location = f"input[{index}]"
+        # the text and the calls of an answer are separate items that become one message
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message" and isinstance(item.get("role"), str):
             messages.append(

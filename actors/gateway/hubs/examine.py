@@ -4,6 +4,8 @@ ENV is agent.env and ARGS agent.args as JSON. The rows go to DIR/train.jsonl and
 Standard output is one JSON object: the number of rows of each, or `error`.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys

@@ -1,5 +1,7 @@
 """The prompts of an environment's own data sets, as files that the task reads."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import tempfile

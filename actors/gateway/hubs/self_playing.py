@@ -10,6 +10,8 @@ An environment of a hub, loaded once in a process, has
         no such data set.  Raise ConfigError for a prompt that is not text.
 """
 
+from __future__ import annotations
+
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
 """Environments of hubs with gymnasium's reset and step on text."""
 
+from __future__ import annotations
+
 import importlib
 import json
 import urllib.request

@@ -4,6 +4,8 @@ TRL calls such a class an environment: `reset(**row)` begins a session, the othe
 tools, and `get_reward()`, if there is one, pays at the end.
 """
 
+from __future__ import annotations
+
 import contextlib
 import inspect
 import json

@@ -149,6 +149,7 @@ class TasksetEnvironment:
         if errors:
             reason = f"failed: {get_first_line(f'{errors[0].type}: {errors[0].message}')}"
             return SessionResult(session.number, "failed", why=reason)
+        # rewards and metrics of the policy's trace become parts of the reward
         traces = [trace for trace in episode.traces if trace.agent.name == self.policy]
         if len(traces) != 1:
             reason = f"the environment ran the agent {self.policy} {len(traces)} times, not once"

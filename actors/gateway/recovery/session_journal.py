@@ -12,6 +12,8 @@ sent, and is cut off.  Calls that were being sampled are not kept: a client's re
 again.
 """
 
+from __future__ import annotations
+
 import asyncio
 import os
 import sys
@@ -254,6 +256,7 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> None:
     for record in records:
         session.images |= record.images
         if (call_record := record.call) is not None:
+            # put the call back into the tree, behind its parent, with the answer for a retry
             parent = None if call_record.parent is None else nodes[call_record.parent]
             node = CallNode(
                 parent=parent,
