@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from actors.engine import Completion, CompletionRequest
 from actors.engine_vllm import (
     PLAIN,
     DirectWriter,
+    ProbedEngine,
     ReferenceWeights,
     SeededSampler,
     UnsupportedModel,
@@ -433,9 +435,9 @@ def test_seeds_of_neighbours_are_not_consecutive(case: Case) -> None:
     if case.bound < 1e-3:
         assert done["group"] == [*done["seven"], *done["eight"], *done["nine"]]
     seeds: list[int] = []
-    seeding = SimpleNamespace(context=CONTEXT, begin=lambda _, seed: seeds.append(seed))
+    seeding = SimpleNamespace(context=64, begin=lambda _, seed: seeds.append(seed))
     asked = [request(t, s, [3, 4, 5]) for t in range(8) for s in range(4)]
-    engine_vllm.ProbedEngine.add(seeding, asked)
+    ProbedEngine.add(seeding, asked)
     assert len(set(seeds)) == 32 and min(np.diff(sorted(seeds))) > 8
 
 

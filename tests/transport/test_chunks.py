@@ -292,8 +292,8 @@ for n, pair in enumerate(sys.argv[1:]):
                 print("none" if got is None else f"{got[1]} {xxhash.xxh3_64_hexdigest(got[0]['w'].numpy())} {got[2].decode()}", file=answers, flush=True)
                 continue
             receiver.open(source)
-            receiver.pair.pair.write(weight_pairs._PairRequest(label, ""))
-            receiver.pair.pair.read(weight_pairs._PairReply)
+            receiver.client.pair.write(weight_pairs._PairRequest(label, ""))
+            receiver.client.pair.read(weight_pairs._PairReply)
             print("asked", file=answers, flush=True)
             time.sleep(1000) if what == "stall" else os.kill(os.getpid(), signal.SIGKILL)
         os._exit(0)
