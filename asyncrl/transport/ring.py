@@ -255,6 +255,7 @@ class RingReader:
     def __init__(self, directory: Path, reader_id: str) -> None:
         self.directory = directory
         self.probe = b""  # of the version read last
+        self.is_broken = False
         private.check(directory)
         try:
             self._manifest = msgspec.msgpack.decode(
@@ -277,14 +278,6 @@ class RingReader:
         except OSError:
             return 0
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether the directory was removed or recreated since this reader opened it.
-
-        If so, its maps get no new version.
-        """
-        return self._read_inode() != self._inode
-
     def fetch_layout(self) -> Rows:
         """Return the layout of the flat bytes."""
         return self._manifest.rows
@@ -292,7 +285,11 @@ class RingReader:
     def fetch(self, label: Label, digest: str, into: memoryview) -> str:
         """Do as `WeightsClient.fetch` does."""
         digest = digest or self.list_labels().get(label, "")
-        return digest if digest and self.read(label, digest, into) else ""
+        if digest and self.read(label, digest, into):
+            return digest
+        # the maps of a directory that was removed or recreated get no new version
+        self.is_broken = self._read_inode() != self._inode
+        return ""
 
     def _read_manifest(self) -> None:
         while (
