@@ -113,7 +113,7 @@ class WeightRing:
     def recreate(self) -> bool:
         """Create the directory again if it was removed; return whether it was.
 
-        Readers of the old files keep them. `RingReader.is_replaced` shows them that these files
+        Readers of the old files keep them. `RingReader.is_broken` shows them that these files
         will get no new version. Raises AsyncrlError.
         """
         if (self.directory / "manifest").exists():
