@@ -520,6 +520,8 @@ class RewardRunner:
         """
         self.waiting += 1
         name = prompt.split if prompt.split in self.parts else prompt.task
+        # a set or a task with a reward of its own has a runner of its own, which counts its
+        # processes and calls by itself
         if (config := self.parts.get(name)) is not None:
             if name not in self.runners:
                 folder = None

@@ -37,24 +37,7 @@ def pick_groups(store: StoreRules, number: int) -> tuple[list[Group], BatchWait 
     else:
         candidates = list(store.iterate_uncomposed_groups())
         if store.settings.on_exceed == "drop":
-            # a group past the limit is granted again; the third time it is abandoned
-            for group in candidates:
-                if not group.is_complete or all(
-                    admission.compute_sample_lag(compute_lag_runs(store, stored, number))
-                    <= store.max_lag
-                    for stored in group.list_stored_samples()
-                ):
-                    continue
-                group.drops += 1
-                store.changes += 1
-                if group.drops >= MAX_DROPS:
-                    store.remove_group(group, "abandoned")
-                    continue
-                store.stored_bytes -= group.count_sample_bytes()
-                for stored in group.list_stored_samples():
-                    group.record_loss(stored, "dropped_stale")
-                group.empty()
-                store.lacking = True
+            drop_stale(store, candidates, number)
         ready = sorted(
             (group for group in candidates if group.is_complete and group.ticket in store.alive),
             key=lambda group: (rank(store, group, number), group.completed),
@@ -97,6 +80,28 @@ def compute_lag_runs(store: StoreRules, stored: StoredSample, number: int) -> li
     return admission.compute_span_lags(
         store.tree, stored.trajectory.list_spans(), store.policy, number
     )
+
+
+def drop_stale(store: StoreRules, groups: list[Group], number: int) -> None:
+    """Drop the samples of complete groups past the limit (on_exceed = drop).
+
+    The group's ticket is granted again; the third time the group is abandoned."""
+    for group in groups:
+        if not group.is_complete or all(
+            admission.compute_sample_lag(compute_lag_runs(store, stored, number)) <= store.max_lag
+            for stored in group.list_stored_samples()
+        ):
+            continue
+        group.drops += 1
+        store.changes += 1
+        if group.drops >= MAX_DROPS:
+            store.remove_group(group, "abandoned")
+            continue
+        store.stored_bytes -= group.count_sample_bytes()
+        for stored in group.list_stored_samples():
+            group.record_loss(stored, "dropped_stale")
+        group.empty()
+        store.lacking = True
 
 
 def compute_announced_limits(store: StoreRules, group: Group, stored: StoredSample) -> list[float]:

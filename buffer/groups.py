@@ -290,6 +290,8 @@ class Group:
         else:
             for stored in self.list_stored_samples():
                 length, reward = stored.length, stored.trajectory.reward
+                # some tokens of a trained sample may not have been trained with full weight:
+                # those that were skipped, rejected or masked have lines of their own
                 if not trained:  # all its tokens are in one line
                     line.add_whole(length, reward)
                     continue

@@ -5,6 +5,8 @@ samples from these alone and records them as the sampled support, so that the le
 over the same tokens.  A gateway writes the grammars (actors/gateway/endpoint/requests.py).
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

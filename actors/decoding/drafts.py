@@ -3,6 +3,8 @@
 A draft is a guess of a completion's next tokens.  It changes the speed of the engine and never a
 sample, so nothing here needs to be right."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal

@@ -4,6 +4,8 @@ A call's deadline excludes waits that the call did not cause. The end of the run
 defined here too.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -14,6 +14,8 @@ that is made of a digest of the texts themselves. To forge the closing line, a r
 to contain its own digest.
 """
 
+from __future__ import annotations
+
 import asyncio
 import email.utils
 import hashlib

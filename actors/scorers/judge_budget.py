@@ -7,6 +7,8 @@ Each of its parts is updated in one transaction:
 - the spending of the whole run. A process killed during a request leaves its estimate spent.
 """
 
+from __future__ import annotations
+
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager

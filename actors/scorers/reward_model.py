@@ -4,6 +4,8 @@ It runs in a reward process and takes lists of responses, sorted by length and p
 pad token never changes a logit, because the model receives an attention mask.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os
@@ -80,7 +82,15 @@ class RewardModelScorer:
                 "was it saved as a classifier?",
             )
         self.model = model.to(device).eval()
-        # a decoder's classifier reads the last token that is not padding
+        self._set_padding(settings)
+        positions = getattr(model.config, "max_position_embeddings", None) or 1 << 20
+        self.context = min(settings.context or positions, positions)
+
+    def _set_padding(self, settings: Settings) -> None:
+        """Set a padding token on which model and tokenizer agree.
+
+        A decoder's classifier reads the last token that is not padding.
+        """
         pad = self.tokenizer.pad_token_id
         if pad is None:
             raise build_refusal(
@@ -96,8 +106,6 @@ class RewardModelScorer:
                 "one",
             )
         self.tokenizer.padding_side = "right"
-        positions = getattr(model.config, "max_position_embeddings", None) or 1 << 20
-        self.context = min(settings.context or positions, positions)
 
     def encode_pair(self, prompt: Prompt, text: str) -> dict[str, list[int]]:
         """Encode prompt and response, through the chat template or else as a pair.

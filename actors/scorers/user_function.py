@@ -1,5 +1,7 @@
 """A user's reward function: its accepted signatures, and the log of failed calls."""
 
+from __future__ import annotations
+
 import inspect
 import os
 import time

@@ -98,20 +98,7 @@ def _check_columns(row: Row, name: str, model: ModelShape) -> None:
     if row.support:
         check_support(row, name, model.vocabulary)
     if row.routed or (model.routing is not None and row.tokens):
-        if not row.routed:
-            raise BadMessage(f"{name}: it has no experts, and the learner replays them", "shape")
-        # the model has read all tokens but the last one
-        tokens = (len(row.prompt_tokens) + len(row.tokens)) // 4 - 1
-        try:
-            shape = RoutedExperts.decode(row.routed, tokens).shape
-        except ValueError as error:
-            raise BadMessage(f"{name}: the experts of its tokens: {error}", "shape") from error
-        if model.routing is not None and shape != model.routing:
-            raise BadMessage(
-                f"{name}: the experts of its tokens are of {shape}; the model has "
-                f"{RoutingShape(*model.routing)}",
-                "shape",
-            )
+        check_routed(row, name, model.routing)
 
 
 def check_image_tokens(row: Row, name: str, images: ImageShape | None) -> None:
@@ -131,6 +118,23 @@ def check_image_tokens(row: Row, name: str, images: ImageShape | None) -> None:
         raise BadMessage(f"{name}: an image token was sampled", "image")
     if not all(map(is_digest, row.images)):
         raise BadMessage(f"{name}: a digest of an image has another form", "image")
+
+
+def check_routed(row: Row, name: str, routing: RoutingShape | None) -> None:
+    """Check that each token that the model read has experts of the model's routers."""
+    if not row.routed:
+        raise BadMessage(f"{name}: it has no experts, and the learner replays them", "shape")
+    tokens = (len(row.prompt_tokens) + len(row.tokens)) // 4 - 1
+    try:
+        shape = RoutedExperts.decode(row.routed, tokens).shape
+    except ValueError as error:
+        raise BadMessage(f"{name}: the experts of its tokens: {error}", "shape") from error
+    if routing is not None and shape != routing:
+        raise BadMessage(
+            f"{name}: the experts of its tokens are of {shape}; the model has "
+            f"{RoutingShape(*routing)}",
+            "shape",
+        )
 
 
 def check_support(row: Row, name: str, vocabulary: int) -> None:

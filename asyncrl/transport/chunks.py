@@ -3,6 +3,8 @@
 The learner serves its ring over a separate socket.
 """
 
+from __future__ import annotations
+
 import sys
 import threading
 import time

@@ -4,6 +4,8 @@ Without a free descriptor, zmq aborts the process (ipc) or spins (tcp). Before t
 are closed; peers connect again by themselves.
 """
 
+from __future__ import annotations
+
 import os
 import resource
 import sys

@@ -5,6 +5,8 @@ keeps them in a cache with one folder per digest, and continues after a broken c
 served only if the run permits it (`reward.share`).
 """
 
+from __future__ import annotations
+
 import fcntl
 import hashlib
 import importlib.util

@@ -19,6 +19,8 @@ the device, so that they need not leave the GPU; the ring's own checksum was ver
 machine only: the store and the groups neither encrypt nor authenticate.
 """
 
+from __future__ import annotations
+
 import socket
 import threading
 import time

@@ -4,6 +4,8 @@ No other module imports uvicorn.  An application checks keys by `authorize`, and
 `open_body`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import hmac

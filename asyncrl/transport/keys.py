@@ -10,6 +10,8 @@ DIR/NAME/                           the files of NAME on another machine: server
 `wires.curve_dir` names DIR on the machine of buffer and learner, a copy of DIR/NAME elsewhere.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re

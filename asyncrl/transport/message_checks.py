@@ -7,6 +7,8 @@ generator in the engine.  The receiver itself checks whether a message is for th
 this epoch.
 """
 
+from __future__ import annotations
+
 import math
 
 from asyncrl.contract import messages as m
@@ -46,73 +48,27 @@ def check_producer(name: str) -> None:
 def check(message: object, model: m.ModelShape = m.UNKNOWN_MODEL) -> None:
     """Check a message. model: the reader's. Raises BadMessage."""
     if isinstance(message, m.Batch):
-        from asyncrl.transport import arrays  # imports numpy, which a live view does not need
-
-        # a batch with inconsistent arrays would end the learner in its step
-        name = f"batch {message.number}"
-        counts = {len(message.lags), len(message.in_flight), len(message.token_lags)}
-        require(
-            counts == {len(message.samples)} and bool(message.samples),
-            f"{name}: {len(message.samples)} samples with {len(message.lags)} lags, "
-            f"{len(message.in_flight)} in flight, {len(message.token_lags)} by token",
-        )
-        groups: dict[int, list[int]] = {}
-        for sample in message.samples:
-            groups.setdefault(sample.ticket, []).append(sample.sample)
-        require(
-            all(sorted(numbers) == list(range(len(numbers))) for numbers in groups.values()),
-            f"{name}: groups with missing or duplicate samples",
-        )
-        lagged = zip(
-            message.samples, message.lags, message.in_flight, message.token_lags, strict=True
-        )
-        for sample, lag, in_flight, runs in lagged:
-            sample_name = f"{name}: {arrays.cite(sample)}"
-            require(
-                0 <= in_flight <= lag < 1 << 60,
-                f"{sample_name}: a lag of {lag}, {in_flight} of it in flight",
-            )
-            for row in sample.list_rows():
-                arrays.check_row(row, sample_name)
-            arrays.check_scalars(sample)
-            token_count = sample.token_count
-            for start, end, run_lag in runs:
-                require(
-                    0 <= start <= end <= token_count and 0 <= run_lag <= lag,
-                    f"{sample_name}: lag {run_lag} from {start} to {end}, "
-                    f"of {token_count} tokens with lag {lag}",
-                )
-        arrays.check_numbers(message.samples, model)
-        _check_images(message.images, name)
-        digests = set[str]().union(*(sample.all_images for sample in message.samples))
-        missing = digests - message.images.keys()
-        require(not missing, f"{name}: {len(missing)} images of its samples are not in it")
-        require(
-            set(message.ledger) <= set(m.DISPOSITIONS)
-            and all(
-                math.isfinite(value) for line in message.ledger.values() for value in line.values()
-            ),
-            f"{name}: its ledger has unknown lines or infinite counts",
-        )
+        _check_batch(message, model)
     elif isinstance(message, m.TicketGrant):
-        # each sample once, and images that the tokenizer can place
-        for ticket in message.tickets:
-            name = f"ticket {ticket.ticket}, attempt {ticket.attempt}"
-            require(
-                len(set(ticket.samples)) == len(ticket.samples),
-                f"{name}: samples {ticket.samples[:8]}",
-            )
-            require(
-                len(ticket.prompt.images) <= MOST_IMAGES,
-                f"{name}: {len(ticket.prompt.images)} images",
-            )
-            _check_images(index_by_digest(ticket.prompt.images), name)
-            exact = ticket.exact_version
-            require(
-                exact is None or exact.epoch <= ticket.min_version.epoch, f"{name}: exactly {exact}"
-            )
+        _check_tickets(message)
     elif isinstance(message, m.CallAssignments):  # each of its calls: `check_call`
         _check_images(message.images, "calls")
+
+
+def _check_tickets(message: m.TicketGrant) -> None:
+    for ticket in message.tickets:
+        name = f"ticket {ticket.ticket}, attempt {ticket.attempt}"
+        require(
+            len(set(ticket.samples)) == len(ticket.samples), f"{name}: samples {ticket.samples[:8]}"
+        )
+        require(
+            len(ticket.prompt.images) <= MOST_IMAGES, f"{name}: {len(ticket.prompt.images)} images"
+        )
+        _check_images(index_by_digest(ticket.prompt.images), name)
+        exact = ticket.exact_version
+        require(
+            exact is None or exact.epoch <= ticket.min_version.epoch, f"{name}: exactly {exact}"
+        )
 
 
 def check_call(call: m.GenerationCall, vocabulary: int, context: int) -> None:
@@ -201,6 +157,54 @@ def check_call_result(
             images=call.images,
         )
         arrays.check_sequence_numbers(sequence, name, model)
+
+
+def _check_batch(message: m.Batch, model: m.ModelShape) -> None:
+    from asyncrl.transport import arrays  # imports numpy, which a live view does not need
+
+    name = f"batch {message.number}"
+    counts = {len(message.lags), len(message.in_flight), len(message.token_lags)}
+    require(
+        counts == {len(message.samples)} and bool(message.samples),
+        f"{name}: {len(message.samples)} samples with {len(message.lags)} lags, "
+        f"{len(message.in_flight)} in flight, {len(message.token_lags)} by token",
+    )
+    groups: dict[int, list[int]] = {}
+    for sample in message.samples:
+        groups.setdefault(sample.ticket, []).append(sample.sample)
+    require(
+        all(sorted(numbers) == list(range(len(numbers))) for numbers in groups.values()),
+        f"{name}: groups with missing or duplicate samples",
+    )
+    lagged = zip(message.samples, message.lags, message.in_flight, message.token_lags, strict=True)
+    for sample, lag, in_flight, runs in lagged:
+        sample_name = f"{name}: {arrays.cite(sample)}"
+        require(
+            0 <= in_flight <= lag < 1 << 60,
+            f"{sample_name}: a lag of {lag}, {in_flight} of it in flight",
+        )
+        for row in sample.list_rows():
+            arrays.check_row(row, sample_name)
+        arrays.check_scalars(sample)
+        token_count = sample.token_count
+        for start, end, run_lag in runs:
+            require(
+                0 <= start <= end <= token_count and 0 <= run_lag <= lag,
+                f"{sample_name}: lag {run_lag} from {start} to {end}, "
+                f"of {token_count} tokens with lag {lag}",
+            )
+    arrays.check_numbers(message.samples, model)
+    _check_images(message.images, name)
+    digests = set[str]().union(*(sample.all_images for sample in message.samples))
+    missing = digests - message.images.keys()
+    require(not missing, f"{name}: {len(missing)} images of its samples are not in it")
+    require(
+        set(message.ledger) <= set(m.DISPOSITIONS)
+        and all(
+            math.isfinite(value) for line in message.ledger.values() for value in line.values()
+        ),
+        f"{name}: its ledger has unknown lines or infinite counts",
+    )
 
 
 def _check_images(blobs: Blobs, name: str) -> None:

@@ -17,6 +17,8 @@ The probe holds the learner's log-probabilities of a few fixed tokens
 (`asyncrl.models.policy.list_probe_ids`) under these weights, float32, or nothing.
 """
 
+from __future__ import annotations
+
 import mmap
 import os
 import shutil

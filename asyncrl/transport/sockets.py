@@ -11,6 +11,8 @@ compared first, so that messages of other runs are never decoded. Only `StatusRe
 without a known run; its reply names the run.
 """
 
+from __future__ import annotations
+
 import ipaddress
 import sys
 import time

@@ -4,6 +4,8 @@ Under every transport the ring (asyncrl/transport/ring.py) holds the versions, a
 it.
 """
 
+from __future__ import annotations
+
 import importlib
 from abc import ABC, abstractmethod
 from typing import Any, Protocol

@@ -9,6 +9,8 @@ start or of its work. Its subclass handles the work of a lost worker in `on_lost
 workers in a row are lost before they are ready, the code cannot be imported, and the run ends.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import io
@@ -169,7 +171,7 @@ class WorkerPool(ABC, Generic[_Worker, _Reply]):
     ) -> None:
         self.named = named
         self.make = make
-        self.decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder(reply).decode
+        self.decode = msgspec.msgpack.Decoder(reply).decode
         self.call_s = call_s
         self.start_s = max(GRACE_S, call_s)
         self.exit_s = 0.0  # seconds that workers get to exit when the pool closes
@@ -209,16 +211,7 @@ class WorkerPool(ABC, Generic[_Worker, _Reply]):
             # checked first, so that the last replies of a worker that has exited are still read
             exited = worker.process.poll() is not None
             for reply in worker.receive_messages(self.decode):
-                # the first reply says whether the code was imported; all later ones are of its work
-                if reply.kind == "broken":
-                    raise ConfigError(reply.why)
-                if reply.kind == "ready":
-                    worker.ready = True
-                    worker.restart_clock()
-                    self.lost_starts = 0
-                    self.on_ready(worker, reply)
-                else:
-                    self.on_reply(worker, reply)
+                self._handle(worker, reply)
             if worker.invalid:
                 self.replace(worker, f"{self.subject} sent an invalid reply ({worker.invalid})")
             elif worker.closed or exited:
@@ -228,6 +221,17 @@ class WorkerPool(ABC, Generic[_Worker, _Reply]):
                 self.hangs += worker.ready
                 limit_s = self.call_s if worker.ready else self.start_s
                 self.replace(worker, self.hang_text.format(limit_s=limit_s), hung=True)
+
+    def _handle(self, worker: _Worker, reply: Any) -> None:
+        if reply.kind == "broken":
+            raise ConfigError(reply.why)
+        if reply.kind == "ready":
+            worker.ready = True
+            worker.restart_clock()
+            self.lost_starts = 0
+            self.on_ready(worker, reply)
+        else:
+            self.on_reply(worker, reply)
 
     def replace(self, worker: _Worker, reason: str, *, hung: bool = False) -> None:
         """Kill a worker, handle its work and start another worker in its place.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -95,12 +95,21 @@ class VerifiersEnvironment:
         output = await self.environment.run_rollout(
             row, OpenAIChatCompletionsClient(client), session.model, {}
         )
-        outcome = {**(output.get("metrics") or {}), "reward": output.get("reward")}
-        truncated = bool(output.get("is_truncated")) or output.get("stop_condition") == TIMED_OUT
-        # An empty answer is the policy's. It is scored, and a function that cannot read it pays 0.
-        # A failed session would be sampled again, so that the policy would never learn from them.
-        error = output.get("error")
-        failed = next(iter(errors), "")
-        if error is not None:
-            failed = "" if error["error"] == EMPTY_ANSWER else error["error_chain_repr"]
-        return parse_outcome(session.number, outcome, truncated=truncated, failed=failed)
+        return read_output(session.number, output, errors)
+
+
+def read_output(
+    number: int, output: Mapping[str, Any], reward_errors: Sequence[str]
+) -> SessionResult:
+    """Convert a RolloutOutput: its rubric's functions become parts of the reward.
+
+    An empty answer is the policy's. It is scored, and a function that cannot read it pays 0. A
+    failed session would be sampled again, so that the policy would never learn from empty answers.
+    """
+    outcome = {**(output.get("metrics") or {}), "reward": output.get("reward")}
+    truncated = bool(output.get("is_truncated")) or output.get("stop_condition") == TIMED_OUT
+    error = output.get("error")
+    failed = next(iter(reward_errors), "")
+    if error is not None:
+        failed = "" if error["error"] == EMPTY_ANSWER else error["error_chain_repr"]
+    return parse_outcome(number, outcome, truncated=truncated, failed=failed)

@@ -145,26 +145,28 @@ class TasksetEnvironment:
             episode = await self.environment.run_episode(task, context)
         finally:
             del os.environ[variable]
-        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        if errors:
-            reason = f"failed: {get_first_line(f'{errors[0].type}: {errors[0].message}')}"
-            return SessionResult(session.number, "failed", why=reason)
-        # rewards and metrics of the policy's trace become parts of the reward
-        traces = [trace for trace in episode.traces if trace.agent.name == self.policy]
-        if len(traces) != 1:
-            reason = f"the environment ran the agent {self.policy} {len(traces)} times, not once"
-            return SessionResult(session.number, "failed", why=reason)
-        (trace,) = traces
-        scores = {
-            name: reward.score for name, reward in trace.rewards.items() if reward is not None
-        }
-        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-        outcome = {**metrics, **scores, "reward": trace.reward}
-        call_error = trace.calls[-1].error if trace.calls else None
-        overlong = call_error is not None and CONTEXT_EXCEEDED in call_error.message
-        truncated = bool(trace.is_truncated or trace.is_timeout or episode.is_timeout or overlong)
-        failed = "" if call_error is None or overlong else call_error.message
-        return parse_outcome(session.number, outcome, truncated=truncated, failed=failed)
+        return read_episode(session.number, episode, self.policy)
+
+
+def read_episode(number: int, episode: Any, policy: str) -> SessionResult:
+    """Convert an Episode: rewards and metrics of the policy's trace become parts."""
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if errors:
+        reason = f"failed: {get_first_line(f'{errors[0].type}: {errors[0].message}')}"
+        return SessionResult(number, "failed", why=reason)
+    traces = [trace for trace in episode.traces if trace.agent.name == policy]
+    if len(traces) != 1:
+        reason = f"the environment ran the agent {policy} {len(traces)} times, not once"
+        return SessionResult(number, "failed", why=reason)
+    (trace,) = traces
+    scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+    outcome = {**metrics, **scores, "reward": trace.reward}
+    call_error = trace.calls[-1].error if trace.calls else None
+    overlong = call_error is not None and CONTEXT_EXCEEDED in call_error.message
+    truncated = bool(trace.is_truncated or trace.is_timeout or episode.is_timeout or overlong)
+    failed = "" if call_error is None or overlong else call_error.message
+    return parse_outcome(number, outcome, truncated=truncated, failed=failed)
 
 
 def build_task_messages(data: Any, location: str) -> list[dict[str, str]]:
