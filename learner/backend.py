@@ -105,10 +105,6 @@ class TorchBackend(Trainer):
         """Return the sum of `value` over the ranks."""
         return value
 
-    def find_max_over_ranks(self, value: Tensor) -> Tensor:
-        """Return the elementwise maximum of `value` over the ranks."""
-        return value
-
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's object."""
         return [value]

@@ -8,6 +8,7 @@ learner's start.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
@@ -30,24 +31,20 @@ Forward = Callable[[PolicyModel, PackedBatch, list[int]], Tensor]  # [N], 0 else
 WeightReader = Callable[[Label, str], bytes | bytearray]
 
 
+@dataclass
 class SplitMeter:
     """Measurements of one learner besides its loss, at rank 0.
 
     `read_weights` is set by the owner of a ring.
     """
 
-    def __init__(
-        self, config: Config, model: PolicyModel, layout: Manifest, forward: Forward
-    ) -> None:
-        self.config = config
-        self.model = model
-        self.layout = layout
-        self.forward = forward
-        # the learner's own model needs every rank for a forward pass, and this is rank 0 alone
-        self.distributed = config.learner.distributed
-        self.read_weights: WeightReader | None = None
-        self.shadow: PolicyModel | None = None  # the model of one earlier version at a time
-        self.reference: PolicyModel | None = None
+    config: Config
+    model: PolicyModel
+    layout: Manifest
+    forward: Forward
+    read_weights: WeightReader | None = None
+    shadow: PolicyModel | None = None  # the model of one earlier version at a time
+    reference: PolicyModel | None = None
 
     def is_due(self, number: int) -> tuple[bool, bool]:
         """Return whether batch `number` measures the split, and the reference KL.
@@ -181,7 +178,8 @@ class SplitMeter:
     def use_weights(self, data: bytes | bytearray) -> Iterator[PolicyModel]:
         """A model that has the flat weights `data` inside the block."""
         flat = read_flat(memoryview(bytearray(data)), self.layout)
-        if self.model.adapter is not None and not self.distributed:
+        # the learner's own model needs every rank for a forward pass, and this is rank 0 alone
+        if self.model.adapter is not None and not self.config.learner.distributed:
             own = [tensor for _, tensor in list_named_weights(self.model)]
             with adapters.replace_values(own, list(flat.values())):
                 yield self.model
@@ -208,7 +206,7 @@ class SplitMeter:
             settings = self.config.model
             path = Path(settings.reference or settings.path)
             is_base = path.resolve() == Path(settings.path).resolve()
-            if self.model.adapter is not None and is_base and not self.distributed:
+            if self.model.adapter is not None and is_base and not self.config.learner.distributed:
                 self.reference = adapters.build_base_policy(self.model)
             else:
                 self.reference = load_learner_policy(path, self.config)

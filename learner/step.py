@@ -497,7 +497,6 @@ class LearnerCore:
     ) -> tuple[dict[str, Tensor], float]:
         """Accumulate the gradient of one optimizer step; return its sums and the stop's KL."""
         sums: dict[str, Tensor] = {}
-        stop_sums = list(torch.zeros(2, device=self.loss_device))
         self._drop_gradient()
         passes = self._select_own_micro_batches(packed, samples)
         for index, (micro, is_real) in enumerate(passes):
@@ -539,14 +538,16 @@ class LearnerCore:
                 center=center,
             )
             self.backend.accumulate(loss, is_last=is_last)
-            step_loss.add_sums(sums, micro_sums)
             if self.config.stop.kl_max:
-                statistic, weight = step_loss.sum_update_kl(prep, part, lp.detach())
-                stop_sums = [stop_sums[0] + statistic, stop_sums[1] + weight]
-        if self.backend.ranks > 1:
-            sums = self._sum_over_ranks(sums)
-            stop_sums = [self.backend.sum_over_ranks(x.clone()) for x in stop_sums]
-        return sums, self._compute_stop_kl(*stop_sums)
+                micro_sums["stop"] = torch.stack(step_loss.sum_update_kl(prep, part, lp.detach()))
+            step_loss.add_sums(sums, micro_sums)
+        if self.backend.ranks > 1:  # one without samples has no sums
+            by_rank = self.backend.gather({name: x.tolist() for name, x in sums.items()})
+            sums = {}
+            for own in by_rank:
+                own = {name: torch.tensor(x, dtype=torch.float64) for name, x in own.items()}
+                step_loss.add_sums(sums, own)
+        return sums, self._compute_stop_kl(*sums.pop("stop", torch.zeros(2)))
 
     def _compute_stop_kl(self, total: Tensor, weight: Tensor) -> float:
         """Return the KL for early stopping from the sums of `step_loss.sum_update_kl`."""
@@ -577,25 +578,6 @@ class LearnerCore:
             self.config.learner.micro_batch_tokens,
             by_group=model.fast is not None or model.vision is not None,
         )
-
-    def _sum_over_ranks(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add up the sums of all ranks.
-
-        A rank without samples has no sums, so it takes their names and shapes from the others.
-        """
-        shapes = self.backend.gather(
-            {k: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in sums.items()}
-        )
-        shape_by_name = {k: v for s in shapes for k, v in s.items()}
-        totals = {}
-        for name in sorted(shape_by_name):
-            shape, dtype = shape_by_name[name]
-            own_sum = sums.get(name, torch.zeros(shape, dtype=getattr(torch, dtype)))
-            if name.startswith("max/"):
-                totals[name] = self.backend.find_max_over_ranks(own_sum.clone())
-            else:
-                totals[name] = self.backend.sum_over_ranks(own_sum.clone())
-        return totals
 
     def _apply(
         self, packed: PackedBatch, sums: dict[str, Tensor], lr_scale: float = 1.0

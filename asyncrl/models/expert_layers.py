@@ -170,5 +170,9 @@ def build_replay_table(
         parts.append(recorded.ids[begin:end])
     ids = np.concatenate(parts)
     ids = np.pad(ids, ((0, count - len(ids)), (0, 0), (0, 0)), constant_values=shape.experts)
-    by_layer = np.ascontiguousarray(ids.transpose(1, 0, 2), np.int64)
-    return torch.from_numpy(by_layer).to(device)
+    return divide_by_layer(ids, device)
+
+
+def divide_by_layer(ids: np.ndarray, device: torch.device) -> Tensor:
+    """Return ids [n, layers, k] of tokens as int64 [layers, n, k] on a device."""
+    return torch.from_numpy(np.ascontiguousarray(ids.transpose(1, 0, 2), np.int64)).to(device)

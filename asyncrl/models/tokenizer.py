@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -213,26 +214,22 @@ def load_tokenizer(path: str | Path, *, renders_chats: bool = False) -> Any:
     Its `image_shape` describes how the model reads images; None: it reads only text.
     renders_chats: import what renders a chat template now, because that takes seconds.
     """
-    tokenizer = _load_text_tokenizer(path)
-    if renders_chats and isinstance(tokenizer, PlainTokenizer) and has_template(path):
-        _ = tokenizer.full_tokenizer
-    tokenizer.image_shape = read_shape(path)
-    return tokenizer
-
-
-def _load_text_tokenizer(path: str | Path) -> Any:
     if not any((Path(path) / name).is_file() for name in KNOWN_FILES):
         raise ConfigError(
             f"model.path: {path} has no tokenizer (none of {', '.join(KNOWN_FILES)}); save the "
             "model's tokenizer there"
         )
-    settings = read_plain_settings(Path(path))
-    if settings is not None:
-        try:
-            return PlainTokenizer(path, settings)
-        except Exception:  # the library raises bare Exception; transformers raises a better one
-            pass
-    return load_transformers_tokenizer(path)
+    tokenizer: Any = None
+    if (settings := read_plain_settings(Path(path))) is not None:
+        # the library raises bare Exception; transformers raises a better one
+        with suppress(Exception):
+            tokenizer = PlainTokenizer(path, settings)
+    if tokenizer is None:
+        tokenizer = load_transformers_tokenizer(path)
+    elif renders_chats and has_template(path):
+        _ = tokenizer.full_tokenizer
+    tokenizer.image_shape = read_shape(path)
+    return tokenizer
 
 
 def collect_stop_tokens(tokenizer: Any, config: Config) -> tuple[int, ...]:
@@ -324,9 +321,7 @@ def encode_chat_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     Raises ConfigError like `encode_prompt`.
     """
     directory = get_directory(tokenizer)
-    full_tokenizer = (
-        tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
-    )
+    full_tokenizer = getattr(tokenizer, "full_tokenizer", tokenizer)
     if not full_tokenizer.chat_template:
         raise ConfigError(
             f"task: {prompt.split} prompt {prompt.id} has `messages`, and the tokenizer in "
@@ -386,9 +381,7 @@ def encode_chat_response(
     Where the template writes neither, they are the text and stops[0]. Raises any exception of the
     template.
     """
-    full_tokenizer = (
-        tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
-    )
+    full_tokenizer = getattr(tokenizer, "full_tokenizer", tokenizer)
     arguments = prompt.template_arguments
     prompt_text, full_text = (
         str(
@@ -411,10 +404,10 @@ def encode_chat_response(
     special = {
         number for number, token in full_tokenizer.added_tokens_decoder.items() if token.special
     }
-    ends = [index for index, token in enumerate(suffix_ids) if token in stops]
-    ends += [index for index, token in enumerate(suffix_ids) if token in special]
-    if ends:
-        return ids[: len(ids) - len(suffix_ids) + ends[0] + 1]
+    for ends in (stops, special):
+        for index, token in enumerate(suffix_ids):
+            if token in ends:
+                return ids[: len(ids) - len(suffix_ids) + index + 1]
     return [*full_tokenizer.encode(text, add_special_tokens=False), *stops[:1]]
 
 

@@ -100,44 +100,24 @@ class BareModel(nn.Module):
         self, raw: dict[str, Any], tensors: dict[str, Tensor], files: dict[str, str]
     ) -> None:
         super().__init__()
-        config = self.config = BareConfig(**raw)
+        self.config = BareConfig(**raw)
         self._files = files
+        self.model: Any = ModuleHolder()
         parameters = {name: nn.Parameter(tensors[name]) for name in list_shapes(raw)}
-
-        def build_linear(module: str) -> BareLinear:
-            return BareLinear(parameters[module + ".weight"], parameters.get(module + ".bias"))
-
-        self.model = ModuleHolder()
-        self.model.embed_tokens = WeightModule(parameters["model.embed_tokens.weight"])
-        self.model.layers = nn.ModuleList()
-        for index in range(config.num_hidden_layers):
-            prefix = f"model.layers.{index}."
-            layer = ModuleHolder()
-            layer.self_attn = ModuleHolder()
-            layer.mlp = ModuleHolder()
-            for part in "qkvo":
-                layer.self_attn.add_module(
-                    f"{part}_proj", build_linear(f"{prefix}self_attn.{part}_proj")
-                )
-            for part in "qk" if config.model_type == "qwen3" else "":
-                layer.self_attn.add_module(
-                    f"{part}_norm",
-                    WeightModule(parameters[f"{prefix}self_attn.{part}_norm.weight"]),
-                )
-            for part in ("gate", "up", "down"):
-                layer.mlp.add_module(f"{part}_proj", build_linear(f"{prefix}mlp.{part}_proj"))
-            layer.input_layernorm = WeightModule(parameters[prefix + "input_layernorm.weight"])
-            layer.post_attention_layernorm = WeightModule(
-                parameters[prefix + "post_attention_layernorm.weight"]
-            )
-            self.model.layers.append(layer)
-        self.model.norm = WeightModule(parameters["model.norm.weight"])
+        for name, parameter in parameters.items():
+            path, _, leaf = name.rpartition(".")
+            *parents, last = path.split(".")
+            owner: Any = self
+            for part in parents:
+                made = nn.ModuleList() if part == "layers" else ModuleHolder()
+                owner = owner._modules.setdefault(part, made)
+            if leaf == "weight" and last.endswith("_proj"):
+                owner.add_module(last, BareLinear(parameter, parameters.get(f"{path}.bias")))
+            elif leaf == "weight":
+                owner.add_module(last, WeightModule(parameter))
         self.model.rotary_emb = RotaryEmbedding(find_rope_base(raw) or 0.0, compute_head_dim(raw))
-        self.lm_head = WeightModule(
-            self.model.embed_tokens.weight
-            if config.tie_word_embeddings
-            else parameters["lm_head.weight"]
-        )
+        if self.config.tie_word_embeddings:
+            self.lm_head = WeightModule(parameters["model.embed_tokens.weight"])
         self._full: list[Any] = []  # in a list, so that it is not a submodule
 
     def get_input_embeddings(self) -> Any:

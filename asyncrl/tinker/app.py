@@ -308,10 +308,9 @@ class TinkerServer:
         return self._reply_promise(model, 0)
 
     async def load_weights(self, request: Request, body: bytes) -> Reply:
-        values = parse_object(body)
-        message = wire.validate(sdk.LoadWeightsRequest, values)
+        message = parse_json(sdk.LoadWeightsRequest, body)
         if message.model_id is not None:
-            return self._submit_json("load_weights", values, body)
+            return await self.submit_training_call(request, body)
         self._check_base_model(message.base_model)
         _, saved = find_saved(self.folder, message.path, "weights")
         session = self._check_session(message.session_id)
@@ -346,16 +345,13 @@ class TinkerServer:
         return self._reply_promise(model, call.number)
 
     async def submit_training_call(self, request: Request, body: bytes) -> Reply:
-        route = request.url.path.rpartition("/")[2]
-        return self._submit_json(route, parse_object(body), body)
-
-    def _submit_json(self, route: str, values: JsonObject, body: bytes) -> JsonObject:
+        values = parse_object(body)
         id, number = values.get("model_id"), values.get("seq_id")
         if not isinstance(id, str) or type(number) is not int:
             raise ConfigError(
                 "the body must be JSON with model_id, a text, and seq_id, a whole number"
             )
-        return self._submit(id, TrainingCall(number, route, body))
+        return self._submit(id, TrainingCall(number, request.url.path.rpartition("/")[2], body))
 
     async def submit_loss(self, request: Request, body: bytes) -> Reply:
         if wire.PROTOBUF not in request.headers.get("content-type", ""):

@@ -292,21 +292,20 @@ class ServedModel:
     async def _perform(self, call: TrainingCall) -> TrainingOutcome:
         if self.unusable:
             raise RequestRefused(self.unusable)
-        if call.route.startswith("forward"):
-            return await self._compute_loss(wire.parse_loss_request(call.body))
-        message = wire.parse_object(call.body)
         match call.route:
+            case "forward" | "forward_backward":
+                return await self._compute_loss(wire.parse_loss_request(call.body))
             case "create_model":
                 await self._call_trainer(None)
                 return self._reply({"type": "create_model", "model_id": self.record.model})
             case "load_weights":
-                return await self._load(call.number, message)
+                return await self._load(call)
             case "optim_step":
-                return await self._make_step(call.number, message)
+                return await self._make_step(call)
             case "save_weights":
-                return await self._save(call.number, message)
+                return await self._save(call)
             case _:
-                return await self._save_for_sampler(call.number, message)
+                return await self._save_for_sampler(call)
 
     def _build_outcome(self, **values: Any) -> TrainingOutcome:
         """Build an outcome; by default, version and branch stay as they are."""
@@ -368,7 +367,7 @@ class ServedModel:
             if call.route == "optim_step":
                 step: Request = DropGradient(self.record.model)
                 if not outcome.error:
-                    step = wire.parse_step(self.record.model, wire.parse_object(call.body))
+                    step = wire.parse_step(self.record.model, call.body)
                 await self._repeat(step)
             elif not outcome.error and call.route == "forward_backward":
                 message = wire.parse_loss_request(call.body)
@@ -450,10 +449,10 @@ class ServedModel:
 
     # ---- optim_step ------------------------------------------------------------------------------
 
-    async def _make_step(self, number: int, message: JsonObject) -> TrainingOutcome:
+    async def _make_step(self, call: TrainingCall) -> TrainingOutcome:
         refused = self.refused and f"because a forward_backward call of it failed: {self.refused}"
         try:
-            request = wire.parse_step(self.record.model, message)
+            request = wire.parse_step(self.record.model, call.body)
         except ConfigError as error:
             refused = str(error)
         if refused:
@@ -469,7 +468,7 @@ class ServedModel:
         return self._reply(
             {"type": "optim_step", "metrics": reply_metrics},
             version=self.version + 1,
-            row=build_trained_row(self.version, self.lags, self.sequences, number),
+            row=build_trained_row(self.version, self.lags, self.sequences, call.number),
             metrics=step_metrics,
         )
 
@@ -525,32 +524,34 @@ class ServedModel:
                 raise RequestRefused(f"{kind} {name} exist already: choose another name")
         return self.folder / kind / name
 
-    async def _save(self, number: int, message: JsonObject) -> TrainingOutcome:
-        request = wire.validate(sdk.SaveWeightsRequest, message)
+    async def _save(self, call: TrainingCall) -> TrainingOutcome:
+        request = wire.parse_json(sdk.SaveWeightsRequest, call.body)
         name = request.path or f"{self.version:06d}"
-        path = self._locate_unused("weights", name, number, request.overwrite)
-        await self._write_saved(path, number, state=True)
+        path = self._locate_unused("weights", name, call.number, request.overwrite)
+        await self._write_saved(path, call.number, state=True)
         tinker_path = f"tinker://{self.record.model}/weights/{name}"
         return self._reply({"type": "save_weights", "path": tinker_path})
 
-    async def _save_for_sampler(self, number: int, message: JsonObject) -> TrainingOutcome:
-        request = wire.validate(sdk.SaveWeightsForSamplerRequest, message)
+    async def _save_for_sampler(self, call: TrainingCall) -> TrainingOutcome:
+        request = wire.parse_json(sdk.SaveWeightsForSamplerRequest, call.body)
         if request.path is not None and request.kind != "snapshot":
             raise ConfigError(f"path = {request.path}: weights of kind = {request.kind} have none")
         values: JsonObject = {"type": "save_weights_for_sampler", "path": None}
         if request.path is None:
             path = self.locate_version(self.branch, self.version)
             kind = ":" if request.kind == "snapshot" else INFLIGHT
-            values["sampling_session_id"] = f"{self.record.model}{kind}v{self.version}:{number}"
+            values["sampling_session_id"] = (
+                f"{self.record.model}{kind}v{self.version}:{call.number}"
+            )
         else:
-            path = self._locate_unused("sampler_weights", request.path, number, overwrite=False)
+            path = self._locate_unused("sampler_weights", request.path, call.number, False)
             values["path"] = f"tinker://{self.record.model}/sampler_weights/{request.path}"
         if request.path is not None or not _locate_note(path).exists():
-            await self._write_saved(path, number)
+            await self._write_saved(path, call.number)
         notes = (self.folder / "versions").glob("*-*.json")
         versions = sorted(tuple(map(int, note.stem.split("-"))) for note in notes)
-        for branch, version in versions[: -self.config.weights.slots]:
-            path = self.locate_version(branch, version)
+        for version in versions[: -self.config.weights.slots]:
+            path = self.locate_version(*version)
             shutil.rmtree(path, ignore_errors=True)
             _locate_note(path).unlink(missing_ok=True)
         return self._reply(values)
@@ -559,17 +560,17 @@ class ServedModel:
         """Return the directory of the weights of samplers without a name."""
         return self.folder / "versions" / f"{branch}-{version}"
 
-    async def _load(self, number: int, values: JsonObject) -> TrainingOutcome:
+    async def _load(self, call: TrainingCall) -> TrainingOutcome:
         """Load saved weights, which become the model's own checkpoint.
 
         After that the client may replace or delete them."""
-        message = wire.validate(sdk.LoadWeightsRequest, values)
+        message = wire.parse_json(sdk.LoadWeightsRequest, call.body)
         path, saved = find_saved(self.folder.parent, message.path, "weights")
         if saved.rank != self.record.rank:
             raise ConfigError(
                 f"{message.path} has rank {saved.rank}, the model has {self.record.rank}"
             )
-        checkpoint = str(self.log.locate_checkpoint(number, saved.version))
+        checkpoint = str(self.log.locate_checkpoint(call.number, saved.version))
         model, rank, seed = self.record.model, self.record.rank, self.record.seed
         await self._call_trainer(
             LoadModel(model, rank, seed, str(path), message.optimizer, checkpoint)
@@ -577,7 +578,7 @@ class ServedModel:
         return self._reply(
             {"type": "load_weights", "path": message.path, "model_id": model},
             version=saved.version,
-            branch=number,
+            branch=call.number,
             parents={saved.model: saved.version, **saved.parents},
         )
 

@@ -94,15 +94,11 @@ def _parse_float(text: str) -> float:
 
 
 def parse_json(message_type: type[_Request], body: bytes) -> _Request:
-    """Decode a JSON request.  Raises ConfigError."""
-    return validate(message_type, parse_object(body))
-
-
-def validate(message_type: type[_Request], values: dict[str, Any]) -> _Request:
-    """Convert a JSON object to a request.  Raises ConfigError.
+    """Decode a JSON request.  Raises ConfigError.
 
     Unknown fields with an empty value are dropped: a newer client sends them with their
     defaults."""
+    values = parse_object(body)
     fields = set(message_type.model_fields) | {"adam_params", "optimizer_params"}
     for name in [name for name in values if name not in fields]:
         if values[name]:
@@ -206,9 +202,9 @@ def _parse_array(data: bytes, dtype: Any, where: str) -> np.ndarray:
     return np.frombuffer(data, dtype)
 
 
-def parse_step(model: str, values: dict[str, Any]) -> OptimizerStep:
-    """Convert an optim_step call.  Raises ConfigError."""
-    params = validate(sdk.OptimStepRequest, values).optim_params
+def parse_step(model: str, body: bytes) -> OptimizerStep:
+    """Decode an optim_step call.  Raises ConfigError."""
+    params = parse_json(sdk.OptimStepRequest, body).optim_params
     if not isinstance(params, sdk.AdamParams):
         raise ConfigError(f"optimizer_params.type = {params.type}: only AdamW is served")
     for name, lowest, end in ADAM_RANGES:

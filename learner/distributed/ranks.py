@@ -135,25 +135,18 @@ class DistributedBackend(TorchBackend):
 
     def broadcast(self, command: str, payload: Any = None) -> None:
         if self.ranks > 1 and self.rank == 0:
-            data = msgspec.msgpack.encode((command, msgspec.Raw(msgspec.msgpack.encode(payload))))
             with self.guard():
-                dist.broadcast(torch.tensor([len(data)]), src=0)
-                dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), src=0)
+                dist.broadcast_object_list([command, msgspec.msgpack.encode(payload)], src=0)
             self.last_broadcast_at = time.monotonic()
 
     def receive_broadcast(self) -> tuple[str, Any]:
         """Receive the next command of rank 0, on another rank."""
-        size = torch.zeros(1, dtype=torch.int64)
+        received: list[Any] = [None, None]
         with self.guard():
-            dist.broadcast(size, src=0)
-            data = torch.zeros(int(size), dtype=torch.uint8)
-            dist.broadcast(data, src=0)
-        command, payload = msgspec.msgpack.decode(
-            data.numpy().tobytes(), type=tuple[str, msgspec.Raw]
-        )
-        return command, msgspec.msgpack.decode(
-            payload, type=Batch if command == "train" else str | None
-        )
+            dist.broadcast_object_list(received, src=0)
+        command, payload = received
+        kind = Batch if command == "train" else str | None
+        return command, msgspec.msgpack.decode(payload, type=kind)
 
     def keep_alive(self) -> None:
         for rank, process in enumerate(self.others, 1):
@@ -228,12 +221,6 @@ class DistributedBackend(TorchBackend):
                 dist.all_reduce(value)
         return value
 
-    def find_max_over_ranks(self, value: Tensor) -> Tensor:
-        if self.ranks > 1:
-            with self.guard():
-                dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return value
-
     def apply(self, rate: float, loss: Tensor | None = None) -> float:
         if loss is not None:
             # a loss that is not finite on one rank alone: all ranks skip the step, or none
@@ -241,21 +228,11 @@ class DistributedBackend(TorchBackend):
         return super().apply(rate, loss)
 
     def gather(self, value: Any) -> list[Any]:
-        if self.ranks == 1:
-            return [value]
-        encoded = msgspec.msgpack.encode(value)
-        size = int(self.find_max_over_ranks(torch.tensor([len(encoded)])))
-        padded = torch.zeros(size, dtype=torch.uint8)
-        padded[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        gathered = [torch.zeros_like(padded) for _ in range(self.ranks)]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
-        with self.guard():
-            dist.all_gather(sizes, torch.tensor([len(encoded)]))
-            dist.all_gather(gathered, padded)
-        return [
-            msgspec.msgpack.decode(t.numpy()[: int(n)].tobytes())
-            for t, n in zip(gathered, sizes, strict=True)
-        ]
+        gathered = [value] * self.ranks
+        if self.ranks > 1:
+            with self.guard():
+                dist.all_gather_object(gathered, value)
+        return gathered
 
     def close(self) -> None:
         self.closed = True

@@ -440,36 +440,6 @@ def test_minibatches_deal_whole_groups_evenly_by_seed_batch_and_epoch(model_dir:
     assert core(model_dir)._choose_minibatches(packed, 1) == [list(range(GROUPS * SIZE))]
 
 
-def test_sums_of_ranks_add_up_and_a_rank_without_samples_takes_part(model_dir: Path) -> None:
-    c = core(model_dir)
-    theirs = {
-        "loss/policy": torch.tensor(2.0),
-        "max/ratio": torch.tensor(5.0, dtype=D),
-        "tokens": torch.ones(2, 3, dtype=D),
-    }
-    shapes = {k: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in theirs.items()}
-    seen: list[Any] = []
-
-    def gather(mine: Any) -> list[Any]:
-        seen.append(mine)
-        return [mine, shapes]
-
-    names = iter(sorted(theirs))
-    c.backend = SimpleNamespace(
-        gather=gather,
-        sum_over_ranks=lambda x: x + theirs[next(names)],
-        find_max_over_ranks=lambda x: torch.maximum(x, theirs[next(names)]),
-    )
-    mine = {"loss/policy": torch.tensor(1.0), "max/ratio": torch.tensor(7.0, dtype=D)}
-    out = c._sum_over_ranks(mine)
-    assert float(out["loss/policy"]) == 3 and float(out["max/ratio"]) == 7
-    assert out["tokens"].tolist() == [[1, 1, 1], [1, 1, 1]] and len(out) == 3
-    assert seen == [{"loss/policy": ((), "float32"), "max/ratio": ((), "float64")}]
-    assert float(mine["loss/policy"]) == 1
-    names = iter(sorted(theirs))
-    assert float(c._sum_over_ranks({})["max/ratio"]) == 5
-
-
 def test_the_stop_sees_a_quotient_that_is_never_negative(model_dir: Path) -> None:
     c = core(model_dir, stop={"kl_max": 0.1})
     assert c._compute_stop_kl(torch.tensor(3.0), torch.tensor(4.0)) == 0.75

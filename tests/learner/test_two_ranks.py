@@ -62,9 +62,6 @@ class Rank(TorchBackend):
         a, b = self.gather(x)
         return a + b
 
-    def find_max_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.maximum(*self.gather(x))
-
     def accumulate(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
         self.passes += 1
         super().accumulate(loss, is_last=is_last)

@@ -138,7 +138,7 @@ LARGEST = float(np.finfo(np.float32).max)
 )
 def test_adamw_numbers_that_ruin_weights_are_refused(numbers: dict[str, Any], message: str) -> None:
     values = {"model_id": "m", "seq_id": 1, "adam_params": numbers}
-    assert message in refusal(wire.parse_step, "m", values)
+    assert message in refusal(wire.parse_step, "m", json.dumps(values).encode())
 
 
 def test_a_step_takes_the_numbers_of_its_call() -> None:
@@ -148,7 +148,8 @@ def test_a_step_takes_the_numbers_of_its_call() -> None:
         ((3e38, 0.5, 0.75, 0.125, 3e38), 0.5, 0.5),
     ):
         adam = dict(zip(names, numbers, strict=True)) | {"grad_clip_norm": norm}
-        step = wire.parse_step("m", {"model_id": "x", "seq_id": 1, "adam_params": adam})
+        body = json.dumps({"model_id": "x", "seq_id": 1, "adam_params": adam}).encode()
+        step = wire.parse_step("m", body)
         assert step == OptimizerStep("m", *numbers, clip_norm=clipped)
 
 

@@ -57,8 +57,7 @@ class SampleJob:
     number: int
     request: SampleCall
     sequences: dict[int, SequenceResult] = field(default_factory=dict)
-    prompt_logprobs: bytes = b""
-    prompt_topk: tuple[bytes, bytes] = (b"", b"")
+    prompt_scores: tuple[bytes, ...] = ()  # the further fields of its SampleResult
     is_alone: bool = False  # no other request is sampled meanwhile
 
 
@@ -124,7 +123,7 @@ class Sampler:
             if len(job.sequences) == job.request.count:
                 del self.jobs[job.number]
                 ordered = [job.sequences[sample] for sample in range(job.request.count)]
-                result = SampleResult(ordered, job.prompt_logprobs, *job.prompt_topk)
+                result = SampleResult(ordered, *job.prompt_scores)
                 logprobs = b"".join(sequence.logprobs for sequence in ordered)
                 is_finite = bool(np.isfinite(np.frombuffer(logprobs, "<f4")).all())
                 self.reply(job.number, result if is_finite else CallFailure(NOT_FINITE))
@@ -216,11 +215,13 @@ class Sampler:
         """Add the log-probabilities of a prompt's tokens and of the most likely tokens."""
         most_likely = max(1, job.request.prompt_topk)
         scores = self.engine.score([prompt], most_likely)[0]
-        job.prompt_logprobs = np.append(np.float32(np.nan), scores.logprobs).astype("<f4").tobytes()
-        if job.request.prompt_topk:  # the first token has no context, so its row stays empty
-            ids = np.concatenate([np.zeros((1, most_likely)), scores.top_ids])
-            values = np.concatenate([np.full((1, most_likely), NO_LOGPROB), scores.top_logprobs])
-            job.prompt_topk = (ids.astype("<i4").tobytes(), values.astype("<f4").tobytes())
+        logprobs = np.append(np.float32(np.nan), scores.logprobs)
+        # the first token has no context, so its row stays empty
+        ids = np.concatenate([np.zeros((1, most_likely)), scores.top_ids])
+        values = np.concatenate([np.full((1, most_likely), NO_LOGPROB), scores.top_logprobs])
+        columns = (logprobs, "<f4"), (ids, "<i4"), (values, "<f4")
+        wanted = columns if job.request.prompt_topk else columns[:1]
+        job.prompt_scores = tuple(x.astype(dtype).tobytes() for x, dtype in wanted)
 
     def _cut_at_stop(self, request: SampleCall, completion: Completion) -> SequenceResult:
         """Cut a completion after the token that completes one of the request's stop texts.

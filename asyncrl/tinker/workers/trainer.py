@@ -232,54 +232,31 @@ class ServedModels:
         model = self.models[request.model]
         lengths = [datum.length for datum in request.data]
         micros = split_by_length(lengths, self.config.training.micro_batch_tokens)
-        if METHOD in request.config:
-            return self._compute_method_loss(request, model, micros)
+        batches = [[request.data[index] for index in indices] for indices in micros]
+        plan = None
+        if METHOD in request.config and not request.forward_only:
+            with torch.no_grad():
+                scores = [self.score(model.policy, data) for data in batches]
+            ordered = [datum for data in batches for datum in data]
+            plan = prepare_method_step(request.config, ordered, torch.cat(scores).float())
         logprobs: dict[int, bytes] = {}
-        total = 0.0
-        for indices in micros:
-            data = [request.data[index] for index in indices]
+        total, first = 0.0, 0
+        for indices, data in zip(micros, batches, strict=True):
             with torch.set_grad_enabled(not request.forward_only):
                 lp = self.score(model.policy, data)
-            loss, sums = compute_policy_loss(request, data, lp)
+            logprobs |= zip(indices, split_rows(data, lp), strict=True)
+            if plan is not None:
+                positions = torch.arange(first, first := first + len(lp), device=lp.device)
+                loss, sums = step_loss.compute_micro_loss(*plan, positions, lp.float())
+                total += float(loss.detach())
+            elif METHOD not in request.config:
+                loss, sums = compute_policy_loss(request, data, lp)
+                total += float(sums["loss/policy"])
             if not request.forward_only:
                 model.trainer.accumulate(loss)
                 diagnostics.add_sums(model.sums, sums)
-            total += float(sums["loss/policy"])
-            logprobs |= zip(indices, split_rows(data, lp), strict=True)
-        return ScoreResult([logprobs[index] for index in range(len(request.data))], total)
-
-    def _compute_method_loss(
-        self, request: ForwardBackward, model: TrainedModel, micros: Sequence[Sequence[int]]
-    ) -> ScoreResult:
-        """Compute the loss of a method by the learner's own functions, on all datums at once.
-
-        Its reduction weights tokens and datums as in a run. It is multiplied by the number of
-        tokens, so that the loss is a sum like the others."""
-        batches = [[request.data[index] for index in indices] for indices in micros]
-        ordered = [datum for micro_batch in batches for datum in micro_batch]
-        with torch.no_grad():
-            scores = [self.score(model.policy, micro_batch) for micro_batch in batches]
-        current = torch.cat(scores).float()
-        prep, step = prepare_method_step(request.config, ordered, current)
-        total, first = 0.0, 0
-        for micro_batch in batches if not request.forward_only else []:
-            count = sum(datum.length for datum in micro_batch)
-            positions = torch.arange(first, first + count, device=current.device)
-            loss, sums = step_loss.compute_micro_loss(
-                prep, step, positions, self.score(model.policy, micro_batch).float()
-            )
-            model.trainer.accumulate(loss)
-            diagnostics.add_sums(model.sums, sums)
-            model.is_weighted = True
-            total += float(loss.detach())
-            first += count
-        logprobs = [
-            row
-            for micro_batch, lp in zip(batches, scores, strict=True)
-            for row in split_rows(micro_batch, lp)
-        ]
-        by_index = dict(zip((i for indices in micros for i in indices), logprobs, strict=True))
-        return ScoreResult([by_index[index] for index in range(len(ordered))], total)
+                model.is_weighted |= plan is not None
+        return ScoreResult([logprobs[index] for index in range(len(lengths))], total)
 
     def _check_datum(self, request: ForwardBackward, index: int, datum: Datum) -> None:
         sampled = request.loss in POLICY_LOSSES
@@ -394,7 +371,10 @@ class PackedDatums:
 def prepare_method_step(
     options: Options, data: Sequence[Datum], current: Tensor
 ) -> tuple[step_loss.PreparedBatch, step_loss.StepPlan]:
-    """Prepare the learner's loss of a method; current: [N], the policy's log-probabilities."""
+    """Prepare the learner's loss of a method, for all datums of a call at once.
+
+    Its reduction weights tokens and datums as in a run. It is multiplied by the number of tokens,
+    so that the loss is a sum like the others.  current: [N], the policy's log-probabilities."""
     config = resolve_method(options)
     packed = PackedDatums(data, current.device)
     zeros = torch.zeros(len(data), device=current.device)
