@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,10 +97,21 @@ class PackedBatch(LossBatch):
         lengths = np.diff(self.offsets)
         return [i for i, count in enumerate(counts) if count == lengths[i] > 0]
 
-    def get_row_arrays(self, samples: Sequence[int]) -> tuple[list[ndarray], list[ndarray]]:
-        """Return (prompts, responses) of the rows of `samples`."""
+    def select_rows(self, samples: Sequence[int]) -> dict[str, Any]:
+        """Return the arguments of a forward pass (`ForwardInput`) over the rows of `samples`."""
+        columns: dict[str, list[Any]] = {
+            "prompts": self.prompts,
+            "responses": self.responses,
+            "groups": self.shared,
+            "supports": self.supports,
+            "routed": self.routed,
+            "images": self.images,
+        }
         rows = self.list_rows(samples)
-        return [self.prompts[row] for row in rows], [self.responses[row] for row in rows]
+        count = from_numpy(np.diff(self.row_offsets)[list(samples)])
+        temperature = self.temperature[list(samples)].repeat_interleave(count)
+        selected = {name: [column[row] for row in rows] for name, column in columns.items()}
+        return selected | {"temperature": temperature}
 
     def build_support_table(
         self, samples: Sequence[int], device: torch.device
@@ -114,11 +126,6 @@ class PackedBatch(LossBatch):
         return copy_to(self.seq.device, self.temperature)[
             self.seq[self.find_token_positions(samples)]
         ]
-
-    def get_row_temperature(self, samples: Sequence[int]) -> Tensor:
-        """Return the sampling temperature of each row of `samples`."""
-        count = from_numpy(np.diff(self.row_offsets)[list(samples)])
-        return self.temperature[list(samples)].repeat_interleave(count)
 
     def to_device(self, device: torch.device) -> PackedBatch:
         """Move the loss's tensors to `device`; returns self."""

@@ -90,9 +90,7 @@ class Critic:
         hidden [n, H] holds the policy's states, for a shared trunk.
         """
         if self.trunk is not None:
-            hidden = self._compute_states(
-                self.trunk, packed, samples, packed.get_row_arrays(samples)[1]
-            )
+            hidden = self._compute_states(self.trunk, packed, samples)
         assert hidden is not None
         return self._apply_head(hidden)
 
@@ -115,7 +113,8 @@ class Critic:
                 np.append(r, r[-1:]) if is_truncated[sample] else r
                 for sample, r in ((sample, packed.responses[sample]) for sample in part)
             ]
-            computed = self._apply_head(self._compute_states(trunk, packed, part, answers)).cpu()
+            states = self._compute_states(trunk, packed, part, responses=answers)
+            computed = self._apply_head(states).cpu()
             start = 0
             for sample, answer in zip(part, answers, strict=True) if is_real else ():
                 length = len(packed.responses[sample])
@@ -131,20 +130,12 @@ class Critic:
         return self.head(hidden.float())[:, 0]  # type: ignore[no-any-return]
 
     def _compute_states(
-        self,
-        model: PolicyModel,
-        packed: PackedBatch,
-        samples: Sequence[int],
-        answers: list[np.ndarray],
+        self, model: PolicyModel, packed: PackedBatch, samples: Sequence[int], **other: Any
     ) -> Tensor:
-        """Return the state [n, H] that predicts each token of `answers`."""
-        output = model.logprobs(
-            packed.get_row_arrays(samples)[0],
-            answers,
-            packed.get_row_temperature(samples),
-            groups=[packed.shared[row] for row in packed.list_rows(samples)],
-            want_hidden=True,
-        )
+        """Return the state [n, H] that predicts each response token; other: of `ForwardInput`."""
+        unused = dict.fromkeys(("supports", "routed", "images"))
+        inputs = packed.select_rows(samples) | unused | other
+        output = model.logprobs(**inputs, want_hidden=True)
         assert output.hidden is not None
         return output.hidden
 

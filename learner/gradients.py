@@ -1,15 +1,13 @@
-"""Measurements of gradients: cosine with the previous one, squared norm per sample."""
+"""Measurements of gradients: cosine with the previous one, squared norm."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from asyncrl.models import packed_forward
-from asyncrl.models.policy import PolicyModel
-from learner.batch import PackedBatch
 
-
+@dataclass
 class GradientAlignment:
     """The last gradient in bfloat16: one more copy of the weights at half their size.
 
@@ -18,13 +16,10 @@ class GradientAlignment:
     because its projection was not available to read.
     """
 
-    def __init__(
-        self, max_cosine: float | None, sum_over_ranks: Callable[[Tensor], Tensor]
-    ) -> None:
-        self.max_cosine = max_cosine  # largest cosine; None: the cosine is only measured
-        # adds up a value of all ranks, each of which measures its part of the gradients
-        self.sum_over_ranks = sum_over_ranks
-        self.previous: list[Tensor] = []
+    max_cosine: float | None  # largest cosine; None: the cosine is only measured
+    # adds up a value of all ranks, each of which measures its part of the gradients
+    sum_over_ranks: Callable[[Tensor], Tensor]
+    previous: list[Tensor] = field(default_factory=list)
 
     @torch.no_grad()
     def measure(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -63,37 +58,6 @@ class GradientAlignment:
         self.previous = self._next
 
 
-# runs the model on samples, with or without hidden states: see `LearnerCore._run`
-Run = Callable[[Sequence[int], bool], packed_forward.ForwardOutput]
-
-
 def sum_squares(gradients: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares over all tensors, float64."""
     return torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
-
-
-@torch.no_grad()
-def compute_energies(
-    packed: PackedBatch, model: PolicyModel, run: Run, passes: Sequence[tuple[list[int], bool]]
-) -> Tensor:
-    """Return 1 - 2 p + sum_v p_v^2 of each token [N].
-
-    It is |grad log pi_theta|^2 with respect to the logits alone (the proxy of arXiv 2602.07078),
-    and takes a forward pass without gradient.
-    """
-    energy = torch.zeros_like(packed.behavior)
-    assert model.fast is not None
-    for micro, is_real in passes:
-        part = packed.find_token_positions(micro)
-        output = run(micro, True)
-        assert output.hidden is not None
-        if not is_real:
-            continue
-        squares = packed_forward.compute_squared_probabilities(
-            model.fast,
-            output.hidden,
-            packed.get_token_temperature(micro),
-            packed.build_support_table(micro, output.hidden.device),
-        )
-        energy[part] = (1 - 2 * output.logprobs.exp() + squares).to(energy)
-    return energy

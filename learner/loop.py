@@ -226,27 +226,20 @@ class Learner(BufferPeer):
     def send_hello(self) -> None:
         """Send the hello until the buffer welcomes this learner or it is stopped."""
         parent = self.cursor.parent
+        cursor = msgspec.structs.asdict(self.cursor)
         message = m.LearnerHello(
+            **cursor | {"parent": None if parent is None else Label(*parent)},
+            **self.model._asdict(),
             protocol=m.PROTOCOL,
             run=self.run,
             epoch=self.epoch,
             label=Label(self.epoch, self.number),
-            parent=None if parent is None else Label(*parent),
             digest=self.digest,
-            next_ticket=self.cursor.next_ticket,
             origin=self.origin,
             max_lag=self.config.staleness.limit,
             source=self.publisher.source,
             ring=self.ring,
-            ledger=self.cursor.ledger,
-            trained_above=self.cursor.trained_above,
             pid=os.getpid(),
-            vocabulary=self.model.vocabulary,
-            routing=self.model.routing,
-            images=self.model.images,
-            limit=self.cursor.limit,
-            window=self.cursor.window,
-            mixture=self.cursor.mixture,
             before=process_log.find_previous_end(self.run_dir, os.getpid()),
         )
         self.set_wait("the buffer's welcome")

@@ -78,7 +78,27 @@ class SplitMeter:
             if not self.config.record.kl_moved:  # else it is measured on whole batches
                 metrics["kl/moved"] = measure_move(*(x[part] for x in columns))
             if self.read_weights is not None:
-                metrics |= self.measure_split(batch, packed, prep, updated, split_on)
+                version = packed.version
+                if version is None:
+                    version = self.compute_version_logprobs(batch, packed, split_on)
+                # sampled by the policy that the batch starts from
+                version = packed.version = torch.where(packed.token_lag == 0, prep.start, version)
+                usable = part[prep.valid[part] & version[part].isfinite()]
+                assert packed.age is not None
+                updated = updated.to(prep.start.dtype)
+                policies = packed.behavior, version, prep.start, updated
+                split = diagnostics.LogRatioSplit(
+                    *(x[usable] for x in (*policies, packed.token_lag, packed.age))
+                )
+                metrics |= diagnostics.compute_split_metrics(split)
+                metrics["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
+                difference = metrics.get("mismatch/max_one_version", 0.0)
+                if self.config.exact is True and difference != 0:
+                    raise AsyncrlError(
+                        f"exact: engine and learner differ by {difference:.1e} nats under the "
+                        f"same weights in batch {batch.number}; see `asyncrl doctor --exact`, or "
+                        'exact = "try"'
+                    )
         if self.is_due(batch.number)[1] and packed.reference is None and refer_on:
             metrics |= self.measure_reference_kl(packed, prep, refer_on)
         return metrics
@@ -104,36 +124,6 @@ class SplitMeter:
         )
 
     # ---- three parts -----------------------------------------------------------------------------
-
-    def measure_split(
-        self,
-        batch: Batch,
-        packed: PackedBatch,
-        prep: PreparedBatch,
-        updated: Tensor,
-        answers: list[int],
-    ) -> dict[str, float]:
-        """Return the split over valid tokens of `answers` whose version's weights are held."""
-        version = packed.version
-        if version is None:
-            version = self.compute_version_logprobs(batch, packed, answers)
-        # sampled by the policy that the batch starts from
-        version = packed.version = torch.where(packed.token_lag == 0, prep.start, version)
-        part = packed.find_token_positions(answers)
-        usable = part[prep.valid[part] & version[part].isfinite()]
-        assert packed.age is not None
-        updated = updated.to(prep.start.dtype)
-        columns = (packed.behavior, version, prep.start, updated, packed.token_lag, packed.age)
-        split = diagnostics.LogRatioSplit(*(x[usable] for x in columns))
-        metrics = diagnostics.compute_split_metrics(split)
-        metrics["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
-        if self.config.exact is True and metrics.get("mismatch/max_one_version", 0.0) != 0:
-            raise AsyncrlError(
-                f"exact: engine and learner differ by {metrics['mismatch/max_one_version']:.1e} "
-                f"nats under the same weights in batch {batch.number}; "
-                'see `asyncrl doctor --exact`, or exact = "try"'
-            )
-        return metrics
 
     def compute_version_logprobs(
         self, batch: Batch, packed: PackedBatch, answers: Sequence[int]

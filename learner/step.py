@@ -25,7 +25,6 @@ from asyncrl.contract.messages import Batch
 from asyncrl.models import adapters, memory, packed_forward
 from asyncrl.models.policy import PolicyModel, build_manifest
 from asyncrl.models.weight_rounding import load_learner_policy
-from learner import gradients
 from learner.backend import TorchBackend
 from learner.batch import PackedBatch, pack, split_micro_batches, split_minibatches
 from learner.critic import Critic
@@ -110,21 +109,16 @@ class LearnerCore:
         self._load_references()
         self.centers = config.loss.center != "off"
         self.full_kl = config.kl.loss.coefficient > 0 and config.kl.loss.off_policy == "prefix_full"
-        if self.full_kl and (
-            self.model.fast is None or self.reference is None or self.reference.fast is None
+        for key, is_on, too in (
+            ("kl.loss.off_policy: prefix_full", self.full_kl, ", also as its reference"),
+            ("advantage.name: otb", config.advantage.name == "otb", ""),
+            ("loss.center", self.centers, ""),
         ):
-            raise ConfigError(
-                "kl.loss.off_policy: prefix_full needs a model of the packed forward (Llama, "
-                "Qwen2, Qwen3, Mistral, Qwen3-MoE, Mixtral), also as its reference; use prefix"
-            )
-        for key, is_on in (
-            ("advantage.name: otb", config.advantage.name == "otb"),
-            ("loss.center", self.centers),
-        ):
-            if is_on and self.model.fast is None:
+            models = (self.model, self.reference) if too else (self.model,)
+            if is_on and any(model is None or model.fast is None for model in models):
                 raise ConfigError(
                     f"{key} needs a model of the packed forward (Llama, Qwen2, Qwen3, Mistral, "
-                    "Qwen3-MoE, Mixtral); use another"
+                    f"Qwen3-MoE, Mixtral){too}; use another"
                 )
         self.layout = build_manifest(self.model)  # before a backend partitions the parameters
         self.backend = make_backend(config, self.model)
@@ -217,7 +211,13 @@ class LearnerCore:
             metrics = {k: x for k, x in metrics.items() if not k.startswith(OF_LATER_PASSES)}
         if batch.tasks:
             metrics |= self._compute_ess_by_task(batch, packed, prep)
-        metrics |= self._measure_samples(batch, packed, prep)
+        split, reference = self.measure.is_due(batch.number)
+        if split or reference:  # at rank 0; all ranks run the pass under the updated policy
+            chosen = self.measure.choose_samples(packed, prep, batch.number)
+            chosen = self.backend.gather(chosen)[0]
+            updated = self._forward(self.model, packed, chosen[0]) if split and chosen[0] else None
+            if not self.backend.rank:
+                metrics |= self.measure(batch, packed, prep, chosen, updated)
         if self.sample_log is not None and self.sample_log.is_due(batch.number):
             self.sample_log.add(self.sample_log.build_rows(batch, packed, prep))
         self.updates = []
@@ -243,7 +243,13 @@ class LearnerCore:
             metrics["kl/moved"] = measure_move(*columns, prep.valid)
         self.backend.release_gathered()
         used_beta = self.state.beta
-        self._carry(packed, metrics)
+        mean = metrics["reward/used_mean"]
+        decay = self._get_ema_decay() if self.state.number else 0.0
+        self.state.baseline = decay * self.state.baseline + (1 - decay) * mean
+        if "kl/answer" in metrics:
+            terms = config.kl.reward
+            controller = kl.KLController(used_beta, terms.controller, terms.target, terms.horizon)
+            self.state.beta = controller.update(metrics["kl/answer"], packed.count)
         if by_prompt:
             self._remember_prompts(digests, packed.rewards.tolist())
         self.state.number = batch.number + 1
@@ -287,24 +293,6 @@ class LearnerCore:
             if count[i]
         }
 
-    def _measure_samples(
-        self, batch: Batch, packed: PackedBatch, prep: step_loss.PreparedBatch
-    ) -> dict[str, float]:
-        """Measure the split and the reference KL on some samples of the batch, at rank 0.
-
-        All ranks run the pass under the updated policy.
-        """
-        split, reference = self.measure.is_due(batch.number)
-        if not split and not reference:
-            return {}
-        split_on, refer_on = self.backend.gather(
-            self.measure.choose_samples(packed, prep, batch.number)
-        )[0]
-        updated = self._forward(self.model, packed, split_on) if split and split_on else None
-        if self.backend.rank:
-            return {}
-        return self.measure(batch, packed, prep, (split_on, refer_on), updated)
-
     def _pack_batch(self, batch: Batch) -> PackedBatch:
         """Pack the batch and add proximal and reference log-probabilities and values."""
         config = self.config
@@ -344,24 +332,34 @@ class LearnerCore:
 
     def _add_gradient_norms(self, packed: PackedBatch) -> None:
         """Add the gradient norms or token energies that the advantage needs to the batch."""
-        advantage = self.config.advantage
-
-        def run(samples: Sequence[int], hidden: bool) -> Any:
-            return self._run(self.model, packed, samples, entropy=False, hidden=hidden)
-
-        if advantage.name == "opob":
+        if self.config.advantage.name == "opob":
             # |grad log pi_theta(y)|^2 of each sample over all parameters: a forward and a backward
             # pass per sample, whose log pi_theta(y) sums over its tokens in the mask
             norms = []
             for sample in range(packed.count):
                 part = packed.find_token_positions([sample])
-                lp = run([sample], False).logprobs.to(packed.mask.device)
+                output = self._run(self.model, packed, [sample], entropy=False)
+                lp = output.logprobs.to(packed.mask.device)
                 logprob = torch.where(packed.mask[part], lp, 0.0).sum()
                 norms.append(self.backend.compute_squared_gradient(logprob))
             packed.squared_norms = torch.stack(norms).to(packed.behavior)
-        if advantage.name == "otb":
-            passes = self._select_own_micro_batches(packed, range(packed.count))
-            energy = gradients.compute_energies(packed, self.model, run, passes)
+        if self.config.advantage.name == "otb":
+            # 1 - 2 p + sum_v p_v^2, which is |grad log pi_theta|^2 with respect to the logits alone
+            # (the proxy of arXiv 2602.07078)
+            energy = torch.zeros_like(packed.behavior)
+            assert self.model.fast is not None
+            for micro, is_real in self._select_own_micro_batches(packed, range(packed.count)):
+                with torch.no_grad():
+                    output = self._run(self.model, packed, micro, entropy=False, hidden=True)
+                if is_real:
+                    squares = packed_forward.compute_squared_probabilities(
+                        self.model.fast,
+                        output.hidden,
+                        packed.get_token_temperature(micro),
+                        packed.build_support_table(micro, output.hidden.device),
+                    )
+                    part = packed.find_token_positions(micro)
+                    energy[part] = (1 - 2 * output.logprobs.exp() + squares).to(energy)
             packed.energy = self.backend.sum_over_ranks(energy)
 
     def _look_up_prompts(self, batch: Batch, packed: PackedBatch) -> list[str]:
@@ -516,7 +514,19 @@ class LearnerCore:
                 with self.backend.guard():
                     values = self.critic.compute_values(packed, micro, output.hidden)
                 values = values.to(self.loss_device)
-            step_kl = self._compute_step_kl(packed, micro, output.hidden) if self.full_kl else None
+            step_kl = None
+            if self.full_kl:  # KL(theta || ref) over the vocabulary at each state
+                assert self.model.fast is not None and self.reference is not None
+                with torch.no_grad():
+                    ref = self._run(self.reference, packed, micro, entropy=False, hidden=True)
+                step_kl = packed_forward.compute_vocabulary_term(
+                    kl.compute_exact_kl,
+                    self.model.fast,
+                    output.hidden,
+                    (ref.hidden, self.reference.hf.get_output_embeddings().weight),
+                    packed.get_token_temperature(micro),
+                    packed.build_support_table(micro, output.hidden.device),
+                )
             center = self._compute_center(packed, micro, output.hidden) if self.centers else None
             if not is_real:  # every rank makes as many passes as the busiest one
                 outputs = [x for x in (output.logprobs, values, step_kl) if x is not None]
@@ -636,38 +646,11 @@ class LearnerCore:
         hidden: bool = False,
     ) -> Any:
         # the policy of any version replays the experts; reference policies route by themselves
-        replays_experts = model is self.model or model is self.measure.shadow
-        rows = packed.list_rows(samples)
+        inputs = packed.select_rows(samples)
+        if model is not self.model and model is not self.measure.shadow:
+            inputs["routed"] = None
         with self.backend.guard():
-            return model.logprobs(
-                *packed.get_row_arrays(samples),
-                packed.get_row_temperature(samples),
-                groups=[packed.shared[row] for row in rows],
-                want_entropy=entropy,
-                want_hidden=hidden,
-                supports=[packed.supports[row] for row in rows],
-                routed=[packed.routed[row] for row in rows] if replays_experts else None,
-                images=[packed.images[row] for row in rows],
-            )
-
-    def _compute_step_kl(
-        self, packed: PackedBatch, samples: Sequence[int], hidden: Tensor
-    ) -> Tensor:
-        """Return KL(theta || ref) over the vocabulary at each state, [n] with gradient.
-
-        hidden [n, H] holds the policy's states.
-        """
-        assert self.model.fast is not None and self.reference is not None
-        with torch.no_grad():
-            ref = self._run(self.reference, packed, samples, entropy=False, hidden=True).hidden
-        return packed_forward.compute_vocabulary_term(
-            kl.compute_exact_kl,
-            self.model.fast,
-            hidden,
-            (ref, self.reference.hf.get_output_embeddings().weight),
-            packed.get_token_temperature(samples),
-            packed.build_support_table(samples, hidden.device),
-        )
+            return model.logprobs(**inputs, want_entropy=entropy, want_hidden=hidden)
 
     @torch.no_grad()
     def _add_sampling_states(self, batch: Batch, packed: PackedBatch) -> None:
@@ -770,20 +753,6 @@ class LearnerCore:
             with self.average.use():
                 start = self._forward(self.model, packed)
         packed.proximal = step_loss.choose_proximal(packed, config, start)
-
-    def _carry(self, packed: PackedBatch, metrics: dict[str, float]) -> None:
-        """Update the running mean of the rewards and the adaptive KL coefficient."""
-        mean = metrics["reward/used_mean"]
-        decay = self._get_ema_decay()
-        self.state.baseline = (
-            mean if self.state.number == 0 else decay * self.state.baseline + (1 - decay) * mean
-        )
-        terms = self.config.kl.reward
-        if "kl/answer" in metrics:
-            controller = kl.KLController(
-                self.state.beta, terms.controller, terms.target, terms.horizon
-            )
-            self.state.beta = controller.update(metrics["kl/answer"], packed.count)
 
 
 def make_backend(config: Config, model: PolicyModel) -> TorchBackend:

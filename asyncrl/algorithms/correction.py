@@ -310,11 +310,6 @@ class ImportanceWeights:
     vetoed: Tensor
 
 
-def needs_statistics(c: Correction) -> bool:
-    """Return whether this `correction` needs the ratios of the whole batch before any weight."""
-    return c.self_normalize
-
-
 def correct(
     log_rho: Tensor,
     log_prox: Tensor,

@@ -180,8 +180,9 @@ class StepPlan:
 def needs_proximal_first(config: Settings) -> bool:
     """Return whether the recomputed proximal policy is needed before the first optimizer step."""
     several = config.learner.epochs * config.learner.minibatches > 1
-    counts_after_rejection = config.correction.denominator == "after"
-    return bool(several or correction.needs_statistics(config.correction) or counts_after_rejection)
+    # or the ratios of the whole batch before any weight
+    c = config.correction
+    return bool(several or c.self_normalize or c.denominator == "after")
 
 
 def needs_start_first(config: Settings) -> bool:
@@ -228,14 +229,13 @@ def needs_current(prep: PreparedBatch) -> bool:
     They cost a forward over the batch without gradient.
     """
     c = prep.config
-    stop = c.stop
     needed = (
-        c.loss.surrogate in surrogates.NEED_CURRENT or stop.action == "slow" or stop.ess_min > 0
+        c.loss.surrogate in surrogates.NEED_CURRENT
+        or c.stop.action == "slow"
+        or c.stop.ess_min > 0
+        or (c.loss.surrogate == "reinforce" and c.correction.self_normalize)
+        or c.correction.m2 > 0
     )
-    needed = needed or (
-        c.loss.surrogate == "reinforce" and correction.needs_statistics(c.correction)
-    )
-    needed = needed or c.correction.m2 > 0
     return bool(needed and not _has_given_start(prep))
 
 
@@ -450,18 +450,37 @@ def _call_own_loss(
         return
     chosen = samples[batch.seq]
     rows = ratios.PaddedRows(batch.seq[chosen])
-    loss, padded, metrics = own_functions.compute_gradient(
-        c.function,
-        *(rows.pad(x[chosen]) for x in (current, batch.behavior, prep.advantage, inside)),
-        versions=prep.number - rows.pad(batch.token_lag[chosen]),
-        current_version=prep.number,
-        start=rows.pad(prep.start[chosen]),
-        reference=None if batch.reference is None else rows.pad(batch.reference[chosen]),
-        groups=batch.groups[samples],
+    logprobs, *columns = (
+        rows.pad(x[chosen]) for x in (current, batch.behavior, prep.advantage, inside)
     )
+    padded = None
+    problem = "returned a loss without gradient; compute it from logprobs, without detaching them"
+    with torch.enable_grad():
+        result = own_functions.call(
+            "loss.function",
+            c.function,
+            logprobs.requires_grad_(True),
+            *columns,
+            versions=prep.number - rows.pad(batch.token_lag[chosen]),
+            current_version=prep.number,
+            start=rows.pad(prep.start[chosen]),
+            reference=None if batch.reference is None else rows.pad(batch.reference[chosen]),
+            groups=batch.groups[samples],
+        )
+        loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        if not isinstance(loss, Tensor) or loss.dim():
+            kind = own_functions.describe(loss)
+            problem = f"returned {kind}; return a scalar tensor, or (loss, metrics)"
+        elif loss.requires_grad:
+            (padded,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
+    try:
+        step.metrics |= {f"loss/function/{name}": float(x) for name, x in metrics.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        padded, problem = None, f"metrics: {error}; return a dict of floats"
+    if padded is None:
+        raise ConfigError(f"loss.function = {c.function}: {problem}")
     gradient[chosen] = -rows.pack(padded)
-    step.prepass["objective"] = -loss / inside.sum()
-    step.metrics |= {f"loss/function/{name}": value for name, value in metrics.items()}
+    step.prepass["objective"] = -loss.detach() / inside.sum()
 
 
 def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: Tensor | None) -> None:
@@ -470,7 +489,7 @@ def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: Tensor | None
     batch = prep.batch
     stop = c.stop
     name = c.loss.surrogate
-    if name == "reinforce" and current is not None and correction.needs_statistics(c.correction):
+    if name == "reinforce" and current is not None and c.correction.self_normalize:
         _correct(batch, slice(None), current, prep.valid, c, adv=prep.advantage, stats=step.stats)
     stops = stop.action == "slow" or stop.ess_min > 0
     if current is None or not (name == "reshape" or stops):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from asyncrl.contract.errors import ConfigError
@@ -33,28 +32,6 @@ def call(key: str, path: str, *required: Tensor, **offered: Any) -> Any:
     except Exception as error:
         reason = f"{describe_exception(error)}{format_last_frame(error)}"
         raise ConfigError(f"{key} = {path}: the call {reason}") from error
-
-
-def compute_gradient(
-    path: str, logprobs: Tensor, *required: Tensor, **offered: Any
-) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Return the loss, its gradient by `logprobs` and its metrics. Raises ConfigError."""
-    gradient, numbers = None, {}
-    problem = "returned a loss without gradient; compute it from logprobs, without detaching them"
-    with torch.enable_grad():
-        result = call("loss.function", path, logprobs.requires_grad_(True), *required, **offered)
-        loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-        if not isinstance(loss, Tensor) or loss.dim():
-            problem = f"returned {describe(loss)}; return a scalar tensor, or (loss, metrics)"
-        elif loss.requires_grad:
-            (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
-    try:
-        numbers = {str(name): float(value) for name, value in metrics.items()}
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        gradient, problem = None, f"metrics: {error}; return a dict of floats"
-    if gradient is None:
-        raise ConfigError(f"loss.function = {path}: {problem}")
-    return loss.detach(), gradient, numbers
 
 
 def describe(value: Any) -> str:

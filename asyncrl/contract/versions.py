@@ -175,20 +175,15 @@ class PolicyTree:
             self._cached_for = train
         beyond = self._cached_lags.get(token)
         if beyond is None:
-            beyond = self._cached_lags[token] = self._compute_lag_beyond_number(token, train)
-        return beyond + number
-
-    def _compute_lag_beyond_number(self, token: Label, train: Label) -> int:
-        """Compute the lag minus the number."""
-        token_policy = self._policies[token]
-        ancestor = token_policy
-        train_ancestor = self._policies[train]
-        while ancestor != train_ancestor:
+            ancestor, train_ancestor = self._policies[token], self._policies[train]
+            beyond = self._depth[ancestor]
             # without a stored common root the distance follows from the depths alone
-            if ancestor < 0 or train_ancestor < 0:
-                return self._depth[token_policy]
-            if self._depth[ancestor] >= self._depth[train_ancestor]:
-                ancestor = self._parent[ancestor]
-            else:
-                train_ancestor = self._parent[train_ancestor]
-        return self._depth[token_policy] - 2 * self._depth[ancestor]
+            while ancestor != train_ancestor and ancestor >= 0 and train_ancestor >= 0:
+                if self._depth[ancestor] >= self._depth[train_ancestor]:
+                    ancestor = self._parent[ancestor]
+                else:
+                    train_ancestor = self._parent[train_ancestor]
+            if ancestor == train_ancestor and ancestor >= 0:
+                beyond -= 2 * self._depth[ancestor]
+            self._cached_lags[token] = beyond
+        return beyond + number

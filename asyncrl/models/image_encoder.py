@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -21,17 +22,17 @@ NEVER_SAMPLED = -1e30  # the logit of the image token
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
+@dataclass(eq=False)
 class ImageEncoder:
     """Image processor and vision tower of the LLaVA `hf`, whose directory is `path`.
 
     Each distinct image is encoded once for all the rows of a forward pass.
     """
 
-    def __init__(self, hf: Any, path: str, shape: ImageShape) -> None:
-        self.hf = hf
-        self.path = path
-        self.shape = shape
-        self.pixels: OrderedDict[str, Tensor] = OrderedDict()
+    hf: Any
+    path: str
+    shape: ImageShape
+    pixels: OrderedDict[str, Tensor] = field(default_factory=OrderedDict)
 
     @classmethod
     def from_model(cls, hf: Any, path: str) -> ImageEncoder | None:

@@ -129,7 +129,24 @@ def check_installed() -> list[dict[str, Any]]:
     for name, (setting, names, _) in KNOWN.items():
         problem = f"not installed: {build_install_command(name)}"
         if name in trials:
-            problem = explain_trial(name, trials[name])
+            trial = trials[name]
+            try:
+                _, error = trial.communicate(timeout=TRIAL_S)
+            except subprocess.TimeoutExpired:
+                trial.kill()
+                trial.communicate()
+                problem = f"importing it takes more than {TRIAL_S:g} s"
+            else:
+                reason = error.strip().rpartition("\n")[2] or "no message"
+                problem = f"importing it fails: {reason}; {build_install_command(name)}"
+                present = [p for p in VISION if find_version(p)]
+                if not trial.returncode:
+                    problem = ""
+                elif present and any(package in error for package in VISION):
+                    problem = (
+                        f"{', '.join(present)} of another build than torch "
+                        f"{find_version('torch')} ({reason}): pip uninstall -y {' '.join(present)}"
+                    )
         if name in ENGINES and not problem:
             problem = explain_missing(name)
         rows.append(
@@ -142,26 +159,6 @@ def check_installed() -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def explain_trial(name: str, trial: subprocess.Popen[str]) -> str:
-    """Explain in one line why a trial import failed, and what to do; "" when it succeeded."""
-    try:
-        _, error = trial.communicate(timeout=TRIAL_S)
-    except subprocess.TimeoutExpired:
-        trial.kill()
-        trial.communicate()
-        return f"importing it takes more than {TRIAL_S:g} s"
-    if not trial.returncode:
-        return ""
-    reason = error.strip().splitlines()[-1] if error.strip() else "no message"
-    present = [p for p in VISION if find_version(p)]
-    if present and any(package in error for package in VISION):
-        return (
-            f"{', '.join(present)} of another build than torch {find_version('torch')} "
-            f"({reason}): pip uninstall -y {' '.join(present)}"
-        )
-    return f"importing it fails: {reason}; {build_install_command(name)}"
 
 
 def describe_device() -> str:

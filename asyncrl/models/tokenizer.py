@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.tree import Config
-from asyncrl.contract.blobs.images import MARKER, ImageShape
+from asyncrl.contract.blobs.images import MARKER, MOST_IMAGES, ImageShape
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.models import fetch, image_tokens
@@ -271,23 +271,26 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
     """
     shape: ImageShape | None = getattr(tokenizer, "image_shape", None)
     directory = get_directory(tokenizer)
-    label = f"task: {prompt.split} prompt {prompt.id}"
-    try:
-        image_tokens.require_images(shape, len(prompt.images), directory)
-    except ConfigError as error:
-        raise ConfigError(f"{label} {error}") from error
+    label, images = f"task: {prompt.split} prompt {prompt.id}", len(prompt.images)
+    if images and shape is None:
+        raise ConfigError(
+            f"{label} has an image, and the model in {directory} reads only text: images need a "
+            f"LLaVA (model_type = {image_tokens.FAMILY})"
+        )
+    if images > MOST_IMAGES:
+        raise ConfigError(f"{label} has {images} images; at most {MOST_IMAGES} are allowed")
     if prompt.messages:
         ids = encode_chat_prompt(tokenizer, prompt)
     else:
-        image_markers = "" if MARKER in prompt.text else MARKER * len(prompt.images)
+        image_markers = "" if MARKER in prompt.text else MARKER * images
         ids = encode_text(tokenizer, image_markers + prompt.text)
     if shape is None:
         return np.asarray(ids, dtype=np.int32)
     markers = image_tokens.count(ids, shape)
-    if markers != len(prompt.images):
+    if markers != images:
         raise ConfigError(
-            f"{label} has {len(prompt.images)} images and {markers} image tokens under the "
-            f"tokenizer in {directory}: write {MARKER} once for each image, or nowhere"
+            f"{label} has {images} images and {markers} image tokens under the tokenizer in "
+            f"{directory}: write {MARKER} once for each image, or nowhere"
         )
     return image_tokens.expand(ids, shape)
 
@@ -328,9 +331,12 @@ def encode_chat_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
             f"{directory} has no chat template: put one there (chat_template.jinja), or give the "
             "text as `prompt`"
         )
-    turns: list[Any] = list(prompt.messages)
+    turns: list[Any] = [dict(turn) for turn in prompt.messages]
     if getattr(tokenizer, "image_shape", None) is not None:
-        turns = image_tokens.add_image_markers(turns, len(prompt.images))
+        # turns without markers get them in front of the last user's text
+        if not any(MARKER in (turn.get("content") or "") for turn in turns):
+            last = ([turn for turn in turns if turn["role"] == "user"] or turns)[-1]
+            last["content"] = MARKER * len(prompt.images) + (last.get("content") or "")
         if takes_parts(tokenizer):
             turns = [
                 {**turn, "content": split_image_parts(turn.get("content") or "")} for turn in turns

@@ -11,7 +11,6 @@ are built on the first call.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,7 +128,18 @@ class BareModel(nn.Module):
     def get_full_model(self) -> Any:
         """Return transformers' model with the same parameters."""
         if not self._full:
-            self._full.append(build_transformers_model(self))
+            import transformers
+
+            first_parameter = next(self.parameters())
+            config = transformers.AutoConfig.for_model(**vars(self.config))
+            with torch.random.fork_rng(devices=[]):  # its initialization consumes random numbers
+                hf = transformers.AutoModelForCausalLM.from_config(
+                    config, dtype=first_parameter.dtype, attn_implementation="sdpa"
+                ).to(first_parameter.device)
+            for name, parameter in self.named_parameters(remove_duplicate=False):
+                module, _, leaf = name.rpartition(".")
+                setattr(hf.get_submodule(module), leaf, parameter)
+            self._full.append(hf)
         return self._full[0].train(self.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,35 +158,6 @@ class BareModel(nn.Module):
             (Path(path) / name).write_text(text, encoding="utf-8")
         state = {name: p.detach().contiguous() for name, p in self.named_parameters()}
         safetensors.torch.save_file(state, Path(path) / WEIGHTS, metadata={"format": "pt"})
-
-
-def build_transformers_model(model: BareModel) -> Any:
-    """Build transformers' model around the parameters of `model`, without copying them."""
-    import transformers
-
-    first_parameter = next(model.parameters())
-    config = transformers.AutoConfig.for_model(**vars(model.config))
-    with torch.random.fork_rng(devices=[]):  # its initialization consumes random numbers
-        hf = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=first_parameter.dtype, attn_implementation="sdpa"
-        ).to(first_parameter.device)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        module, _, leaf = name.rpartition(".")
-        setattr(hf.get_submodule(module), leaf, parameter)
-    return hf
-
-
-def open_weight_files(path: Path) -> Iterator[Any]:
-    """Yield the directory's safetensors files, opened one at a time."""
-    import safetensors
-
-    index = path / INDEX
-    files = [WEIGHTS]
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    for name in files:
-        with safetensors.safe_open(str(path / name), framework="pt") as opened:
-            yield opened
 
 
 def load(path: str | Path, dtype: str) -> BareModel | None:
@@ -198,11 +179,17 @@ def load(path: str | Path, dtype: str) -> BareModel | None:
             return None
         shapes = list_shapes(raw)
         tensors = {}
-        for file in open_weight_files(path):
-            for name in file.keys():  # noqa: SIM118  # not a mapping
-                if shapes.get(name) != tuple(file.get_slice(name).get_shape()):
-                    return None
-                tensors[name] = file.get_tensor(name).to(getattr(torch, dtype), copy=True)
+        weight_files = [WEIGHTS]
+        if (path / INDEX).is_file():
+            weight_files = sorted(
+                set(json.loads((path / INDEX).read_bytes())["weight_map"].values())
+            )
+        for weight_file in weight_files:
+            with safetensors.safe_open(str(path / weight_file), framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  # not a mapping
+                    if shapes.get(name) != tuple(file.get_slice(name).get_shape()):
+                        return None
+                    tensors[name] = file.get_tensor(name).to(getattr(torch, dtype), copy=True)
         if set(tensors) != set(shapes):
             return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError):

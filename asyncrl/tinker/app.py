@@ -437,8 +437,15 @@ class TinkerServer:
                 raise HTTPException(410, f"{name} has no call {number}, or it is too long ago")
             result = await _wait(pending)
             if result is not None:
-                if not result.error and model.log.read_call(int(number)) is not None:
-                    self._open_sampler(model, result)
+                is_json = not result.error and not result.protobuf
+                if is_json and model.log.read_call(int(number)) is not None:
+                    id = json.loads(result.reply).get("sampling_session_id")
+                    if id is not None:  # the sampler that save_weights_for_sampler has promised
+                        weights = model.locate_version(result.branch, result.version)
+                        branch = build_branch_name(name, result.branch)
+                        session, version = model.record.session, result.version
+                        record = SamplerRecord(id, session, branch, version, str(weights))
+                        self.samplers.open(record)
                 return _encode_outcome(result, protobuf=result.protobuf)
             awaited = model.awaited_call
             return _reply_try_again(
@@ -452,18 +459,6 @@ class TinkerServer:
             return _reply_try_again(promise.paced)
         promise.is_retrieved = True
         return _encode_outcome(outcome, protobuf=True)
-
-    def _open_sampler(self, model: ServedModel, outcome: TrainingOutcome) -> None:
-        """Open the sampler that a call of save_weights_for_sampler has promised."""
-        if outcome.protobuf:
-            return
-        values = json.loads(outcome.reply)
-        id = values.get("sampling_session_id")
-        if id is not None:
-            weights = model.locate_version(outcome.branch, outcome.version)
-            name = build_branch_name(model.record.model, outcome.branch)
-            session = model.record.session
-            self.samplers.open(SamplerRecord(id, session, name, outcome.version, str(weights)))
 
     # ---- the REST client -------------------------------------------------------------------------
 

@@ -460,7 +460,17 @@ class ServedModel:
             raise RequestRefused(f"the step was not made, {refused}")
         result = await self._call_trainer(request)
         assert isinstance(result, StepResult)
-        step_metrics = result.metrics | measure_lag_metrics(self.lags) | self._measure_step()
+        step_metrics = result.metrics | measure_lag_metrics(self.lags)
+        found = [self.ledger.sequences.get(id) for id in set(self.sequences)]
+        lengths = [sequence.length for sequence in found if sequence is not None]
+        now, previous = time.monotonic(), self.stepped
+        self.stepped = now
+        if lengths:
+            step_metrics["answer/length"] = sum(lengths) / len(lengths)
+        if previous is not None and now > previous:
+            tokens = sum(n for lag, n in self.lags.items() if lag != NOT_SAMPLED)
+            step_metrics["throughput/learner_tokens_per_s"] = tokens / (now - previous)
+            step_metrics["time/step"] = now - previous
         names = ("optim/grad_norm", "optim/lr", "lag/mean", "lag/max", "lag/unknown_share")
         reply_metrics = {
             name.replace("/", "_"): step_metrics[name] for name in names if name in step_metrics
@@ -471,19 +481,6 @@ class ServedModel:
             row=build_trained_row(self.version, self.lags, self.sequences, call.number),
             metrics=step_metrics,
         )
-
-    def _measure_step(self) -> dict[str, float]:
-        """Return the mean length of the step's sequences and the time since the last step."""
-        sequences = [self.ledger.sequences.get(id) for id in set(self.sequences)]
-        lengths = [sequence.length for sequence in sequences if sequence is not None]
-        now, previous = time.monotonic(), self.stepped
-        self.stepped = now
-        size = {"answer/length": sum(lengths) / len(lengths)} if lengths else {}
-        if previous is not None and now > previous:
-            tokens = sum(n for lag, n in self.lags.items() if lag != NOT_SAMPLED)
-            rate = {"throughput/learner_tokens_per_s": tokens / (now - previous)}
-            size |= {"time/step": now - previous} | rate
-        return size
 
     def write_ledger(self) -> None:
         """Write ledger.json if it has changed."""

@@ -31,14 +31,14 @@ REMEMBERED = 10_000  # samplers that stay usable
 INFLIGHT = ":inflight:"  # in the ids of samplers that follow the newest weights of their kind
 
 
+@dataclass
 class SessionShares:
     """Bytes in use by session.
 
     A session may take as many as all sessions leave free, so every session finds some."""
 
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.used: Counter[str] = Counter()
+    total: int
+    used: Counter[str] = field(default_factory=Counter)
 
     def is_free(self, session: str, size: int) -> bool:
         """Return whether a session may take `size` bytes more."""
@@ -94,29 +94,25 @@ class SamplePromise:
         self.future: asyncio.Future[SampleOutcome] = asyncio.get_running_loop().create_future()
 
 
+@dataclass(eq=False)
 class SamplerService:
-    """The samplers of a server and their requests."""
+    """The samplers of a server and their requests.
 
-    def __init__(
-        self,
-        config: TinkerConfig,
-        folder: Path,
-        link: WorkerLink,
-        ledger: SequenceLedger,
-        stop_tokens: Sequence[int],
-        pace: Callable[[SamplerRecord, int], str],
-    ) -> None:
-        """stop_tokens: the model's own stop tokens.
+    stop_tokens: the model's own stop tokens.
+    pace: called before sampling with the sampler and the number of sequences; returns the reason
+        why the request must wait, or ""."""
 
-        pace: called before sampling with the sampler and the number of sequences; returns the
-            reason why the request must wait, or ""."""
-        self.config = config
-        self.link = link
-        self.ledger = ledger
-        self.stop_tokens = stop_tokens
-        self.vocabulary = read_vocabulary_size(config.model.path) or 1 << 31
-        self.remembered = REMEMBERED  # samplers that stay usable; up to twice as many are stored
-        self.path = folder / "samplers.jsonl"
+    config: TinkerConfig
+    folder: Path
+    link: WorkerLink
+    ledger: SequenceLedger
+    stop_tokens: Sequence[int]
+    pace: Callable[[SamplerRecord, int], str]
+    remembered = REMEMBERED  # samplers that stay usable; up to twice as many are stored
+
+    def __post_init__(self) -> None:
+        self.vocabulary = read_vocabulary_size(self.config.model.path) or 1 << 31
+        self.path = self.folder / "samplers.jsonl"
         records = [msgspec.convert(record, SamplerRecord) for record in jsonl.read(self.path)]
         self.samplers = {record.id: record for record in records}  # the one used last comes last
         self.inflight: dict[str, SamplerRecord] = {}  # model -> the newest one
@@ -130,7 +126,6 @@ class SamplerService:
         self.clones = Counter[str]()  # sampler -> further clients
         # a restarted server must not repeat random streams for new requests
         self.ticket = self.ledger.sampled_total
-        self.pace = pace
         self.released = asyncio.Event()
         self.paced_models: set[str] = set()  # models whose requests have waited for training
 
@@ -183,7 +178,7 @@ class SamplerService:
             # the client will train with stable_reinforce: refuse it before anything is sampled
             raise ConfigError(f"record_stability_info: {REFUSAL}")
         if sampler.path:
-            _, saved = find_saved(self.path.parent, sampler.path)
+            _, saved = find_saved(self.folder, sampler.path)
             if (saved.model, saved.version) != (sampler.model, sampler.version):
                 raise ConfigError(
                     f"{sampler.path} were saved again: create a new sampling client for them"

@@ -52,38 +52,6 @@ def reserve_port() -> socket.socket:
     return holder
 
 
-def start_ranks(config: Config, reserved: socket.socket) -> list[subprocess.Popen[bytes]]:
-    """Make this process rank 0 and start the other ranks as copies of it.
-
-    The ranks connect at the port that `reserved` holds. Nothing is started when a launcher
-    (torchrun) has set the ranks. Raises ConfigError when the launcher's number differs from
-    learner.ranks.
-    """
-    if "WORLD_SIZE" in os.environ:
-        if int(os.environ["WORLD_SIZE"]) != config.learner.process_count:
-            raise ConfigError(
-                f"learner.ranks: {config.learner.ranks}, but the launcher started "
-                f"{os.environ['WORLD_SIZE']}"
-            )
-        return []
-    common = {
-        "WORLD_SIZE": str(config.learner.process_count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(reserved.getsockname()[1]),
-    }
-    # other ranks choose their own GPU: asyncrl/models/devices.py
-    os.environ.update(common | {"RANK": "0", "LOCAL_RANK": "0"})
-    return [
-        subprocess.Popen(
-            [sys.executable, *sys.orig_argv[1:]],
-            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            preexec_fn=end_with_parent(),
-        )
-        for rank in range(1, config.learner.process_count)
-    ]
-
-
 class DistributedBackend(TorchBackend):
     """The base of backends of several ranks; see `TorchBackend`.
 
@@ -98,7 +66,30 @@ class DistributedBackend(TorchBackend):
         self.model = model
         self.device = torch.device(resolve_device(config.model.device))
         self.own = "WORLD_SIZE" not in os.environ
-        self.others = start_ranks(config, reserved := reserve_port())
+        self.others: list[subprocess.Popen[bytes]] = []
+        reserved = reserve_port()
+        if self.own:  # this process becomes rank 0, and the others are copies of it
+            ranks = {
+                "WORLD_SIZE": str(learner.process_count),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(reserved.getsockname()[1]),
+            }
+            # other ranks choose their own GPU: asyncrl/models/devices.py
+            os.environ.update(ranks | {"RANK": "0", "LOCAL_RANK": "0"})
+            self.others = [
+                subprocess.Popen(
+                    [sys.executable, *sys.orig_argv[1:]],
+                    env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    preexec_fn=end_with_parent(),
+                )
+                for rank in range(1, learner.process_count)
+            ]
+        elif int(os.environ["WORLD_SIZE"]) != learner.process_count:  # of torchrun
+            raise ConfigError(
+                f"learner.ranks: {learner.ranks}, but the launcher started "
+                f"{os.environ['WORLD_SIZE']}"
+            )
         self.layout = build_manifest(model)
         self.last_broadcast_at = time.monotonic()
         self.guarded_since = 0.0

@@ -91,7 +91,7 @@ def test_values_begin_before_the_first_token_and_a_cut_answer_has_one_more(model
             continue
         for further in (3, 9):
             longer = np.append(packed.responses[i], np.int32(further))
-            hidden = c.critic._compute_states(c.critic.trunk, packed, [i], [longer])
+            hidden = c.critic._compute_states(c.critic.trunk, packed, [i], responses=[longer])
             got = float(c.critic._apply_head(hidden)[-1].detach())
             assert got == (pytest.approx(float(bootstrap[i]), abs=1e-6))
     assert int((bootstrap != 0).sum()) == 4

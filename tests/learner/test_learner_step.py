@@ -546,8 +546,7 @@ def test_exact_kl_needs_both_packed(model_dir: Path, monkeypatch: pytest.MonkeyP
             core(model_dir, kl=kl)
         assert str(e.value) == (
             "kl.loss.off_policy: prefix_full needs a model of the packed forward (Llama, Qwen2, "
-            "Qwen3, Mistral, Qwen3-MoE, Mixtral), "
-            "also as its reference; use prefix"
+            "Qwen3, Mistral, Qwen3-MoE, Mixtral), also as its reference; use another"
         )
         loaded.clear()
         # the others do without it

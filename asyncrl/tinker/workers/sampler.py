@@ -193,7 +193,15 @@ class Sampler:
         request = job.request
         prompt = np.frombuffer(request.prompt, "<i4")
         if request.prompt_logprobs or request.prompt_topk:
-            self._score(job, prompt)
+            most_likely = max(1, request.prompt_topk)
+            scores = self.engine.score([prompt], most_likely)[0]
+            logprobs = np.append(np.float32(np.nan), scores.logprobs)
+            # the first token has no context, so its row stays empty
+            ids = np.concatenate([np.zeros((1, most_likely)), scores.top_ids])
+            values = np.concatenate([np.full((1, most_likely), NO_LOGPROB), scores.top_logprobs])
+            columns = (logprobs, "<f4"), (ids, "<i4"), (values, "<f4")
+            wanted = columns if request.prompt_topk else columns[:1]
+            job.prompt_scores = tuple(x.astype(dtype).tobytes() for x, dtype in wanted)
         greedy = request.temperature == 0
         self.engine.add(
             CompletionRequest(
@@ -210,18 +218,6 @@ class Sampler:
             )
             for sample in range(request.count)
         )
-
-    def _score(self, job: SampleJob, prompt: np.ndarray) -> None:
-        """Add the log-probabilities of a prompt's tokens and of the most likely tokens."""
-        most_likely = max(1, job.request.prompt_topk)
-        scores = self.engine.score([prompt], most_likely)[0]
-        logprobs = np.append(np.float32(np.nan), scores.logprobs)
-        # the first token has no context, so its row stays empty
-        ids = np.concatenate([np.zeros((1, most_likely)), scores.top_ids])
-        values = np.concatenate([np.full((1, most_likely), NO_LOGPROB), scores.top_logprobs])
-        columns = (logprobs, "<f4"), (ids, "<i4"), (values, "<f4")
-        wanted = columns if job.request.prompt_topk else columns[:1]
-        job.prompt_scores = tuple(x.astype(dtype).tobytes() for x, dtype in wanted)
 
     def _cut_at_stop(self, request: SampleCall, completion: Completion) -> SequenceResult:
         """Cut a completion after the token that completes one of the request's stop texts.

@@ -235,16 +235,32 @@ class ServedModels:
         batches = [[request.data[index] for index in indices] for indices in micros]
         plan = None
         if METHOD in request.config and not request.forward_only:
+            # by the learner's own functions: the reduction weights tokens and datums as in a run,
+            # times the number of tokens, so that the loss is a sum like the others
             with torch.no_grad():
                 scores = [self.score(model.policy, data) for data in batches]
-            ordered = [datum for data in batches for datum in data]
-            plan = prepare_method_step(request.config, ordered, torch.cat(scores).float())
+            current = torch.cat(scores).float()
+            packed = PackedDatums([datum for data in batches for datum in data], current.device)
+            zeros = torch.zeros(len(lengths), device=current.device)
+            batch = LossBatch(
+                seq=packed.seq,
+                behavior=packed.behavior,
+                mask=packed.inside,
+                token_lag=packed.lag.clamp(min=0),
+                rewards=zeros,
+                groups=zeros.long(),
+                truncated=zeros.bool(),
+                start=current,
+            )
+            plan = prepare_step(batch, resolve_method(request.config), packed.adv, current)
+            plan[1].factor = plan[1].factor * plan[0].valid.sum()
         logprobs: dict[int, bytes] = {}
         total, first = 0.0, 0
         for indices, data in zip(micros, batches, strict=True):
             with torch.set_grad_enabled(not request.forward_only):
                 lp = self.score(model.policy, data)
-            logprobs |= zip(indices, split_rows(data, lp), strict=True)
+            rows = torch.split(lp.detach().float().cpu(), [datum.length for datum in data])
+            logprobs |= zip(indices, (row.numpy().tobytes() for row in rows), strict=True)
             if plan is not None:
                 positions = torch.arange(first, first := first + len(lp), device=lp.device)
                 loss, sums = step_loss.compute_micro_loss(*plan, positions, lp.float())
@@ -332,12 +348,6 @@ class ServedModels:
         )
 
 
-def split_rows(data: Sequence[Datum], lp: Tensor) -> list[bytes]:
-    """Split packed values [N] into the float32 values of each datum."""
-    splits = np.cumsum([datum.length for datum in data])[:-1]
-    return [values.tobytes() for values in np.split(lp.detach().float().cpu().numpy(), splits)]
-
-
 class PackedDatums:
     """The N packed tokens of some datums.
 
@@ -365,32 +375,6 @@ class PackedDatums:
             for value in [datum.get_field(name)]
         ]
         return torch.from_numpy(np.concatenate(values)).to(self.device)
-
-
-@torch.no_grad()
-def prepare_method_step(
-    options: Options, data: Sequence[Datum], current: Tensor
-) -> tuple[step_loss.PreparedBatch, step_loss.StepPlan]:
-    """Prepare the learner's loss of a method, for all datums of a call at once.
-
-    Its reduction weights tokens and datums as in a run. It is multiplied by the number of tokens,
-    so that the loss is a sum like the others.  current: [N], the policy's log-probabilities."""
-    config = resolve_method(options)
-    packed = PackedDatums(data, current.device)
-    zeros = torch.zeros(len(data), device=current.device)
-    batch = LossBatch(
-        seq=packed.seq,
-        behavior=packed.behavior,
-        mask=packed.inside,
-        token_lag=packed.lag.clamp(min=0),
-        rewards=zeros,
-        groups=zeros.long(),
-        truncated=zeros.bool(),
-        start=current,
-    )
-    prep, step = prepare_step(batch, config, packed.adv, current)
-    step.factor = step.factor * prep.valid.sum()
-    return prep, step
 
 
 def compute_policy_loss(

@@ -91,7 +91,8 @@ def test_rows_stand_one_after_another_and_share_prompts_by_their_ids() -> None:
     assert p.age.tolist() == [0, 0, 0, 0, 2, 0, 0, 0, 0]
     assert p.behavior.tolist() == [-1, 0, -3, 0, -4, -5, -6, -7, -8]
     assert p.list_rows([1, 0]) == [3, 0, 1, 2] and p.count_sample_tokens() == [5 + 4 + 4, 4, 3]
-    assert p.get_row_temperature([0, 2]).tolist() == [1.0] * 4
+    selected = p.select_rows([2, 0])
+    assert selected["temperature"].tolist() == [1.0] * 4 and selected["groups"] == [2, 0, 0, 1]
 
 
 def test_a_micro_batch_holds_whole_samples() -> None:
