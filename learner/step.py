@@ -244,14 +244,22 @@ class LearnerCore:
         self.backend.release_gathered()
         used_beta = self.state.beta
         mean = metrics["reward/used_mean"]
-        decay = self._get_ema_decay() if self.state.number else 0.0
-        self.state.baseline = decay * self.state.baseline + (1 - decay) * mean
+        # other advantages than reinforce keep the running mean by the default
+        decay = float(getattr(advantage, "ema_decay", settings.ReinforceAdvantage().ema_decay))
+        if self.state.number:
+            mean = decay * self.state.baseline + (1 - decay) * mean
+        self.state.baseline = mean
         if "kl/answer" in metrics:
             terms = config.kl.reward
             controller = kl.KLController(used_beta, terms.controller, terms.target, terms.horizon)
             self.state.beta = controller.update(metrics["kl/answer"], packed.count)
-        if by_prompt:
-            self._remember_prompts(digests, packed.rewards.tolist())
+        rewards_by_prompt: dict[str, list[float]] = {}
+        for digest, reward in zip(digests, packed.rewards.tolist(), strict=False):
+            rewards_by_prompt.setdefault(digest, []).append(reward)
+        for digest, rewards in rewards_by_prompt.items():
+            mean = sum(rewards) / len(rewards)
+            previous = self.state.prompts.get(digest, mean)
+            self.state.prompts[digest] = decay * previous + (1 - decay) * mean
         self.state.number = batch.number + 1
         self.state.steps = config.learner.steps
         if self.average is not None:
@@ -371,22 +379,6 @@ class LearnerCore:
         means = [self.state.prompts.get(digest, math.nan) for digest in digests]
         packed.baselines = torch.tensor(means).to(packed.rewards)
         return digests
-
-    def _remember_prompts(self, digests: Sequence[str], rewards: Sequence[float]) -> None:
-        """Update the running mean of each prompt with the batch's mean reward."""
-        rewards_by_prompt: dict[str, list[float]] = {}
-        for digest, reward in zip(digests, rewards, strict=True):
-            rewards_by_prompt.setdefault(digest, []).append(reward)
-        decay = self._get_ema_decay()
-        for digest, values in rewards_by_prompt.items():
-            mean = sum(values) / len(values)
-            previous = self.state.prompts.get(digest, mean)
-            self.state.prompts[digest] = decay * previous + (1 - decay) * mean
-
-    def _get_ema_decay(self) -> float:
-        """Return the decay of the running means; other advantages use the default."""
-        default = settings.ReinforceAdvantage()
-        return float(getattr(self.config.advantage, "ema_decay", default.ema_decay))
 
     def _run_epochs(self, prep: step_loss.PreparedBatch, packed: PackedBatch) -> StepSums:
         """Make all optimizer steps of a batch, until KL early stopping ends them."""

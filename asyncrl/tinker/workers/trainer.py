@@ -79,23 +79,6 @@ UNWEIGHTED = (
 )
 
 
-def check_loss(loss: str, options: Options) -> None:
-    """Raise ConfigError for a loss that is not served, or an option that it does not read."""
-    if loss not in NAMES:
-        raise ConfigError(f"loss_fn = {loss}: choose one of {', '.join(NAMES)}")
-    for name, value in options.items():
-        if not isinstance(value, str) and not abs(value) <= LARGEST:
-            raise ConfigError(f"loss_fn_config.{name}: {value:g} is not a number of float32")
-    if METHOD in options and loss in POLICY_LOSSES:
-        resolve_method(options)
-        return
-    readable = POLICY_LOSSES[loss][1] if loss in POLICY_LOSSES else {}
-    for name in options:
-        if name not in readable:
-            hint = f"it reads {', '.join(readable)}" if readable else "it reads none"
-            raise ConfigError(f"loss_fn_config.{name}: {loss} has no such option; {hint}")
-
-
 def compute_term(loss: str, tokens: SurrogateTokens, options: Options) -> SurrogateTerm:
     """Apply a loss of POLICY_LOSSES; its thresholds are bounds of the ratio itself."""
     kind, keys = POLICY_LOSSES[loss]
@@ -224,11 +207,9 @@ class ServedModels:
 
     def forward_backward(self, request: ForwardBackward) -> ScoreResult:
         """Score the targets and collect the gradient of the loss.  Raises ConfigError."""
-        check_loss(request.loss, request.config)
+        self._check_request(request)
         if not request.data:
             return ScoreResult([], 0.0)
-        for index, datum in enumerate(request.data):
-            self._check_datum(request, index, datum)
         model = self.models[request.model]
         lengths = [datum.length for datum in request.data]
         micros = split_by_length(lengths, self.config.training.micro_batch_tokens)
@@ -274,31 +255,45 @@ class ServedModels:
                 model.is_weighted |= plan is not None
         return ScoreResult([logprobs[index] for index in range(len(lengths))], total)
 
-    def _check_datum(self, request: ForwardBackward, index: int, datum: Datum) -> None:
-        sampled = request.loss in POLICY_LOSSES
+    def _check_request(self, request: ForwardBackward) -> None:
+        """Raise ConfigError for a loss, an option or an input of a datum that is not served."""
+        loss, options = request.loss, request.config
+        if loss not in NAMES:
+            raise ConfigError(f"loss_fn = {loss}: choose one of {', '.join(NAMES)}")
+        for name, value in options.items():
+            if not isinstance(value, str) and not abs(value) <= LARGEST:
+                raise ConfigError(f"loss_fn_config.{name}: {value:g} is not a number of float32")
+        sampled = loss in POLICY_LOSSES
+        if METHOD in options and sampled:
+            resolve_method(options)
+        else:
+            keys = POLICY_LOSSES[loss][1] if sampled else {}
+            hint = f"it reads {', '.join(keys)}" if keys else "it reads none"
+            for name in options.keys() - keys:
+                raise ConfigError(f"loss_fn_config.{name}: {loss} has no such option; {hint}")
         required = ("logprobs", "advantages") if sampled else ("weights",)
-        for name in required:
-            if name not in datum.fields:
-                raise ConfigError(f"datum {index}: {request.loss} needs loss_fn_inputs.{name}")
-        readable = {"weights", "mask"} | (set(required) if sampled else set())
-        if request.loss == "gspo":
-            readable.add(RATIO_MASK)
-        if unread := sorted(set(datum.fields) - readable):
-            raise ConfigError(
-                f"datum {index}: {request.loss} has no loss_fn_inputs.{unread[0]}; it reads "
-                f"target_tokens, {', '.join(sorted(readable))}"
-            )
-        if datum.length > (limit := self.config.sampling.context):
-            raise ConfigError(
-                f"datum {index}: {datum.length} tokens exceed sampling.context = {limit} of the "
-                "server"
-            )
-        for name, data in (("model_input", datum.tokens), ("target_tokens", datum.targets)):
-            ids = np.frombuffer(data, "<i4")
-            if len(ids) and (ids.min() < 0 or ids.max() >= self.vocabulary):
+        readable = {"weights", "mask", *required} | ({RATIO_MASK} if loss == "gspo" else set())
+        for index, datum in enumerate(request.data):
+            for name in required:
+                if name not in datum.fields:
+                    raise ConfigError(f"datum {index}: {loss} needs loss_fn_inputs.{name}")
+            if others := sorted(set(datum.fields) - readable):
                 raise ConfigError(
-                    f"datum {index}: {name} has a token outside the vocabulary of {self.vocabulary}"
+                    f"datum {index}: {loss} has no loss_fn_inputs.{others[0]}; it reads "
+                    f"target_tokens, {', '.join(sorted(readable))}"
                 )
+            if datum.length > (limit := self.config.sampling.context):
+                raise ConfigError(
+                    f"datum {index}: {datum.length} tokens exceed sampling.context = {limit} of "
+                    "the server"
+                )
+            for name, data in (("model_input", datum.tokens), ("target_tokens", datum.targets)):
+                ids = np.frombuffer(data, "<i4")
+                if len(ids) and (ids.min() < 0 or ids.max() >= self.vocabulary):
+                    raise ConfigError(
+                        f"datum {index}: {name} has a token outside the vocabulary of "
+                        f"{self.vocabulary}"
+                    )
 
     @staticmethod
     def score(policy: PolicyModel, data: Sequence[Datum]) -> Tensor:
