@@ -111,8 +111,7 @@ def test_mismatch_is_the_formats_less_by_shared_rounding(model: Path, number_for
     config = load.convert(
         {"model": {"path": str(model)}, "task": {"name": "sort"}, **sections}, "c.toml"
     )
-    shared = load_learner_policy(model, config)
-    assert k3(log_probabilities(shared, answers), recorded) < apart / 20
+    assert k3(log_probabilities(load_learner_policy(model, config), answers), recorded) < apart / 20
 
 
 @pytest.mark.parametrize("number_format", FORMATS)

@@ -96,10 +96,8 @@ def test_adapters_are_added_to_the_base_at_the_swap(tmp_path: Path) -> None:
         seen.append(answers[0])
         want = expected(adapters.merge_model(model, "cpu"), answers[0], asked)
         assert float((torch.from_numpy(answers[0].logprobs) - want).abs().max()) < 1e-5
-    assert engine.probes == 3
-    assert np.array_equal(seen[0].logprobs, seen[2].logprobs)
-    assert not np.array_equal(seen[0].logprobs, seen[1].logprobs)
-    assert wrong.adapter is not None
+    assert engine.probes == 3 and np.array_equal(seen[0].logprobs, seen[2].logprobs)
+    assert not np.array_equal(seen[0].logprobs, seen[1].logprobs) and wrong.adapter is not None
     with pytest.raises(ConfigError, match="the learner's adapter belongs to"):
         engine.load(flat(wrong), Label(1, 3), "d3", wrong.adapter.base.encode())
     engine.close()

@@ -130,8 +130,7 @@ def test_it_ends_as_under_a_supervisor_and_who_comes_later_is_told(hand: Hand) -
         for e in json.loads((hand.dir / "trace.json").read_text())["traceEvents"]
         if e["ph"] == "M"
     }
-    assert lanes >= {"generator-0", "learner"}
-    assert left(hand.dir) == []
+    assert lanes >= {"generator-0", "learner"} and left(hand.dir) == []
     for part in ("generator", "learner", "buffer"):
         refused(hand.type_(*hand.argv(part)), 6, "has ended")
     refused(

@@ -32,10 +32,8 @@ def test_a_head_begins_small_by_the_runs_seed_and_without_a_bias(model_dir: Path
     assert float(head(zero).abs().max()) == 0 and zero.critic is not None
     assert zero.critic.head.bias.tolist() == [0.0]
     own, shared = gae(model_dir), gae(model_dir, {"trunk": "shared"})
-    assert own.critic is not None
-    assert shared.critic is not None and shared.critic.trunk is None
-    assert own.critic.trunk is not None
-    assert len(shared.critic.trainer.parameters) == 2
+    assert own.critic is not None and shared.critic is not None and shared.critic.trunk is None
+    assert own.critic.trunk is not None and len(shared.critic.trainer.parameters) == 2
     assert len(own.critic.trainer.parameters) == 2 + len(list(own.model.hf.parameters()))
     assert own.critic.trunk.exact == own.model.exact
 
@@ -96,8 +94,7 @@ def test_a_step_takes_its_rate_and_is_clipped(model_dir: Path) -> None:
     assert norm == pytest.approx(3 * math.sqrt(33))
     assert torch.allclose(moved, torch.full((1, 32), -0.1 / math.sqrt(33)), atol=1e-6)
     bad, moved = stepped(gae(model_dir, {"trunk": "shared"}), 0.1, math.inf)
-    assert not math.isfinite(bad) and float(moved.abs().max()) == 0
-    assert c.critic is not None
+    assert not math.isfinite(bad) and float(moved.abs().max()) == 0 and c.critic is not None
     c.critic.trainer.drop_gradient()
     assert all(p.grad is None for p in c.critic.trainer.parameters)
 

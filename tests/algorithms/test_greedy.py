@@ -199,8 +199,7 @@ def test_stored_objects_are_not_searched(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     before = gc.get_threshold()
     try:
-        assert module.main(config, tmp_path / "run") is False
-        assert not looked
+        assert module.main(config, tmp_path / "run") is False and not looked
     finally:
         gc.set_threshold(*before)
         rundir.clean(tmp_path / "run")

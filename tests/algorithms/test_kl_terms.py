@@ -208,8 +208,7 @@ def test_a_reference_is_in_memory_once(
         lambda path, *a, **k: (seen.append(Path(path).name), real(path, *a, **k))[1],
     )
     c = learner(models, reference=reference, kl=kl(models, reward, loss))
-    assert seen == ["m", *loaded]
-    assert (c.reward_reference is None) == (reward is None)
+    assert seen == ["m", *loaded] and (c.reward_reference is None) == (reward is None)
     assert (c.reference is None) == (reward is None and loss is None)
     assert c.reference is None or not any(p.requires_grad for p in c.reference.hf.parameters())
 

@@ -57,8 +57,7 @@ def test_the_settings_of_a_paper_train(models: dict[str, Path], option: list[str
     learner = LearnerCore(load.load(ROOT / "configs" / "demo.toml", sets), models["policy"])
     before = weights(learner)
     for number in range(2):
-        row = learner.train(batch_with_parts(number))
-        assert math.isfinite(row["loss/policy"])
+        assert math.isfinite(learner.train(batch_with_parts(number))["loss/policy"])
     after = weights(learner)
     assert bool(after.isfinite().all()) and not bool((after == before).all())
 

@@ -263,8 +263,7 @@ def test_a_veto_takes_the_answer_at_its_threshold_and_looks_behind_no_mask() -> 
             rho, prox = (none, low) if kind == "probability" else (low, ok)
             values = weights.find_vetoed(kind, None, rho, prox, m, seq, 2)
             assert values.tolist() == [goes, goes, False, False]
-            other = weights.find_vetoed(kind, 0.5, rho, prox, m, seq, 2).tolist()
-            assert other[:2] == [True, True]
+            assert weights.find_vetoed(kind, 0.5, rho, prox, m, seq, 2).tolist()[:2] == [True, True]
     assert weights.find_vetoed("none", None, ok * 99, ok * 99, m, seq, 2).tolist() == [False] * 4
     x = vec(-20, 0.1, 0.2, 0.3)
     got = weights.correct(x, ok, yes(1, 1, 1, 1), seq, 2, section(veto="ratio"))

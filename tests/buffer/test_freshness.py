@@ -77,8 +77,7 @@ def test_it_follows_within_a_few_batches_when_generators_end_join_or_rewards_slo
     assert len(joined.timings) == SHIFT, "the earlier times are forgotten"
     assert 1.0 < joined.size < ended.size, "it narrows by a tenth at a commit"
     assert after(joined, [0.9] * 12).size == 1.0
-    slower_learner = after(after(AdmissionWindow(), [3.0] * KEPT), [3.0] * (SHIFT + 12), work=3.0)
-    assert slower_learner.size == 1.0
+    assert after(after(AdmissionWindow(), [3.0] * KEPT), [3.0] * (SHIFT + 12), work=3.0).size == 1.0
 
 
 def test_one_late_batch_is_no_change() -> None:

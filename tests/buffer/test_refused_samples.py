@@ -153,8 +153,7 @@ def test_a_sender_of_nothing_else_ends_and_good_samples_make_up_for_bad_ones(
     reply = at.deliver(sample(next(tickets), 0, reward=NAN))
     assert isinstance(reply, m.Refusal)
     assert "generator-0 delivered 4 more unusable samples than good ones" in reply.reason
-    assert "its reward is nan" in reply.reason
-    assert at.service.store.sum_ledger() == before
+    assert "its reward is nan" in reply.reason and at.service.store.sum_ledger() == before
 
 
 def test_broken_arrays_still_end_their_sender(bench: Callable[..., Bench]) -> None:
@@ -272,8 +271,7 @@ def test_what_cannot_be_encoded_or_accepted_is_sent_as_failed(change: dict[str, 
     kept, failed = msgspec.msgpack.decode(msgspec.msgpack.encode(frame), type=m.Delivery).samples
     assert kept == good and failed.failed and failed.failed.kind == "data"
     assert failed.failed.why.startswith("it cannot be delivered: ") and failed.tokens == bad.tokens
-    assert failed.failed.why.isprintable() and len(failed.failed.why) <= 303
-    assert frame.drawn == 4
+    assert failed.failed.why.isprintable() and len(failed.failed.why) <= 303 and frame.drawn == 4
 
 
 @pytest.mark.parametrize(

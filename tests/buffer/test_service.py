@@ -609,8 +609,7 @@ def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch)
     assert drawn["generator-0", 50] == 7
     first.send(m.LeaseRenewal("generator-0", 50, [], {}, None, drawn=9))
     ask(first, m.StatusRequest(), m.RunStatus)
-    assert drawn["generator-0", 50] == 9
-    assert run.service.sessions.names["generator-0"].token == 3
+    assert drawn["generator-0", 50] == 9 and run.service.sessions.names["generator-0"].token == 3
     reason = ask(first, m.TicketRequest("generator-0", 50, 2, 9, None), m.Refusal).reason
     assert re.search("taken over the name .*, because this one was silent: end one", reason)
 

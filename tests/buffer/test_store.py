@@ -42,8 +42,7 @@ def test_only_groups_with_a_lease_get_a_new_one_in_a_later_process() -> None:
     write(store, delivered)
     store.renew_all_leases(500.0)
     ends = [group.lease and group.lease.expires for group in store.alive.values()]
-    assert ends == [None, 510.0]
-    assert store.expire(509.0) == 0 and store.expire(511.0) == 1
+    assert ends == [None, 510.0] and store.expire(509.0) == 0 and store.expire(511.0) == 1
 
 
 def test_free_slots_bound_what_is_granted() -> None:
@@ -153,8 +152,7 @@ def test_rewards_apart_by_rounding_are_no_spread_for_the_filter(other: float, wh
     assert {name for name, line in store.sum_ledger().items() if line["tokens"]} == {what}
     both = torch.tensor([0.7, other], dtype=torch.float64)
     got = bool(advantages.find_zero_variance(both, torch.zeros(2, dtype=torch.long)).all())
-    assert got == (what == "filtered")
-    assert EQUAL == advantages.EQUAL
+    assert got == (what == "filtered") and EQUAL == advantages.EQUAL
 
 
 def test_a_group_in_a_composed_batch_is_never_filtered() -> None:
@@ -464,8 +462,7 @@ def test_a_masked_batch_that_is_asked_for_again_stays_as_it_was_handed_out() -> 
     batch = store.make_batch(groups, 2, 2)
     assert batch.token_lags == [[(0, 4, 2)]]  # by 1.2, whose update is not known to come again
     assert store.commit(1, Label(2, 2), "d2")  # it does: the same digest, the same policy
-    again = store.make_batch(store.ask(2, 2)[0], 2, 2)
-    assert again.token_lags == batch.token_lags
+    assert store.make_batch(store.ask(2, 2)[0], 2, 2).token_lags == batch.token_lags
     assert store.commit(2, Label(2, 3), "d3") and store.sum_ledger()["masked_stale"]["tokens"] == 4
 
 
@@ -485,8 +482,7 @@ def test_what_no_step_used_has_lines_of_its_own_and_a_roll_back_takes_them_back(
 
     assert lines() == {"trained": (4 + 12, 3), "skipped": (6, 1), "rejected": (2, 1)}
     assert total(store) == 24 and store.sum_ledger()["skipped"]["upto_8"] == 6
-    assert hello(store, 2, 0, k=2, origin=1)
-    assert lines() == {"left_over": (24, 4)}
+    assert hello(store, 2, 0, k=2, origin=1) and lines() == {"left_over": (24, 4)}
     # more than it has: all of it
     assert store.ask(2, 0)[0] and store.commit(0, Label(2, 1), "other", [(0, 0), (99, 99)])
     assert lines() == {"trained": (6, 1), "skipped": (6, 1), "left_over": (12, 2)}
@@ -644,10 +640,8 @@ def test_evaluations_of_a_dead_branch_are_made_again() -> None:
                 return judged_at
             train(store, store.committed)
 
-    assert advance(4) == [0, 1, 2, 3, 4]
-    assert hello(store, 2, 2, k=0, origin=1, digest="d2")
-    assert sorted(n for _, n in store.evaluations.results) == [0, 1, 2]
-    assert advance(5) == [3, 4, 5]
+    assert advance(4) == [0, 1, 2, 3, 4] and hello(store, 2, 2, k=0, origin=1, digest="d2")
+    assert sorted(n for _, n in store.evaluations.results) == [0, 1, 2] and advance(5) == [3, 4, 5]
     store.retire_batches(4)
     # no learner begins behind 4 any more
     assert sorted(n for _, n in store.evaluations.results) == [0, 4, 5]

@@ -198,8 +198,7 @@ def test_a_stray_attempt_of_a_gone_group_is_lost_once_and_found_again() -> None:
     line = store.sum_ledger()["duplicate"]
     assert store.sum_ledger()["lost_with_process"]["tokens"] == 1
     got = (line["tokens"], line["samples"], line["mean_length"], line["mean_reward"])
-    assert got == (4, 1, 4, 1)
-    assert store.deliver(sample(a, 0), 33.0) == "duplicate"
+    assert got == (4, 1, 4, 1) and store.deliver(sample(a, 0), 33.0) == "duplicate"
     assert store.sum_ledger()["duplicate"]["tokens"] == 4
     # a late copy hears what became of the sample
     assert store.deliver(sample(b, 0), 33.0) == "trained"
@@ -397,8 +396,7 @@ def test_a_batch_says_what_it_holds_and_what_a_new_buffer_must_know() -> None:
     assert (batch.epoch, batch.number, [s.ticket for s in batch.samples]) == (1, 1, [2, 5])
     assert batch.lags == [1, 1] and batch.token_lags == [[(0, 3, 1), (3, 4, 0)], [(0, 4, 1)]]
     assert batch.in_flight == [1, 1] and batch.next_ticket == 1 and batch.trained_above == [2, 3, 5]
-    assert store.list_tickets_up_to(0) == {0, 3}
-    assert batch.ledger["trained"]["tokens"] == 16
+    assert store.list_tickets_up_to(0) == {0, 3} and batch.ledger["trained"]["tokens"] == 16
     assert batch.ledger["trained"]["mean_reward"] == (1 + 1 + 2 + 1) / 4
 
 
@@ -413,8 +411,7 @@ def test_masked_and_faded_tokens_are_what_is_past_the_limit() -> None:
         store.deliver(sample(t[0], 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
         (g,) = store.ask(1, 3)[0]
         (s,) = g.list_stored_samples()
-        assert (s.masked, pytest.approx(s.faded)) == want
-        assert store.commit(3, Label(1, 4), "d4")
+        assert (s.masked, pytest.approx(s.faded)) == want and store.commit(3, Label(1, 4), "d4")
         g.samples.insert(0, None)  # one that is to be generated again
         assert judge(store, [g], 3) == [[(0, 3, 3), (3, 5, 2), (5, 6, 1)]]
         g.samples.pop(0)
@@ -551,13 +548,11 @@ def test_a_learner_that_is_further_on_than_the_buffer_has_trained_what_lies_here
         )
     )
     values = (store.base, store.committed, store.comps, store.composed, store.retained)
-    assert values == (5, 5, [], set(), {})
-    assert list(store.alive) == [3, 5] and store.cursor == 6
+    assert values == (5, 5, [], set(), {}) and list(store.alive) == [3, 5] and store.cursor == 6
     assert store.skip == {7} and store.stored_bytes == 44
     lines = store.sum_ledger()
     assert lines["trained"]["tokens"] == 100 + 8 and lines["orphaned"]["tokens"] == 8
-    assert lines["left_over"]["tokens"] == 4
-    assert store.deliver(sample(t[1], 0), 1.0) == "trained"
+    assert lines["left_over"]["tokens"] == 4 and store.deliver(sample(t[1], 0), 1.0) == "trained"
     assert [x.ticket for x in store.grant("g", 1, 3, 1.0)] == [5, 6, 8] and store.skip == set()
 
 

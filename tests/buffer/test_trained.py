@@ -113,8 +113,7 @@ def test_a_row_of_the_log_and_one_that_is_none(
         f"note: {path}: left out a row that does not describe a batch: {{'batch': 9}}\n"
     )
     assert list(again.rows) == [3, 4] and again.rows[4].tickets == []
-    both = xxhash.xxh3_64_hexdigest((ids + "x").encode())
-    assert again.summarize() == (3, {0: 2, 1: 4}, both)
+    assert again.summarize() == (3, {0: 2, 1: 4}, xxhash.xxh3_64_hexdigest((ids + "x").encode()))
     assert [mean(x) for x in ({}, {1: 1, 3: 3})] == [0.0, 2.5]
     shares = [quantile({0: 1, 2: 2, 1: 1}, share) for share in (0.25, 0.26, 0.5, 0.51)]
     assert shares == [0, 1, 1, 2] and quantile({}, 0.5) == 0

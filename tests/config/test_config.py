@@ -108,8 +108,7 @@ def test_mistakes_on_the_command_line(item: str, said: str, tmp_path: Path) -> N
     done = run_command(argv)
     assert done.code == 2, done.err
     assert said in done.err and "Traceback" not in done.err
-    assert len(done.err.strip().splitlines()) == 1
-    assert not (tmp_path / "runs").exists()
+    assert len(done.err.strip().splitlines()) == 1 and not (tmp_path / "runs").exists()
 
 
 OTHERS = {  # as their own examples are written: name of the file, its text, key -> ours
@@ -281,8 +280,7 @@ def test_the_page_of_metrics_names_each_once_and_first_those_that_exist() -> Non
     plain = {name for name in metrics.METRICS if not name.startswith(("by_", "ledger/"))}
     assert plain <= set(names) and len(names) == len(set(names))
     looked_at = re.findall(r"(?m)^\| `(\S+)` \|", first)
-    assert len(looked_at) > 10 and set(looked_at) <= plain
-    assert "below 0.1" in first
+    assert len(looked_at) > 10 and set(looked_at) <= plain and "below 0.1" in first
 
 
 def test_the_configuration_reference_is_whole() -> None:

@@ -139,8 +139,7 @@ def test_diff_of_configs_and_runs(tmp_path: Path, capfd: pytest.CaptureFixture[s
     )
     assert typed(capfd, "config", "diff", "demo", "demo") == (0, "the two configs are equal\n", "")
     code, out, _ = typed(capfd, "config", "diff", "demo", str(tmp_path / "run"))
-    assert code == 1
-    assert "staleness.max_lag: 2.0 -> 5.0\n" in out
+    assert code == 1 and "staleness.max_lag: 2.0 -> 5.0\n" in out
     assert 'kl.loss.estimator: (not read) -> "k3"\n' in out and "learner.lr" not in out
     code, out, _ = typed(capfd, "config", "diff", "demo", str(tmp_path / "run"), "--json")
     found = json.loads(out)

@@ -186,8 +186,7 @@ def test_on_one_gpu_weights_go_through_the_hosts_memory(tmp_path: Path) -> None:
     config = load.load(ROOT / "configs" / "gpu_one.toml")
     assert config.weights.transport == "auto" and not config.learner.gpus
     receiver = WeightsReceiver(config, "generator-0")
-    source = WeightsSource(1, socket.gethostname(), str(tmp_path), "")
-    assert receiver.is_local(source)
+    assert receiver.is_local(WeightsSource(1, socket.gethostname(), str(tmp_path), ""))
     for gpus in ((), ("learner.gpus=[0]", "generator.gpus=[0]")):
         with pytest.raises(ConfigError, match=r"weights.transport: nccl .*use auto"):
             load.load(ROOT / "configs" / "gpu_one.toml", ("weights.transport='nccl'", *gpus))

@@ -163,8 +163,7 @@ def test_every_evaluation_along_the_way_is_in_the_record(sort_model: Path) -> No
     record = serial.run_serial(load.load(ROOT / "configs" / "demo.toml", sets), 3 + RUN_SEED)
     steps, accuracy = record["accuracy"]
     assert steps == [0.0, 2.0, 4.0, 6.0, 8.0] and len(accuracy) == 5
-    rewards = record["evals"]["heldout"]
-    assert accuracy == pytest.approx([sum(x) / len(x) for x in rewards.values()])
+    assert accuracy == pytest.approx([sum(x) / len(x) for x in record["evals"]["heldout"].values()])
 
 
 STEPS, GROUPS, SIZE, MOST, LR = 6, 4, 4, 12, 3e-3  # as conftest.SMALL has them
@@ -218,8 +217,7 @@ def test_limit_zero_is_the_plain_loop(synchronous: dict[str, Any], small_model: 
         [t["reward/mean"] for t in told], abs=1e-6
     )
     # rewards that never differ would show nothing
-    assert len({t["reward/mean"] for t in told}) == STEPS
-    assert synchronous["lag"]["max"] == 0
+    assert len({t["reward/mean"] for t in told}) == STEPS and synchronous["lag"]["max"] == 0
 
 
 def test_answers_that_come_late_change_no_bit(run: Run, synchronous: dict[str, Any]) -> None:
@@ -267,8 +265,7 @@ def test_a_lag_changes_the_training(injected: dict[str, Any], synchronous: dict[
         for r in sorted(injected["rows"], key=lambda r: r["step"])
         if "reward/mean" in r
     ]
-    assert by_step == [0, 1, 2, 2, 2, 2]
-    assert injected["digest"] != synchronous["digest"]
+    assert by_step == [0, 1, 2, 2, 2, 2] and injected["digest"] != synchronous["digest"]
 
 
 def test_an_evaluation_does_not_hang_on_the_order_of_arrival() -> None:

@@ -220,8 +220,7 @@ def test_a_new_life_links_its_origins_checkpoints(model_dir: Path, tmp_path: Pat
         "what the buffer has let go of cannot be resumed from"
     )
     assert {p.name for p in tmp_path.iterdir()} == {".epoch_0.gone", "epoch_3"}
-    assert not abandoned.exists()
-    assert checkpoint.verify(final / "number_4") == ""
+    assert not abandoned.exists() and checkpoint.verify(final / "number_4") == ""
 
 
 def test_a_start_that_is_overtaken_begins_again(

@@ -76,8 +76,7 @@ def test_the_shipped_config_trains_on_its_pictures(
     monkeypatch.setattr(PolicyModel, "logprobs", computed)
     sets = ("exact=true", "weights.in_flight='recompute_kv'", "kl.loss.coefficient=0.1")
     found = serial.run_serial(shipped(llava, *sets, "record.samples_every=1"), 0)
-    assert len(batches) == 2
-    assert all(rows == pictures for rows, pictures in seen)
+    assert len(batches) == 2 and all(rows == pictures for rows, pictures in seen)
     assert all(
         x["mismatch/max_at_lag_0"] == 0 for x in found["curve"] if "mismatch/max_at_lag_0" in x
     )

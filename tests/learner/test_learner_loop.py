@@ -292,8 +292,7 @@ def test_a_resumed_learner_goes_on_from_its_checkpoint_and_its_own_version_has_n
     assert tree.compute_lag(Label(1, 2), hello.label, 3) == 1
     two.run_batches()
     assert [a.number for a in second.of(m.BatchRequest)] == [3]
-    assert [(c.number, c.label) for c in second.of(m.Commit)] == [(3, Label(2, 4))]
-    assert two.finished
+    assert [(c.number, c.label) for c in second.of(m.Commit)] == [(3, Label(2, 4))] and two.finished
 
 
 def test_what_a_life_says_of_itself(life: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -651,8 +650,7 @@ def test_what_a_publication_gives_the_ring_and_the_server(
         slots = two.config.weights.slots + 1
         assert (made.window, made.depth, len(made.ring.slots)) == (0, 1, slots)
         write = made.ring.write = Mock(wraps=made.ring.write)
-        digest = made.publish(1)
-        assert made.read_weights(Label(2, 1), digest) == flat(two)
+        assert made.read_weights(Label(2, 1), made.publish(1)) == flat(two)
     assert write.call_args.args[3] == b"probe"
 
 
@@ -901,8 +899,7 @@ def test_a_recording_holds_each_batch_and_the_weights_that_were_asked_for(
         f"{(each * STEPS + 3 * whole) / 2**20:.1f} MiB after {STEPS} batches, bound "
         f"{one.config.record.stream_mib} MiB (record.stream_mib)"
     )
-    assert said.count("recording:") == 1
-    assert list(stream.list_weights(one.run_dir)) == [0, 2, 4]
+    assert said.count("recording:") == 1 and list(stream.list_weights(one.run_dir)) == [0, 2, 4]
     found = stream.read(one.run_dir)
     ((first, whole),) = found.lives
     assert (first, whole.epoch, whole.start) == (0, 1, 0)

@@ -251,8 +251,7 @@ def test_the_measured_reference_is_the_base_too(model_dir: Path) -> None:
     learner.train(batch(0))
     found = learner.train(batch(1))
     assert learner.measure.reference is not None
-    assert learner.measure.reference.hf is learner.model.hf
-    assert found["kl/target_ref_k3"] > 1e-9
+    assert learner.measure.reference.hf is learner.model.hf and found["kl/target_ref_k3"] > 1e-9
 
 
 def test_an_earlier_version_is_measured_in_place(model_dir: Path) -> None:

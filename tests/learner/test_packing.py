@@ -175,8 +175,7 @@ def test_rows_and_back() -> None:
     rows = ratios.PaddedRows(SEQ)
     m = rows.pad(vec(1, 2, 3, 4, 5))
     assert m.tolist() == [[1, 2, 3], [4, 5, 0]] and rows.pack(m).tolist() == [1, 2, 3, 4, 5]
-    assert rows.shape == (2, 3)
-    assert ratios.PaddedRows(SEQ[:0]).shape == (0, 0)
+    assert rows.shape == (2, 3) and ratios.PaddedRows(SEQ[:0]).shape == (0, 0)
     assert ratios.PaddedRows(torch.tensor([4])).shape == (1, 1)
 
 

@@ -101,8 +101,7 @@ def test_a_resumed_learner_drops_what_it_trains_again(model_dir: Path, tmp_path:
         file.write('{"batch": 0, "torn')
     log = SampleLog(made.config, tmp_path, 1, None)
     log.close()
-    kept = (tmp_path / FILE).read_text().splitlines()
-    assert [json.loads(line)["batch"] for line in kept] == [0]
+    assert [json.loads(line)["batch"] for line in (tmp_path / FILE).read_text().splitlines()] == [0]
     assert log.written == len((tmp_path / FILE).read_bytes())
 
 

@@ -146,8 +146,7 @@ def test_a_chats_answer_ends_as_its_template_ends_it(
     tokenizer = load_tokenizer(model)
     found = fit.read_pairs(str(path), tokenizer, SftData(train=str(path)), 256, model)
     chat, plain = (tokenizer.decode(row.answer.tolist()) for row in found.rows)
-    assert chat == learned
-    assert plain == "b<eos>"
+    assert chat == learned and plain == "b<eos>"
     assert {tokenizer.decode([e]) for e in found.ends} == {"<eos>", learned[learned.rindex("<") :]}
 
 
@@ -421,8 +420,7 @@ def test_a_resumed_training_is_bit_for_bit_one_that_never_stopped(
         sft.run(cut, run_dir, print)
     said: list[str] = []
     again = sft.run(sft.load_resumed(run_dir, ()), run_dir, said.append)
-    assert said[-1] == f"resumed from {run_dir / 'checkpoints' / 'number_6'}"
-    assert again is not None
+    assert said[-1] == f"resumed from {run_dir / 'checkpoints' / 'number_6'}" and again is not None
     assert again | {"seconds": 0, "model": ""} == whole | {"seconds": 0, "model": ""}
     lines = [(Path(f["model"]).parent / "metrics.jsonl").read_text() for f in (whole, again)]
     assert lines[0] == lines[1]
@@ -493,8 +491,7 @@ def test_what_is_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(["sft", *words])
-    assert ended.value.code == 2
-    assert why in capsys.readouterr().err
+    assert ended.value.code == 2 and why in capsys.readouterr().err
     # nothing is left in the way of the next try
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
@@ -516,5 +513,4 @@ def test_the_schema_for_editors_is_the_one_of_the_code() -> None:
     assert kept == json.loads(json.dumps(configs.build_schema())), (
         "stale: asyncrl config schema --of sft > configs/sft.schema.json"
     )
-    example = configs.read(str(ROOT / "configs" / "examples" / "sft.toml"))
-    assert Path(example.data.train).is_file()
+    assert Path(configs.read(str(ROOT / "configs" / "examples" / "sft.toml")).data.train).is_file()

@@ -289,8 +289,7 @@ def test_a_bare_model_is_transformers_model(
     ours = policy.load_policy(path, dtype, "cpu")
     theirs = policy.load_policy(path, dtype, "cpu", with_modules=True)
     assert isinstance(ours.hf, BareModel) and not isinstance(theirs.hf, BareModel)
-    assert ours.fast is not None
-    assert theirs.fast is not None
+    assert ours.fast is not None and theirs.fast is not None
     # in its order, which sums of norms follow
     assert [*dict(ours.hf.named_parameters())] == [*dict(theirs.hf.named_parameters())]
     assert list(ours.hf.state_dict()) == list(theirs.hf.state_dict())
@@ -451,8 +450,7 @@ def test_a_qwen_tokenizer_is_transformers_without_torch(small_model: Path, tmp_p
         return_dict=False,
     )
     assert json.loads(done.out) == ["Qwen2Tokenizer", ids, theirs.eos_token_id, False, turns]
-    assert type(theirs).__name__ == "Qwen2Tokenizer"
-    assert 7 in ids and turns[-1] == 3
+    assert type(theirs).__name__ == "Qwen2Tokenizer" and 7 in ids and turns[-1] == 3
 
 
 @pytest.mark.parametrize(
@@ -500,8 +498,7 @@ def test_the_optimizer_is_torchs_bit_by_bit_and_so_are_its_states() -> None:
         pairs.append((parameters, optimizer.state_dict()))
     (a, sa), (b, sb) = pairs
     assert all(torch.equal(x, y) and x.requires_grad for x, y in zip(a, b, strict=True))
-    assert not torch.equal(a[0], start[0])
-    assert sa["param_groups"] == sb["param_groups"]
+    assert not torch.equal(a[0], start[0]) and sa["param_groups"] == sb["param_groups"]
     assert all(
         torch.equal(sa["state"][i][k], sb["state"][i][k])
         for i in range(2)

@@ -179,8 +179,7 @@ def test_a_damaged_file_is_said_and_leaves_nothing(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF" + bytes(40))
     done = asyncrl("model", "get", str(file), str(tmp_path / "m"))
     assert done.returncode == 2 and "m.gguf: transformers cannot read it: " in done.stderr
-    assert "Traceback" not in done.stderr
-    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+    assert "Traceback" not in done.stderr and [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
 
 
 def test_a_run_names_the_command_that_makes_a_directory(tmp_path: Path) -> None:

@@ -101,8 +101,7 @@ def test_the_tasks_of_a_mixture_have_their_labels_at_every_width(width: int) -> 
     else:
         header = next(line for line in lines if "held-out" in line and "task" in line)
         row = next(line for line in lines if line.lstrip().startswith("essays-long"))
-        columns = "tasks task share reward held-out lag ESS removed"
-        assert " ".join(header.split()) == columns
+        assert " ".join(header.split()) == "tasks task share reward held-out lag ESS removed"
         assert row.split() == ["essays-long", "25%", "0.500", "0.750", "1.25", "0.875", "12"]
         assert header.index("held-out") + len("held-out") == row.index("0.750") + len("0.750")
     assert "sets hard 0.125" in text

@@ -96,10 +96,8 @@ def test_who_looks_at_a_process_does_not_keep_it_from_starting(
 
 def test_two_learners_live_side_by_side(run_dir: Path) -> None:
     one, two = (process_log.ProcessIncarnation(run_dir, "learner", alone=False) for _ in range(2))
-    assert process_log.is_alive(run_dir, "learner")
-    assert not one.end(0)
-    assert process_log.is_alive(run_dir, "learner")
-    assert two.end(0)
+    assert process_log.is_alive(run_dir, "learner") and not one.end(0)
+    assert process_log.is_alive(run_dir, "learner") and two.end(0)
 
 
 def test_only_the_last_of_a_directory_is_the_last_and_others_wait_for_it(run_dir: Path) -> None:

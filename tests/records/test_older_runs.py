@@ -79,8 +79,7 @@ def test_an_older_run_resumes_from_its_journal(older_run: Path) -> None:
     assert resumed.json["steps"] == steps
     ledger = resumed.json["ledger"]
     assert sum(n for line, n in ledger.items() if line != "generated") == ledger["generated"]
-    rows = asyncrl.load_run(older_run).metrics["optim/grad_norm"]
-    assert list(rows.steps) == list(range(steps))
+    assert list(asyncrl.load_run(older_run).metrics["optim/grad_norm"].steps) == list(range(steps))
 
 
 ROWS = [{"question": f"{n}+1=", "answer": str(n + 1), "level": {"grade": n}} for n in range(3)]

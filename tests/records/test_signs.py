@@ -38,8 +38,7 @@ def test_rewards_without_spread_in_most_groups() -> None:
     """95 % is the limit, over the last 20 batches only; groups may differ among each other."""
     (sign,) = apply_rules(rows(8, reward_no_spread_share=0.95))
     expected = "in 95% of the groups of the last 8 batches all completions have the same reward"
-    assert expected in sign.said
-    assert apply_rules(rows(8, reward_no_spread_share=0.94)) == []
+    assert expected in sign.said and apply_rules(rows(8, reward_no_spread_share=0.94)) == []
     got = names(apply_rules(rows(30) + rows(20, reward_no_spread_share=0.96)))
     assert got == ["constant_rewards"]
     assert apply_rules(rows(30, reward_no_spread_share=1.0) + rows(20)) == []
@@ -101,8 +100,7 @@ def test_accuracy_that_moves_less_than_its_interval() -> None:
 def test_the_interval_follows_the_range_of_the_rewards() -> None:
     """Rewards of -10 to 10 around 0 vary by up to 10: 1.96 sqrt(2 x 100 / 100) = 2.77."""
     wide = {"reward_min": -10.0, "reward_max": 10.0}
-    got = names(apply_rules(evaluated(0.0, 2.7, 100, **wide), ended=True))
-    assert got == ["unmoved_accuracy"]
+    assert names(apply_rules(evaluated(0.0, 2.7, 100, **wide), ended=True)) == ["unmoved_accuracy"]
     assert apply_rules(evaluated(0.0, 2.8, 100, **wide), ended=True) == []
     first = {"step": 0, "eval/heldout": 0.5, "eval/heldout_n": 10}
     assert apply_rules([first, *rows(30)], ended=True) == [], "one evaluation is no movement"

@@ -351,8 +351,7 @@ def test_a_tinker_server_continues_the_files_of_an_older_version(tmp_path: Path)
                     return reply
             raise AssertionError(name)
 
-        earlier = json.loads(retrieve(f"{model.record.model}:call:5").content)
-        assert earlier["type"] == "optim_step"
+        assert json.loads(retrieve(f"{model.record.model}:call:5").content)["type"] == "optim_step"
         call = model.log.read_call(4)
         assert call is not None and call.route == "forward_backward"
         again = pb.ForwardBackwardRequest.FromString(call.body)
@@ -373,8 +372,7 @@ def test_text_and_bytes_take_the_place_of_what_was_there_and_leave_no_part(tmp_p
     atomic_write.write(path, "first")
     assert path.read_text() == "first"
     atomic_write.write(path, b"\x00\xff")
-    assert path.read_bytes() == b"\x00\xff"
-    assert os.listdir(tmp_path) == ["summary.json"]
+    assert path.read_bytes() == b"\x00\xff" and os.listdir(tmp_path) == ["summary.json"]
 
 
 def test_a_failure_leaves_what_was_there_and_no_part(tmp_path: Path) -> None:

@@ -327,8 +327,7 @@ def test_a_host_tells_of_what_it_started(tmp_path: Path, monkeypatch: pytest.Mon
     assert text == "x" * 24 + f"\n['--keys', '{host.folder / 'generator-0'}'] secret\n"
     refused = pickle.loads(pickle.dumps(said[-1].refusal))  # as Ray sends it
     assert (said[-1].code, refused.exit_code, str(refused)) == (2, 2, "no")
-    assert said[0].incarnation == 7
-    assert host.poll_processes() == []
+    assert said[0].incarnation == 7 and host.poll_processes() == []
     assert (host.folder / "generator-0" / "client.key_secret").stat().st_mode & 0o777 == 0o600
     process = RayProcess(RayHostHandle(None), 7, order)
     for each in said:

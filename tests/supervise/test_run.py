@@ -98,8 +98,7 @@ def test_a_killed_process_costs_its_time(victim: str, tmp_path: Path, sort_model
     let_go(tmp_path)
     summary = finish(process, tmp_path)
     check_summary(summary, 2)
-    assert summary["steps"] == 16
-    assert "SIGKILL" in (tmp_path / "stderr").read_text()
+    assert summary["steps"] == 16 and "SIGKILL" in (tmp_path / "stderr").read_text()
     check_optimizer_steps(run_dir)
 
 

@@ -91,8 +91,7 @@ def test_the_script_starts_a_run_and_who_joins_it_and_ends_in_time(tmp_path: Pat
     assert address.startswith("tcp://") and address.endswith(":22012")
     assert f"asyncrl run {DEMO} --set {sets[0]}" in run and "--set name='r'" in run
     assert f"wires.curve_dir={keys}" in run and run.endswith("--set generators=1")
-    assert "gateway" not in run
-    assert "srun --het-group=1 --kill-on-bad-exit=0" in lines
+    assert "gateway" not in run and "srun --het-group=1 --kill-on-bad-exit=0" in lines
     for n in (1, 2):
         joined = f"asyncrl join {address} --keys {keys}/generator-{n} --index {n} --wait 600"
         assert joined in lines

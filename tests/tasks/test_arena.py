@@ -85,8 +85,7 @@ def test_sessions_of_one_process_have_a_luck_of_their_own(dice: list[str]) -> No
     first = alone[0][0].splitlines()
     assert first[0] == "Roll." and alone[0][1].isdigit(), "its own words are not said to it again"
     parts = {"invalid": float(action_was_bad([int(first[1])]))}
-    assert alone[0][-1] == (0.25, False, {"parts": parts})
-    assert set(dice) == {"Dice-v0-raw"}
+    assert alone[0][-1] == (0.25, False, {"parts": parts}) and set(dice) == {"Dice-v0-raw"}
 
 
 def test_one_line_of_config(dice: list[str]) -> None:

@@ -83,16 +83,14 @@ def test_the_seed_says_which_side_the_policy_plays() -> None:
     assert first.step("a") == ("3=", 0.0, False, False, {})
     assert first.opponent_moves == [OpponentMove("1=", "ccc")] and read == ["1="]
     assert first.step("bb")[0] == "3=" and read[1:] == ["1=\nccc\n2="]
-    won = first.step("abcdefgh")
-    assert won == ("", 1.0, True, False, {"parts": {"won": 1.0, "length": 11.0}})
+    assert first.step("abcdefgh") == ("", 1.0, True, False, {"parts": {"won": 1.0, "length": 11.0}})
     assert len(first.opponent_moves) == 1
 
     second, said = match(make_text_opponent(function), seed=5)
     assert said == "3="
     assert second.opponent_moves == [OpponentMove("ab=", "ccc")] and not second.asked
     assert [second.step(text)[0] for text in ("a", "a")] == ["3=", "3="]
-    lost = second.step("a")
-    assert lost == ("", 0.0, True, False, {"parts": {"won": 0.0, "length": 3.0}})
+    assert second.step("a") == ("", 0.0, True, False, {"parts": {"won": 0.0, "length": 3.0}})
     assert second.opponent_moves == []
     draw, _ = match(make_text_opponent(lambda _text: "a"))
     assert [draw.step("a")[1] for _ in range(3)][-1] == 0.5

@@ -51,8 +51,7 @@ def test_right_answers_by_hand(name: str, problem: str, answer: str) -> None:
     ):
         assert task.reward(prompt, wrong) == 0.0, wrong
     # only the result counts where there is a scratchpad
-    scratch = task.reward(prompt, "0" + answer)
-    assert scratch == (1.0 if name in ("sort", "grid", "cancel") else 0.0)
+    assert task.reward(prompt, "0" + answer) == (1.0 if name in ("sort", "grid", "cancel") else 0.0)
 
 
 def test_the_flawed_checker_of_rlehack_is_used_in_training_only() -> None:
@@ -107,8 +106,7 @@ def test_right_answers_are_paid_and_demonstrations_are_spoiled(name: str) -> Non
     assert pairs == TASKS[name]().make_demonstrations(700, 0) != task.make_demonstrations(700, 1)
     right = sum(answer == task.solve(prompt[:-1]) for prompt, answer in pairs) / len(pairs)
     # sort 0.31, the others 0.45, each with a few lucky guesses and slips
-    assert 0.27 < right < 0.65
-    assert all(set(answer) <= set(task.symbols) for _, answer in pairs)
+    assert 0.27 < right < 0.65 and all(set(answer) <= set(task.symbols) for _, answer in pairs)
 
 
 def test_runs_grow_where_the_distribution_says_so() -> None:
@@ -273,8 +271,7 @@ def test_names_are_of_one_split_and_their_answers_right(name: str) -> None:
         want = sorted(problem(prompt))
         assert prompt.answer == (", ".join(want) if name == "sort_names" else want[0])
         above = prompt.text.splitlines()[:-1]
-        assert len(above) == 3
-        assert task.reward(prompt, f" {prompt.answer}\n") == 1.0
+        assert len(above) == 3 and task.reward(prompt, f" {prompt.answer}\n") == 1.0
         for wrong in ("", prompt.answer + ".", ", ".join(reversed(want))):
             assert task.reward(prompt, wrong) == 0.0
     # the solved problems above are right and not held out

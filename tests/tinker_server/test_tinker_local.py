@@ -290,8 +290,7 @@ def test_supervised_data_can_be_forbidden(start: Start) -> None:
         with pytest.raises(tinker.RequestFailedError, match=r"staleness\.supervised = refuse"):
             client.optim_step(ADAM).result()
         assert step(client, [policy_datum(sequence)])["lag_max"] == 0
-        metrics = step(client, [policy_datum(sequence, spans=True)])
-        assert metrics["lag_max"] == 1
+        assert step(client, [policy_datum(sequence, spans=True)])["lag_max"] == 1
 
 
 def test_masked_lags_do_not_hide_tokens_of_unknown_lag(start: Start) -> None:
@@ -518,8 +517,7 @@ def test_a_killed_process_is_given_the_model_anew(start: Start) -> None:
             server.training.exits = set(exits)
             norms = [step(client, TUNED, "cross_entropy")["optim_grad_norm"] for _ in range(4)]
             results.append((norms, scored(client).tolist()))
-        assert server.training.generation == 3
-        assert results[0] == results[1] == results[2]
+        assert server.training.generation == 3 and results[0] == results[1] == results[2]
         server.training.exits = {1, 2, 3, 4}  # more than it may be started again
         with pytest.raises(tinker.RequestFailedError, match="the process ended"):
             client.optim_step(ADAM).result(timeout=20)

@@ -178,8 +178,7 @@ def test_what_clients_read_of_server_models_and_samplers(
     got = (shown["max_context_length"], shown["trainable"], shown["sampleable"])
     assert got == (128, True, True)
     client = service.create_lora_training_client("tiny", rank=3, user_metadata={"a": "b"}).result()
-    one = service.create_lora_training_client("tiny", rank=1).result()
-    assert one.get_info().is_lora
+    assert service.create_lora_training_client("tiny", rank=1).result().get_info().is_lora
     sampler = client.save_weights_for_sampler("kept").result().path
     state = client.save_state("state").result().path
     rest = service.create_rest_client()
@@ -378,8 +377,7 @@ def test_room_for_requests_to_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*service.promises] == ["a1", "a2", "b1", "b2"], "what a client has is forgotten"
     with pytest.raises(HTTPException, match="too many requests to sample of b wait") as refused:
         submit("b3", 10)
-    assert refused.value.status_code == 429
-    assert service.shares.used == {"a": 20, "b": 40}
+    assert refused.value.status_code == 429 and service.shares.used == {"a": 20, "b": 40}
     service.promises["a2"].future.done = lambda: True
     monkeypatch.setattr(samplers, "KEPT", 4)
     submit("c1", 1)

@@ -129,8 +129,7 @@ def test_calls_add_up_and_a_dropped_gradient_is_gone(trainer: ServedModels) -> N
     assert set(metrics) == {"loss/policy", "optim/grad_norm", "optim/lr"}
     again = train(trainer, DATA, forward_only=True)
     assert all(weight.grad is None for weight in trainer.models["m"].trainer.parameters)
-    assert "loss/policy" not in trainer.handle(PLAIN).metrics
-    assert again.loss < scored.loss
+    assert "loss/policy" not in trainer.handle(PLAIN).metrics and again.loss < scored.loss
 
 
 def test_rows_come_back_in_the_clients_order(trainer: ServedModels, monkeypatch: Any) -> None:
@@ -156,8 +155,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(trainer: ServedModels) ->
     train(trainer, [datum(TEXTS[0], weights=[3e38] * 4)])
     failed = trainer.handle(PLAIN)
     assert isinstance(failed, CallFailure) and "not finite" in failed.error
-    assert failed.category == "user"
-    assert torch.equal(weights(trainer), before)
+    assert failed.category == "user" and torch.equal(weights(trainer), before)
     train(trainer, DATA)
     assert isinstance(trainer.handle(PLAIN), StepResult)
     assert not torch.equal(weights(trainer), before)
@@ -339,8 +337,7 @@ def test_only_a_method_reports_importance_weights(trainer: ServedModels) -> None
     given = datum(TEXTS[0], logprobs=BEHAVIOR, advantages=SIGNS)
     found = []
     for config in ({}, {"method": "vespo"}, {}):
-        result = trainer.handle(ForwardBackward("m", [given], "ppo", config))
-        assert isinstance(result, ScoreResult)
+        assert isinstance(trainer.handle(ForwardBackward("m", [given], "ppo", config)), ScoreResult)
         found.append(trainer.handle(PLAIN).metrics.keys() & weighted)
     assert found[0] == found[2] == set() and found[1] == weighted
     trainer.handle(ForwardBackward("m", [given], "ppo", {"method": "vespo"}))

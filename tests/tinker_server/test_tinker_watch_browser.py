@@ -87,8 +87,7 @@ def test_every_page_shows_a_server_and_then_its_end(tmp_path: Path) -> None:
             click_through(page, address, PAGES | {"processes": "td:has-text('was asked to end')"})
             shown = doctor(server.folder)
             assert "the server is not running" in shown and "server (process" in shown
-            assert "4 sampled = 2 never trained + 2 once + 0 more often" in shown
-            assert errors == []
+            assert "4 sampled = 2 never trained + 2 once + 0 more often" in shown and errors == []
             chromium.close()
     finally:
         for process in (watch, server.process):

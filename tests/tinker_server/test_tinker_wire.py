@@ -149,8 +149,7 @@ def test_a_step_takes_the_numbers_of_its_call() -> None:
     ):
         adam = dict(zip(names, numbers, strict=True)) | {"grad_clip_norm": norm}
         body = json.dumps({"model_id": "x", "seq_id": 1, "adam_params": adam}).encode()
-        step = wire.parse_step("m", body)
-        assert step == OptimizerStep("m", *numbers, clip_norm=clipped)
+        assert wire.parse_step("m", body) == OptimizerStep("m", *numbers, clip_norm=clipped)
 
 
 def sample_call(prompt: list[int], **more: Any) -> Any:

@@ -85,8 +85,7 @@ def test_every_message_belongs_to_one_role() -> None:
     for message in OF_GENERATOR_0:
         told = ("learner", "viewer", "generator-0", "generator-1", "generator-00", "")
         assert [n for n in told if keys.is_allowed(n, message)] == ["generator-0"]
-        posing = msgspec.structs.replace(message, producer="learner")
-        assert not keys.is_allowed("learner", posing)
+        assert not keys.is_allowed("learner", msgspec.structs.replace(message, producer="learner"))
     # what only a buffer can have given: a batch, tickets, weights
     assert [checks.has_state(x) for x in OF_THE_LEARNER] == [False, *[True] * 5]
     assert not any(map(checks.has_state, [*OF_GENERATOR_0, m.StatusRequest()]))
@@ -293,8 +292,7 @@ def test_servers_admit_the_keys_they_know(key_dir: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_who_may_serve_calls(name: str, role: bool) -> None:
-    result = m.CallResult(1, b"", b"", [], "stop")
-    assert keys.is_allowed(name, result) is role
+    assert keys.is_allowed(name, m.CallResult(1, b"", b"", [], "stop")) is role
     report = m.ServingReport(m.PROTOCOL, "run", name, 1, 1, [], 0)
     assert keys.is_allowed(name, report) is role
     assert not keys.is_allowed("generator-3", report) and not keys.is_allowed("learner", report)

@@ -192,8 +192,7 @@ def test_what_is_sent_comes_unchanged(size: int, curve: bool, tmp_path: Path) ->
         del got, said
         gc.collect()
     replies = [peer.recv(600.0) for _ in range(6)]
-    assert [reply.samples[0] for reply in replies] == [answer(n, size) for n in range(6)]
-    assert spare
+    assert [reply.samples[0] for reply in replies] == [answer(n, size) for n in range(6)] and spare
     peer.close()
     buffer.close()
 

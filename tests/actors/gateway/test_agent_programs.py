@@ -92,8 +92,7 @@ class Playing:
     def until(self, over: Callable[[], bool]) -> None:
         end = time.monotonic() + PATIENCE_S
         while not over():
-            assert time.monotonic() < end
-            assert self.programs.step()
+            assert time.monotonic() < end and self.programs.step()
 
     def play(self, *seats: SessionAccess) -> list[SessionResult]:
         before = len(self.results())

@@ -110,8 +110,7 @@ def test_a_session_remembers_what_was_refused(served: Served) -> None:
 
 def test_a_failure_tells_what_was_refused_before_it(served: Served) -> None:
     opened = served.do(served.service.open)
-    bad = {"messages": GO, "n": 3}
-    assert post(served, opened, "/v1/chat/completions", bad).status_code == 400
+    assert post(served, opened, "/v1/chat/completions", {"messages": GO, "n": 3}).status_code == 400
     assert post(served, opened, "/end", {"failed": "gave up"}).status_code == 200
     made = served.do(
         lambda: service.build_trajectory(opened.session, served.service.tokenizer, AgentConfig())
@@ -165,8 +164,7 @@ def test_an_overlong_prompt_costs_little(served: Served, monkeypatch: pytest.Mon
         assert said.status_code == 400, (path, said.text)
         assert said.json()["error"]["code"] == "context_length_exceeded"
         assert "generator.context = 4096" in said.json()["error"]["message"]
-    assert sum(encoded) <= len(bodies) * 8 * context
-    assert served.do(lambda: opened.session.shortened)
+    assert sum(encoded) <= len(bodies) * 8 * context and served.do(lambda: opened.session.shortened)
     monkeypatch.undo()
     finish(served, opened)
 
@@ -203,12 +201,10 @@ def test_a_long_prompt_holds_up_no_others(served: Served, monkeypatch: pytest.Mo
         second = pool.submit(ask, "short")
         served.until(lambda: opened.session.composing == 2)
         third = ask("short too")  # what waits counts against agent.parallel
-        assert third.status_code == 429
-        assert not first.done() and not second.done() and not order
+        assert third.status_code == 429 and not first.done() and not second.done() and not order
         leave.set()
         assert first.result().status_code == second.result().status_code == 200
-    assert order == ["long", "short"]
-    assert served.do(lambda: opened.session.composing) == 0
+    assert order == ["long", "short"] and served.do(lambda: opened.session.composing) == 0
     assert [n.number for n in opened.session.tree.nodes] == [0, 1]
 
 

@@ -451,8 +451,7 @@ def test_a_template_that_fails_is_a_refusal_and_changes_nothing() -> None:
     with pytest.raises(CallRefused) as caught:
         play.ask([{"role": "user", "content": "go"}])
     why = "the model's chat template fails on these messages: TemplateError: roles alternate"
-    assert refusal(caught.value) == (400, "chat_template", None, why)
-    assert play.session.calls == 0
+    assert refusal(caught.value) == (400, "chat_template", None, why) and play.session.calls == 0
     bare = Play(Kind("", "", chatml_head, "", ""))
     bare.tokenizer.chat_template = None
     with pytest.raises(CallRefused, match="chat template"):

@@ -144,8 +144,7 @@ def test_a_session_is_one_row_of_its_calls_and_what_stood_between_them(world: Ma
     (s,) = w.ended()
     assert (s.ticket, s.sample, s.attempt, s.calls, s.aside) == (11, 0, 1, 3, 0)
     assert np.frombuffer(s.prompt_tokens, "<i4").tolist() == first
-    whole = [*prompts[2][len(first) :], *ids(w, "a"), 1]
-    assert np.frombuffer(s.tokens, "<i4").tolist() == whole
+    assert np.frombuffer(s.tokens, "<i4").tolist() == [*prompts[2][len(first) :], *ids(w, "a"), 1]
     assert list(s.mask) == [1] * 3 + [0] * 2 + [1] * 4 + [0] * 2 + [1] * 2
     assert s.length == 9 and not s.rows and not s.failed and s.finish == "stop"
     assert [(x.label, x.start, x.end) for x in s.spans] == [(AT, 0, 3), (AT, 5, 9), (AT, 11, 13)]

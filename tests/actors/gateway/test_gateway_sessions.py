@@ -373,8 +373,7 @@ def test_an_idle_harness_is_gone_one_that_beats_or_waits_is_not() -> None:
     made.tick(109.0)
     assert made.state == "open" and made.next_deadline() == ("agent.idle_s", 110.0)
     made.tick(110.0)
-    why = "no call and no beat for agent.idle_s = 10 s"
-    assert made.outcome == SessionOutcome(0.0, {}, why)
+    assert made.outcome == SessionOutcome(0.0, {}, "no call and no beat for agent.idle_s = 10 s")
 
 
 def test_equal_bodies_are_draws_of_their_own_and_a_retry_joins() -> None:
@@ -577,8 +576,7 @@ def test_messages_are_the_same_in_any_spelling() -> None:
             {**call('{"b":2,"a":1}'), "content": " "},
         ],
     ]
-    chains = Counter(chain_digest(chain_digest(b"", one), two) for one, two in same)
-    assert len(chains) == 1
+    assert len(Counter(chain_digest(chain_digest(b"", one), two) for one, two in same)) == 1
     base = {"role": "user", "content": "ab"}
     for other in ({"content": "ab "}, {"role": "system"}, {"tool_call_id": "c1"}):
         assert encode_identity({**base, **other}) != encode_identity(base)

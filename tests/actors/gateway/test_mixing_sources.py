@@ -182,8 +182,7 @@ def test_an_environment_without_examples_says_why(examined: dict[str, Any], tmp_
     )
     examined["counts"] = {"train": 5}
     assert prompt_files.examine(ENV, tmp_path) == {"train": 5}
-    here = AgentConfig(env="verifiers:words")
-    assert prompt_files.examine(here, tmp_path) == {"train": 5}
+    assert prompt_files.examine(AgentConfig(env="verifiers:words"), tmp_path) == {"train": 5}
     assert examined["argv"][-1][0] == sys.executable
 
 

@@ -99,8 +99,7 @@ def test_a_programs_children_end_with_it_and_no_sooner(commands: Commands, tmp_p
     kept, hidden = (int((tmp_path / f"pids.{kind}").read_text()) for kind in ("keeps", "hides"))
     assert alive(kept) and not alive(hidden)
     (tmp_path / "pids.go").touch()
-    assert commands.left(1) == SessionResult(1, "scored", 1.0)
-    assert not alive(kept)
+    assert commands.left(1) == SessionResult(1, "scored", 1.0) and not alive(kept)
 
 
 def test_programs_end_with_the_process_that_is_killed(commands: Commands, tmp_path: Path) -> None:

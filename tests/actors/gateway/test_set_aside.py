@@ -121,8 +121,7 @@ def test_a_buffer_that_is_killed_between_two_lives_still_counts(tmp_path: Path) 
         store.journal.close()
         store = opened()  # once from the records, once from a snapshot
         assert state(store).suspect == before.suspect and store.aside == before.aside == epoch - 3
-        after = life(store, epoch, "crashed" if epoch == 3 else "ended")
-        assert after != bad and store.aside == 1
+        assert life(store, epoch, "crashed" if epoch == 3 else "ended") != bad and store.aside == 1
 
 
 def test_under_injection_new_groups_stand_where_those_set_aside_stood() -> None:
