@@ -44,6 +44,7 @@ LOG_FILE = re.compile(  # of metrics, by its path
 TOKEN_FILE = re.compile(r"(?:train_data_step(\d+)|step_(\d+)/rank_\d+)\.jsonl(?:\.gz)?$")
 STEPS = 8  # steps whose tokens are read, spread over the run
 TOKENS = 500_000  # of a step, at least
+SHORT = 16  # tokens: completions below it may all be of one length
 MIXED = 0.5  # mean lag from which a difference of engine and trainer is not judged alone
 NUMBERS = ("median", "first third", "last third", "least", "largest")
 PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
@@ -301,6 +302,15 @@ def read_table_rows(file: IO[bytes], name: str, notes: list[str]) -> Rows:
 # ---- findings ------------------------------------------------------------------------------------
 
 
+def find_jump(series: list[float]) -> tuple[float, float] | None:
+    """Return the first value and the later median of a series that leaps and stays, or None.
+
+    The difference of an engine that never gets new weights does so: it begins at that of two
+    programs, and the trainer leaves the engine's policy within steps."""
+    first, rest = series[0], series[-(-len(series) // 3) :]
+    return (first, median(rest)) if min(rest) >= 3 * first and median(rest) >= 10 * first else None
+
+
 def diagnose(log: RunLog) -> JsonObject:
     """Return the numbers of a run, the findings and notes."""
     values: JsonObject = {"keys": log.description.keys, "at": {}, "lag_note": ""}
@@ -321,11 +331,13 @@ def diagnose(log: RunLog) -> JsonObject:
         evidence = f"{name}, steps {steps[0]} to {steps[-1]}, {len(series)} rows"
         values["at"][role], values[role] = evidence, summary[0]
         values[f"{role}_high"] = fmean(series) + 3 * stdev(series) / math.sqrt(len(series))
-        if role in TABLES["growing"] and (grown := find_growth(series)):
+        if role in TABLES["growing"] and (grown := find_growth(series) or find_jump(series)):
             early, late = grown
             values |= {"growth_early": early, "growth_late": late, "growth_at": evidence}
         if role == "reward" and (fallen := find_growth(series[::-1])):
             values["reward_late"], values["reward_early"] = fallen
+    if values.get("length_max", 0) >= SHORT:
+        values["to_limit"] = values.get("length", 0) / values["length_max"]
     if "mixed" in values:
         values["equal"], values["at"]["equal"] = 1 - values["mixed"], values["at"]["mixed"]
     lag = values.get("lag", 0.0)
@@ -339,7 +351,7 @@ def diagnose(log: RunLog) -> JsonObject:
         values["lag_note"] = f" (at a mean lag of {lag:.2g}, so lag is a part of it)"
     tables = measure_tokens(log, values) if log.token_files else []
     findings = {x.name: x for x in reversed(match_rules("diagnosis", values))}
-    if "truncated_sampler" in findings:  # which is a mismatch itself
+    if {"truncated_sampler", "stale_weights"} & findings.keys():  # which are mismatches themselves
         findings.pop("mismatch", None)
     traps = [
         said

@@ -193,6 +193,21 @@ def test_a_difference_at_lag_is_growth_or_nothing_but_no_mismatch(tmp_path: Path
     assert any("lag and mismatch come mixed" in note for note in result["notes"])
 
 
+def test_what_real_runs_of_trl_taught(tmp_path: Path) -> None:
+    """Weights never sent: the difference leaps and stays.  A wrong end token: TRL calls a completion
+    cut by its last token, which the end token may be at the limit too."""
+    rows = make_rows("trl", 1)
+    for row in rows:
+        row["sampling/sampling_logp_difference/mean"] = 0.13 if row["step"] > 3 else 0.0027
+        row |= {"completions/mean_length": 55.9, "completions/max_length": 56}
+    result = diagnose(write_jsonl(tmp_path / "m.jsonl", rows))
+    assert names_of(result) == {"stale_weights", "cut_completions"}
+    rows[-1]["sampling/sampling_logp_difference/mean"] = 0.0027
+    for row in rows:  # of a task whose answers all have one length
+        row |= {"completions/mean_length": 15, "completions/max_length": 15}
+    assert names_of(diagnose(write_jsonl(tmp_path / "m.jsonl", rows))) == {"mismatch"}
+
+
 # ---- files of the packages' own writers ----------------------------------------------------------
 
 
