@@ -92,6 +92,7 @@ PROGRAMS = {
     "memory_sizes": Program("memory_sizes.py models/smollm2", ("memory_sizes",), 5),
     "mutants": Program("mutants.py", ("mutants",), 20),
     "low_precision": Program("low_precision.py models/sort", ("low_precision",), 10),
+    "trl_diagnose": Program("trl_diagnose.py models/sort", ("trl_diagnose",), 15),
     "speculation": Program("speculation.py models/sort", ("speculation",), 10),
     "watch": Program("watch.py", ("watch",), 3),
     "environment_cost": Program("environment_cost.py", ("environment_cost",), 3),

@@ -302,15 +302,6 @@ def read_table_rows(file: IO[bytes], name: str, notes: list[str]) -> Rows:
 # ---- findings ------------------------------------------------------------------------------------
 
 
-def find_jump(series: list[float]) -> tuple[float, float] | None:
-    """Return the first value and the later median of a series that leaps and stays, or None.
-
-    The difference of an engine that never gets new weights does so: it begins at that of two
-    programs, and the trainer leaves the engine's policy within steps."""
-    first, rest = series[0], series[-(-len(series) // 3) :]
-    return (first, median(rest)) if min(rest) >= 3 * first and median(rest) >= 10 * first else None
-
-
 def diagnose(log: RunLog) -> JsonObject:
     """Return the numbers of a run, the findings and notes."""
     values: JsonObject = {"keys": log.description.keys, "at": {}, "lag_note": ""}
@@ -331,9 +322,13 @@ def diagnose(log: RunLog) -> JsonObject:
         evidence = f"{name}, steps {steps[0]} to {steps[-1]}, {len(series)} rows"
         values["at"][role], values[role] = evidence, summary[0]
         values[f"{role}_high"] = fmean(series) + 3 * stdev(series) / math.sqrt(len(series))
-        if role in TABLES["growing"] and (grown := find_growth(series) or find_jump(series)):
-            early, late = grown
-            values |= {"growth_early": early, "growth_late": late, "growth_at": evidence}
+        if role in TABLES["growing"]:
+            first, later = series[0], series[third:]
+            # an engine that gets no new weights differs so within steps, and goes on to
+            leaps = min(later) >= 3 * first and median(later) >= 10 * first
+            grown = find_growth(series) or ((first, median(later)) if leaps else None)
+            if grown:
+                values |= {"growth_early": grown[0], "growth_late": grown[1], "growth_at": evidence}
         if role == "reward" and (fallen := find_growth(series[::-1])):
             values["reward_late"], values["reward_early"] = fallen
     if values.get("length_max", 0) >= SHORT:

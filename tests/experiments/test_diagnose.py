@@ -194,8 +194,8 @@ def test_a_difference_at_lag_is_growth_or_nothing_but_no_mismatch(tmp_path: Path
 
 
 def test_what_real_runs_of_trl_taught(tmp_path: Path) -> None:
-    """Weights never sent: the difference leaps and stays.  A wrong end token: TRL calls a completion
-    cut by its last token, which the end token may be at the limit too."""
+    """Weights never sent: the difference leaps and stays.  A wrong end token: TRL calls those
+    completions cut whose last token is not the trainer's, and at the limit it may be."""
     rows = make_rows("trl", 1)
     for row in rows:
         row["sampling/sampling_logp_difference/mean"] = 0.13 if row["step"] > 3 else 0.0027
