@@ -1,7 +1,7 @@
 """Diagnose real runs of TRL: ten healthy ones, and one for each of five planted faults.
 
-    python benchmarks/trl_diagnose.py MODEL_DIR [--trl-python PYTHON] [--steps 60] [--logs DIR]
-        [--quick] [--json]
+    python benchmarks/trl_diagnose.py MODEL_DIR [--trl-python PYTHON] [--steps 60] [--first SEED]
+        [--logs DIR] [--quick] [--json]
 
 TRL's GRPOTrainer trains a warm-started `sort` model, once for each seed of a healthy run and once
 for each fault; `asyncrl diagnose` reads the trainer_state.json that it wrote.  TRL's path of an
@@ -172,6 +172,7 @@ def main() -> None:
     p.add_argument("model", help="a warm-started model for the task `sort`")
     p.add_argument("--trl-python", default=sys.executable, help="one with the extra `bench`")
     p.add_argument("--steps", type=int, default=60)
+    p.add_argument("--first", type=int, default=0, help="seed of the first run")
     p.add_argument("--logs", type=Path, help="kept there; absent: in a temporary directory")
     p.add_argument("--train", help=argparse.SUPPRESS)
     p.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -186,8 +187,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.logs or Path(temporary)
         for fault in faults:
-            found[fault] = diagnose(fault, fault, 0, args, folder)
-        for seed in range(healthy):
+            found[fault] = diagnose(fault, fault, args.first, args, folder)
+        for seed in range(args.first, args.first + healthy):
             name = f"healthy {seed}"
             found[name] = diagnose(name, "", seed, args, folder)
     named = sum(bool(found[fault] & FAULTS[fault][0]) for fault in faults)
@@ -203,6 +204,7 @@ def main() -> None:
     result = {
         "what": "runs of TRL 1.16.0 with faults planted in them, judged from their logs alone",
         "steps": args.steps,
+        "first_seed": args.first,
         "findings": {name: sorted(names) for name, names in found.items()},
     }
     rounds.report("trl_diagnose", goals, result, args)
