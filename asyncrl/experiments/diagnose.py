@@ -328,7 +328,9 @@ def diagnose(log: RunLog) -> JsonObject:
             leaps = min(later) >= 3 * first and median(later) >= 10 * first
             grown = find_growth(series) or ((first, median(later)) if leaps else None)
             if grown:
-                values |= {"growth_early": grown[0], "growth_late": grown[1], "growth_at": evidence}
+                k3 = grown[1] if role == "k3" else grown[1] ** 2 / 2  # about, of |log ratio|
+                values |= {"growth_early": grown[0], "growth_late": grown[1], "growth_k3": k3}
+                values["growth_at"] = evidence
         if role == "reward" and (fallen := find_growth(series[::-1])):
             values["reward_late"], values["reward_early"] = fallen
     if values.get("length_max", 0) >= SHORT:

@@ -206,6 +206,9 @@ def test_what_real_runs_of_trl_taught(tmp_path: Path) -> None:
     for row in rows:  # of a task whose answers all have one length
         row |= {"completions/mean_length": 15, "completions/max_length": 15}
     assert names_of(diagnose(write_jsonl(tmp_path / "m.jsonl", rows))) == {"mismatch"}
+    for row in rows:  # a sharper policy rounds otherwise, by far less than old weights differ
+        row["sampling/sampling_logp_difference/mean"] = 0.002 if row["step"] < 30 else 0.005
+    assert not names_of(diagnose(write_jsonl(tmp_path / "m.jsonl", rows)))
 
 
 # ---- files of the packages' own writers ----------------------------------------------------------
