@@ -71,10 +71,10 @@ def read_model_record(model: Path) -> JsonObject:
         return record | {"version": int(record["version"]), "time": float(record["time"])}
 
 
-def read_ledger(model: Path) -> dict[str, int]:
-    """Read the numbers of a model's ledger; {} without a file.  Raises ConfigError."""
+def read_ledger(model: Path) -> Counter[str]:
+    """Read the numbers of a model's ledger, 0 for what it lacks.  Raises ConfigError."""
     with jsonl.name_damaged(path := model / LEDGER):
-        return {name: int(number) for name, number in jsonl.read_object(path).items()}
+        return Counter({name: int(number) for name, number in jsonl.read_object(path).items()})
 
 
 def describe_processes(server: Path) -> list[JsonObject]:
@@ -160,7 +160,7 @@ def format_lines(state: JsonObject) -> list[str]:
         if model["ledger"]:
             lines.append(
                 "  sequences: {sampled} sampled = {never_trained} never trained + {trained_once} "
-                "once + {trained_again} more often".format(**model["ledger"])
+                "once + {trained_again} more often".format_map(model["ledger"])
             )
         lines += [f"  health check: {finding}" for finding in model["findings"]]
     return lines

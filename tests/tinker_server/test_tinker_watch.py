@@ -229,6 +229,9 @@ def test_a_model_in_training(served: Path) -> None:
     process.end(0)
     process.release()
     assert model.describe_state()["state"] == "stopped" and read_overview(model)[0] == []
+    (model.path / "ledger.json").write_text('{"sampled": 3}')
+    lines = tinker_status.format_lines(tinker_status.examine(model.path))
+    assert any("3 sampled = 0 never trained + 0 once" in line for line in lines)
 
 
 FILES = ("model.json", "ledger.json", "trained.jsonl", "token_samples.jsonl", "config.toml")
