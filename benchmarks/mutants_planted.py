@@ -147,8 +147,8 @@ PLANTED = [
     Planted(
         "the running baseline is frozen",
         LEARNER + "step.py",
-        "self.state.baseline = (\n            mean",
-        "_ = (\n            mean",
+        "self.state.baseline = mean",
+        "_ = mean",
         STOPS + "the_running_mean_follows_rewards_as_they_were_used",
     ),
     Planted(

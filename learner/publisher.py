@@ -65,7 +65,7 @@ class Publisher:
         self.keep: list[Label] = []
         self.on_gpu = policy.resolve_device(config.model.device) != "cpu"
         if self.on_gpu:  # it copies into pinned memory several times as fast
-            self.staging = torch.empty(self.ring.size, dtype=torch.uint8).pin_memory()
+            self.staging = torch.zeros(self.ring.size, dtype=torch.uint8).pin_memory()
         self.server = weight_transport.import_transport(config.weights.transport).serve(
             config, self.ring
         )

@@ -254,7 +254,7 @@ class LearnerCore:
             controller = kl.KLController(used_beta, terms.controller, terms.target, terms.horizon)
             self.state.beta = controller.update(metrics["kl/answer"], packed.count)
         rewards_by_prompt: dict[str, list[float]] = {}
-        for digest, reward in zip(digests, packed.rewards.tolist(), strict=False):
+        for digest, reward in zip(digests, packed.rewards.tolist() if digests else (), strict=True):
             rewards_by_prompt.setdefault(digest, []).append(reward)
         for digest, rewards in rewards_by_prompt.items():
             mean = sum(rewards) / len(rewards)

@@ -655,7 +655,9 @@ RULES = {
     ),
     "judge_adopted": Rule(None, "versions late", {"fault": "kill_learner", "limits": (2, 0)}),
     "row_once": Rule((call_tree, "_make_row", every_row), "drawn .* trained"),
-    "count_once": Rule((Session, "resume_under", uncounted), "were drawn", {"fault": "stall"}),
+    "count_once": Rule(
+        (Session, "resume_under", uncounted), "tokens of .* drawn", {"fault": "stall"}
+    ),
     "own_numbers": Rule(None, "came to|tokens, and spans|is another's", {"fault": "kill_gateway"}),
     "hand_over": Rule(
         (service.Gateway, "transfer_sessions", adopted_never), "written twice", {"fault": "stall"}

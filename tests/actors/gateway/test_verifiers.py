@@ -401,7 +401,7 @@ def test_tasks_that_change_between_processes_fail_the_session(taskset_bench: Ben
     assert result.kind == "failed" and "give the taskset a fixed seed" in result.why
 
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
+REFUSED_SETS: list[tuple[str, dict[str, Any], str]] = [
     ("verifiers:no-such", {}, "'no_such'; install its package into agent.python"),
     (TASKSET_KIND, {"taskset": {"kinds": 1}}, "[agent.args]: taskset.kinds: Extra inputs"),
     (TASKSET_KIND, {"taskset": {"endless": True}}, "never ends: say how many tasks are read"),
@@ -423,13 +423,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_a_task_set_that_cannot_be_played_is_refused_in_one_line() -> None:
     """All in one process, as each import of verifiers takes seconds."""
     accepted = (TASKSET_KIND, {"taskset": {"endless": True}, "select": {"limit": 3}})
-    cases = [(env, args) for env, args, _ in REFUSED] + [accepted]
+    cases = [(env, args) for env, args, _ in REFUSED_SETS] + [accepted]
     argv = [*importing.make_command("verifiers_refused", python=python_of("verifiers"))]
     ended = subprocess.run(
         [*argv, json.dumps(cases)], cwd=KINDS, env=ENV, capture_output=True, check=True
     )
     *refused, found = json.loads(ended.stdout)
-    for (env, _, why), answer in zip(REFUSED, refused, strict=True):
+    for (env, _, why), answer in zip(REFUSED_SETS, refused, strict=True):
         assert answer["error"].startswith(f"agent.env = {env}: "), answer
         assert why in answer["error"] and "\n" not in answer["error"], answer
     assert found == {"train": 3, "eval": 0}
