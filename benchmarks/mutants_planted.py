@@ -156,7 +156,7 @@ PLANTED = [
         ALGORITHMS + "loss.py",
         "share = 1.0 / (batch.token_lag.float() + 1.0)",
         "share = 1.0 / (batch.token_lag.float() * 0.0 + 1.0)",
-        STATE + "the_interpolated_anchor_leans_on_the_behaviour_policy_the_fresher_a_token_is",
+        STATE + "the_fresher_a_token_the_nearer_its_anchor_to_the_behaviour",
     ),
     Planted(
         "the buffer grants one group too many",
@@ -168,8 +168,8 @@ PLANTED = [
     Planted(
         "the lag of another branch is that of ours",
         "asyncrl/contract/versions.py",
-        "return self._depth[token_policy] - 2 * self._depth[ancestor]",
-        "return -self._depth[token_policy]",
+        "self._cached_lags[token] = beyond",
+        "self._cached_lags[token] = beyond = -self._depth[self._policies[token]]",
         "tests/project/test_docs.py::test_examples_in_docstrings[asyncrl.contract.versions]",
     ),
 ]
