@@ -120,23 +120,22 @@ class CommandGroup(ExampleGroup):
                 stream.reconfigure(errors="backslashreplace")
         result.printed.clear()  # of earlier commands of this process
         arguments = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
-        as_json = "--json" in arguments
+        result.as_json = "--json" in arguments
         try:
             return super().main(*args, **(kwargs | {"standalone_mode": False}))
         except click.exceptions.Exit as error:
             sys.exit(error.exit_code)
         except (click.Abort, KeyboardInterrupt):
-            fail("interrupted", 130, as_json)
+            fail("interrupted", 130)
         except click.exceptions.NoArgsIsHelpError as error:  # a group without a command
             print(error.format_message(), file=sys.stderr)
-            if as_json:
-                result.put_error("a command is missing", 2)
+            result.put_error("a command is missing", 2)
             sys.exit(2)
         except click.ClickException as error:
-            fail(error.format_message(), 2, as_json)
+            fail(error.format_message(), 2)
         except AsyncrlError as error:
             refusal.send_refusal(error)
-            fail(str(error), error.exit_code, as_json)
+            fail(str(error), error.exit_code)
         except OSError as error:
             # without a file it is a programming error, which keeps its traceback
             if error.filename is None and error.errno not in DISK:
@@ -145,18 +144,16 @@ class CommandGroup(ExampleGroup):
                 f"{error.filename or 'writing failed'}: {error.strerror}; is the disk full, or was "
                 "the file removed or made read-only?",
                 1,
-                as_json,
             )
 
 
-def fail(reason: str, code: int, as_json: bool) -> NoReturn:
+def fail(reason: str, code: int) -> NoReturn:
     """Exit with one line on stderr; with --json also as the last line of stdout.
 
     After a printed result it prints no JSON, so that the result stays the last line."""
     with suppress(OSError):  # stderr may be a file on the disk that is full
         print(f"error: {escape_line(reason, LONGEST_LINE)}", file=sys.stderr)
-    if as_json:
-        result.put_error(reason, code)
+    result.put_error(reason, code)
     sys.exit(code)
 
 
@@ -243,14 +240,15 @@ def complete_setting(ctx: Context, param: click.Parameter, incomplete: str) -> l
 COMPLETERS = {"config": complete_config, "key": complete_key, "setting": complete_setting}
 
 
-def emit(values: dict[str, Any], as_json: bool) -> None:
-    """Print a result to stdout, as one JSON object or as readable lines.
+def emit(values: dict[str, Any], text: str = "") -> None:
+    """Print a result to stdout, as one JSON object, as `text` or as readable lines.
 
     The lines leave out missing values and long tables, and round numbers.
     """
-    if as_json:
-        result.print_result(values)
-        return
+    if result.as_json:
+        return result.print_result(values)
+    if text:
+        return print(text)
     for key, value in values.items():
         if value is not None and (not isinstance(value, dict) or len(value) < 12):
             print(f"{key:16} {value:.5g}" if isinstance(value, float) else f"{key:16} {value}")

@@ -11,7 +11,6 @@ from asyncrl.cli.base import command, emit, print_progress
 def compare(
     source: str,
     sets: tuple[str, ...],
-    as_json: bool,
     arms: tuple[str, ...],
     seeds: int,
     out: Path | None,
@@ -51,9 +50,8 @@ def compare(
     found = analysis.analyze(cells, comparison.configs)
     settings = comparison.describe()
     html = page.write(directory, directory.name, cells, found, settings, base)
-    if as_json:
-        result.print_result(page_kit.clean(found))
-        return
+    if result.as_json:
+        return result.print_result(page_kit.clean(found))
     page.print_comparison(found, f"{directory.name}: {seeds} seed(s)", settings)
     print_progress(f"report: {html}")
 
@@ -62,7 +60,6 @@ def compare(
 def sweep(
     source: str,
     sets: tuple[str, ...],
-    as_json: bool,
     limits: str,
     correction_texts: tuple[str, ...],
     inject: bool,
@@ -121,9 +118,8 @@ def sweep(
     shape = f"{base.learner.steps} steps of {base.learner.groups} x {base.learner.group_size}"
     lag = f"{'injected' if inject else 'natural'} lag, {seeds} seed(s), {shape}"
     html = page.write_sweep(directory, directory.name, found, descriptions, lag)
-    if as_json:
-        result.print_result(page_kit.clean(found))
-        return
+    if result.as_json:
+        return result.print_result(page_kit.clean(found))
     rows = page.format_cells(found)
     page.print_table(page.SWEEP_HEAD, rows, page.SWEPT, f"{directory.name}: {seeds} seed(s)")
     page.print_other_measures(
@@ -142,7 +138,6 @@ def figure(
     table: Path | None,
     metric: str,
     across: str,
-    as_json: bool,
 ) -> None:
     """Plot runs, comparisons or sweeps.
 
@@ -172,6 +167,5 @@ def figure(
             "caption": figures.make_caption(lines, across),
             "series": [line.name for line in lines],
             "points": len(points),
-        },
-        as_json,
+        }
     )

@@ -2,17 +2,21 @@
 
 import json
 import sys
+from itertools import chain
 from typing import Any
 
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import command, make_group
+from asyncrl.cli.base import command, emit, make_group
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.toml_writer import fill, read_table
+
+TEXTS: dict[str, str] = read_table(__file__)
 
 
 @command
-def show(source: str, sets: tuple[str, ...], as_json: bool) -> None:
+def show(source: str, sets: tuple[str, ...]) -> None:
     """Print the resolved config with the origin of each value.
 
     Origins are comments: file and line, --set, a method, a preset or the default.  Keys that the
@@ -23,14 +27,11 @@ def show(source: str, sets: tuple[str, ...], as_json: bool) -> None:
 
     origins: dict[str, str] = {}
     loaded = load.load(source, sets, lambda note: print(note, file=sys.stderr), origins)
-    if as_json:
-        print(json.dumps(layers.nest(layers.read_keys(loaded))))
-    else:
-        print(explaining.annotate(load.dump(loaded), origins))
+    emit(layers.nest(layers.read_keys(loaded)), explaining.annotate(load.dump(loaded), origins))
 
 
 @command
-def explain_key(key: str, as_json: bool) -> None:
+def explain_key(key: str) -> None:
     """Explain KEY: meaning, unit, values, default and readers.
 
     With a section as KEY, list its keys.
@@ -40,43 +41,13 @@ def explain_key(key: str, as_json: bool) -> None:
     from asyncrl.config import explain as explaining
 
     entries = explaining.explain(key)
-    if as_json:
-        result.print_result({"keys": msgspec.to_builtins(entries)})
-    elif len(entries) == 1 and entries[0].key == key:
-        print(_format_explanation(entries[0]))
-    else:
-        for entry in entries:
-            print(f"{entry.key} = {entry.default or '(not set)'}")
-            print(click.wrap_text(entry.meaning.partition(". ")[0].rstrip(".") + ".", 80, *INDENT))
-        print(f"\nasyncrl config explain {entries[0].key} has the details; see {entries[0].page}")
-
-
-INDENT = ("    ", "    ")
-
-
-def _format_explanation(entry: Any) -> str:
-    """Format the explanation of a key for a reader."""
-    reason = f" ({entry.reason})" if entry.reason else ""
-    set_by = "; ".join(f"{name}: {value}" for name, value in entry.methods.items())
-    rows = {
-        "unit": entry.unit,
-        "values": entry.values,
-        "default": f"{entry.default}{reason}" if entry.default else "",
-        "read": "only if " + ", and ".join(entry.read) if entry.read else "always",
-        "methods": f"set by {set_by}" if set_by else "",
-        "docs": entry.page,
-    }
-    lines = [entry.key, click.wrap_text(entry.meaning, 80, "  ", "  ")]
-    lines += [
-        click.wrap_text(text, 80, f"  {name + ':':9}", " " * 11)
-        for name, text in rows.items()
-        if text
-    ]
-    return "\n".join(lines)
+    kind = "explanation" if entries[0].key == key else "section"
+    text = fill(TEXTS[kind], entry=entries[0], entries=entries, wrap=click.wrap_text).rstrip()
+    emit({"keys": msgspec.to_builtins(entries)}, text)
 
 
 @command
-def diff_configs(left: str, right: str, as_json: bool) -> None:
+def diff_configs(left: str, right: str) -> None:
     """Compare two configs, each a file, a bundled config or a run.
 
     Shows the keys that differ after methods, presets and defaults.  Exit code 0 if there are none,
@@ -86,18 +57,17 @@ def diff_configs(left: str, right: str, as_json: bool) -> None:
     from asyncrl.config.load import format_value
 
     differences = explaining.compare_configs(left, right)
-    if as_json:
-        result.print_result({"equal": not differences, "differs": differences})
-    for key, values in () if as_json else differences.items():
+    lines = []
+    for key, values in differences.items():
         first, second = ("(not read)" if value is None else format_value(value) for value in values)
-        print(f"{key}: {first} -> {second}")
-    if not differences and not as_json:
-        print("the two configs are equal")
+        lines.append(f"{key}: {first} -> {second}")
+    text = "\n".join(lines) or "the two configs are equal"
+    emit({"equal": not differences, "differs": differences}, text)
     sys.exit(1 if differences else 0)
 
 
 @command
-def check(source: str, sets: tuple[str, ...], as_json: bool) -> None:
+def check(source: str, sets: tuple[str, ...]) -> None:
     """Check everything that a run of CONFIG needs.
 
     It starts no run.  It prints one line each for model, tokenizer, template, prompts, reward
@@ -108,24 +78,23 @@ def check(source: str, sets: tuple[str, ...], as_json: bool) -> None:
     from asyncrl.supervise import preflight
 
     loaded = load.load(source, sets)
-    print_outcomes(loaded, rules.find_warnings(loaded), preflight, as_json)
+    print_outcomes(loaded, rules.find_warnings(loaded), preflight)
 
 
-def print_outcomes(loaded: Any, warnings: list[str], preflight: Any, as_json: bool) -> None:
+def print_outcomes(loaded: Any, warnings: list[str], preflight: Any) -> None:
     """Print the outcomes of a config's checks.  Raises ConfigError if one failed."""
     import msgspec
 
     outcomes = [preflight.CheckOutcome("settings", "note", warning) for warning in warnings]
-    if not as_json:
-        for outcome in outcomes:
-            print(outcome.as_line())
-    for outcome in preflight.run_checks(preflight.localize(loaded)):
-        outcomes.append(outcome)
-        if not as_json:
+    results = preflight.run_checks(preflight.localize(loaded))
+    shown = []
+    for outcome in chain(outcomes, results):
+        shown.append(outcome)
+        if not result.as_json:
             print(outcome.as_line(), flush=True)
-    failed = [outcome.check for outcome in outcomes if outcome.state == "failed"]
-    if as_json:
-        result.print_result({"ok": not failed, "checks": msgspec.to_builtins(outcomes)})
+    failed = [outcome.check for outcome in shown if outcome.state == "failed"]
+    if result.as_json:
+        result.print_result({"ok": not failed, "checks": msgspec.to_builtins(shown)})
     if failed:
         raise ConfigError(f"{len(failed)} check(s) failed: {', '.join(failed)}")
 
@@ -160,9 +129,7 @@ config = make_group(
 
 
 @command
-def try_task(
-    source: str, sets: tuple[str, ...], as_json: bool, count: int, model: str, part: str
-) -> None:
+def try_task(source: str, sets: tuple[str, ...], count: int, model: str, part: str) -> None:
     """Show prompts of the task and their rewards.
 
     The rewards are those of the right answer and of an empty one.  With [agent] it plays a session
@@ -182,7 +149,7 @@ def try_task(
         _show_prompts(loaded, count)
         return
     if loaded.agent.env or loaded.agent.tools:
-        _play_sessions(loaded, model, count, as_json)
+        _play_sessions(loaded, model, count)
         return
     if model:
         raise ConfigError(
@@ -223,7 +190,7 @@ def _show_prompts(config: Any, count: int) -> None:
         print(json.dumps({"prompt": prompt.messages, "answer": prompt.answer, "id": prompt.id}))
 
 
-def _play_sessions(config: Any, model: str, count: int, as_json: bool) -> None:
+def _play_sessions(config: Any, model: str, count: int) -> None:
     """Play one session by hand, or `count` sessions with a model."""
     import msgspec
 
@@ -238,10 +205,10 @@ def _play_sessions(config: Any, model: str, count: int, as_json: bool) -> None:
             play.ModelPlayer(config, ticket) if model else play.HumanPlayer(config, _read_answer)
         )
         for turn in play.play(config, ticket, player):
-            if as_json:
+            if result.as_json:
                 print(json.dumps({"session": index, **msgspec.to_builtins(turn)}), flush=True)
             else:
-                print(_format_turn(turn), flush=True)
+                print(fill(TEXTS["turn"], turn=turn), end="", flush=True)
 
 
 def _read_answer() -> str | None:
@@ -252,26 +219,11 @@ def _read_answer() -> str | None:
     return line.rstrip("\n").replace("\\n", "\n") if line else None
 
 
-def _format_turn(turn: Any) -> str:
-    """Format a turn for a reader."""
-    parts = "".join(f", {name} {value:g}" for name, value in turn.parts.items())
-    tokens = f" ({turn.tokens} tokens)" if turn.tokens else ""
-    if turn.kind == "asked" and turn.other:
-        return f"--- turn {turn.turn}, the other side{tokens}\n{turn.text}"
-    if turn.kind == "asked":
-        new_row = ", a new training sequence" if turn.row else ""
-        reward = f" reward {turn.reward:g}{parts}" if turn.turn > 1 else ""
-        return f"--- turn {turn.turn}{tokens}{new_row}{reward}\n{turn.text}"
-    if turn.kind == "answered":
-        return f"<<<{tokens} {turn.text}" if tokens else f"<<< {turn.text}"
-    return f"=== reward {turn.reward:g}{parts}: {turn.text}"
-
-
 task = make_group("task", [try_task])
 
 
 @command
-def methods(as_json: bool) -> None:
+def methods() -> None:
     """List the published methods, with their sources.
 
     `method = "NAME"` in a config chooses one.
@@ -280,12 +232,5 @@ def methods(as_json: bool) -> None:
 
     from asyncrl.config.methods import METHODS
 
-    if as_json:
-        result.print_result({"methods": msgspec.to_builtins(METHODS)})
-        return
-    for name, method in METHODS.items():
-        print(f"{name}: {method.summary}")
-        measured = f"measured: {method.evidence}" if method.evidence else "not measured here"
-        print(f"    source: {method.source}; {measured}")
-        print(f"    {', '.join(f'{key} = {value}' for key, value in method.keys.items())}")
-    print('A config chooses one with method = "NAME"; its own keys override those of the method.')
+    text = fill(TEXTS["methods"], methods=METHODS).rstrip()
+    emit({"methods": msgspec.to_builtins(METHODS)}, text)

@@ -20,7 +20,6 @@ def join(
     wait: float,
     env: tuple[str, ...],
     trust_code: bool,
-    as_json: bool,
 ) -> None:
     """Make this machine a generator of a running run.
 
@@ -49,13 +48,13 @@ def join(
         rundir.clean(place.run_dir)
     if code in (0, process_log.INTERRUPTED):
         shutil.rmtree(place.run_dir, ignore_errors=True)
-    if as_json:
+    if result.as_json:
         result.print_result({"address": address, "generator": place.number})
     sys.exit(code)
 
 
 @command
-def scale(run_dir: Path, generators: int, wait: float, as_json: bool) -> None:
+def scale(run_dir: Path, generators: int, wait: float) -> None:
     """Change the number of generators of the run in RUN_DIR.
 
     Generators that joined are not counted.  A generator that is removed returns its unfinished
@@ -63,4 +62,4 @@ def scale(run_dir: Path, generators: int, wait: float, as_json: bool) -> None:
     """
     from asyncrl.supervise import scaling
 
-    emit({"generators": scaling.request_scale(run_dir, generators, wait)}, as_json)
+    emit({"generators": scaling.request_scale(run_dir, generators, wait)})

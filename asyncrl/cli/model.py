@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
-from asyncrl.cli import result
 from asyncrl.cli.base import command, emit, make_group, print_progress
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.printable import escape_line
+from asyncrl.contract.toml_writer import fill
 
 
 @command
@@ -27,7 +28,7 @@ model = make_group("model", [get])
 
 
 @command
-def sft(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path | None) -> None:
+def sft(source: str | None, sets: tuple[str, ...], resume: Path | None) -> None:
     """Train a model on given answers.
 
     The data are JSONL with prompt and answer, or messages.  The result is a directory for
@@ -51,7 +52,7 @@ def sft(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path |
     if summary is None:
         print_progress(f"stopped with a checkpoint; continue with: asyncrl sft --resume {run_dir}")
         raise click.Abort
-    emit(summary, as_json)
+    emit(summary)
 
 
 @command
@@ -73,7 +74,6 @@ def eval(  # the name of the command
     sets: tuple[str, ...],
     only: tuple[str, ...],
     prompts: int | None,
-    as_json: bool,
 ) -> None:
     """Score a model directory on the held-out sets of CONFIG.
 
@@ -86,13 +86,12 @@ def eval(  # the name of the command
     path = fetch.locate_model(model, "MODEL")
     load.load(source, sets)  # before the imports of torch below
     from asyncrl.experiments import model_evaluation
+    from asyncrl.records.health_checks import compute_half_interval
 
     progress = model_evaluation.EvaluationProgress(print_progress)
     evaluation = model_evaluation.evaluate(path, source, sets, only, prompts, progress)
-    if as_json:
-        result.print_result(evaluation)
-    else:
-        print(model_evaluation.format_evaluation(evaluation))
+    functions = {"half": compute_half_interval, "escape_line": escape_line}
+    emit(evaluation, fill(model_evaluation.TEXT, **evaluation, **functions).rstrip())
 
 
 @command

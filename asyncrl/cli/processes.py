@@ -191,7 +191,6 @@ def start_process(
     name: str,
     source: str,
     sets: tuple[str, ...],
-    as_json: bool,
     run_dir: Path | None,
     index: int,
     take_over: str = "",
@@ -205,7 +204,7 @@ def start_process(
     if int(os.environ.get("RANK", "0")) > 0:
         sys.exit(0 if run_process(name, config, directory, index) else process_log.INTERRUPTED)
     code = run_recorded(name, config, directory, index, moved=bool(take_over))
-    if as_json:
+    if result.as_json:
         result.print_result({"run_dir": str(directory), "process": name})
     sys.exit(code)
 
@@ -217,7 +216,7 @@ buffer, generator, gateway, learner = (
 
 
 @command
-def keys(directory: Path, generators: int, as_json: bool) -> None:
+def keys(directory: Path, generators: int) -> None:
     """Create CURVE keys in DIRECTORY for a run on several machines.
 
     Each role gets its own key; see wires.curve_dir.
@@ -225,11 +224,11 @@ def keys(directory: Path, generators: int, as_json: bool) -> None:
     from asyncrl.transport.keys import make_keys
 
     copies = make_keys(directory, generators)
-    if not as_json:
+    if not result.as_json:
         print(
             f"copy one of {', '.join(key.name for key in copies)} to the machine of that "
             "generator, and set wires.curve_dir there to the copy;\n"
             f"only keys in {directory / 'clients'} are accepted: to exclude one, remove its file "
             "and restart the buffer"
         )
-    emit({"curve_dir": str(directory), "copy": [str(key) for key in copies]}, as_json)
+    emit({"curve_dir": str(directory), "copy": [str(key) for key in copies]})

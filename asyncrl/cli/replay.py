@@ -1,15 +1,14 @@
 """`asyncrl replay`: train again on a recorded run; `asyncrl diff`: compare two runs."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.base import command
+from asyncrl.cli.base import command, emit
 
 
 @command
-def replay(run_dir: Path, sets: tuple[str, ...], as_json: bool, **choice: Any) -> None:
+def replay(run_dir: Path, sets: tuple[str, ...], **choice: Any) -> None:
     """Train again on the recorded stream of RUN_DIR, offline.
 
     Shows the difference, for example with another loss, correction, KL penalty or early stop.
@@ -22,13 +21,13 @@ def replay(run_dir: Path, sets: tuple[str, ...], as_json: bool, **choice: Any) -
     from asyncrl.supervise.preflight import say
 
     result = replaying.replay(run_dir, sets, say, **choice)
-    print(json.dumps(clean(result)) if as_json else replaying.format_replay(result))
+    emit(clean(result), replaying.format_replay(result))
     say(f"report: {Path(result['replay_dir']) / 'report.html'}")
     sys.exit(1 if result["reproduced"] is False else 0)
 
 
 @command
-def diff(run_a: Path, run_b: Path, html: Path | None, as_json: bool) -> None:
+def diff(run_a: Path, run_b: Path, html: Path | None) -> None:
     """Compare two runs.
 
     Shows settings, the first step that differs, and by how much.  Exit code 0 if they are bitwise
@@ -39,5 +38,5 @@ def diff(run_a: Path, run_b: Path, html: Path | None, as_json: bool) -> None:
     comparison = differ.diff(run_a, run_b)
     if html is not None:
         differ.write(comparison, html)
-    print(json.dumps(comparison) if as_json else differ.format_diff(comparison))
+    emit(comparison, differ.format_diff(comparison))
     sys.exit(0 if comparison["equal"] else 1)

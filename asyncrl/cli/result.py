@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+as_json = False  # whether the running command has --json
 printed: list[bool] = []
 
 
@@ -13,6 +14,6 @@ def print_result(value: dict[str, Any]) -> None:
 
 
 def put_error(reason: str, exit_code: int) -> None:
-    """Print the error, unless a result was printed already."""
-    if not printed:
+    """Print the error with --json, unless a result was printed already."""
+    if as_json and not printed:
         print(json.dumps({"error": reason, "exit_code": exit_code}))

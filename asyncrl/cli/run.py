@@ -18,7 +18,6 @@ SUMMARY: dict[str, str] = read_table(__file__)
 def run(
     source: str | None,
     sets: tuple[str, ...],
-    as_json: bool,
     resume: Path | None,
     dry_run: bool,
     on: str,
@@ -68,7 +67,7 @@ def run(
                 "placement.nodes: such a run is only planned, with --dry-run; docs/machines.md has "
                 "the commands for each host"
             )
-        emit(_plan_cluster(config, as_json), as_json)
+        emit(_plan_cluster(config))
         return
     if dry_run:
         print(load.dump(config))
@@ -86,7 +85,7 @@ def run(
 
         path = Path(f"{run_dir.name}.sbatch")
         path.write_text(slurm.render_script(config, str(source), sets, run_dir), encoding="utf-8")
-        emit({"script": str(path)}, as_json)
+        emit({"script": str(path)})
         return
     with ExitStack() as services:
         if resume is None:
@@ -99,11 +98,11 @@ def run(
 
             services.enter_context(server.serve_page_beside(run_dir, print_progress))
         code, summary = runner.run(config, run_dir, resume=resume is not None, on=on)
-    emit(summary if as_json or not summary else shorten_summary(summary), as_json)
+    emit(summary if result.as_json or not summary else shorten_summary(summary))
     sys.exit(code)
 
 
-def _plan_cluster(config: Any, as_json: bool) -> dict[str, Any]:
+def _plan_cluster(config: Any) -> dict[str, Any]:
     """Plan a run on a cluster, and simulate its lag at the speeds that the plan assumes."""
     from asyncrl.experiments.simulate import times, what_if
     from asyncrl.supervise.hosts import cluster
@@ -116,9 +115,12 @@ def _plan_cluster(config: Any, as_json: bool) -> dict[str, Any]:
     simulated = "mean {mean:.1f}, p95 {p95:.0f}, max {max:.0f} versions, simulated"
     return {
         **{f"place {index}": placed.describe() for index, placed in enumerate(plan.placement, 1)},
-        **{name: used if as_json else cluster.describe_bytes(used) for name, used in sizes.items()},
+        **{
+            name: used if result.as_json else cluster.describe_bytes(used)
+            for name, used in sizes.items()
+        },
         "parameters": plan.parameters,
-        "lag": lag if as_json else simulated.format(**lag),
+        "lag": lag if result.as_json else simulated.format(**lag),
         "tokens_per_s": round(outcome["tokens_per_s"]),
         "limited_by": what_if.describe_limiting_side(outcome),
     }
@@ -156,7 +158,7 @@ def shorten_summary(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 @command
-def report(run_dir: Path, as_json: bool) -> None:
+def report(run_dir: Path) -> None:
     """Write RUN_DIR/report.html from the files of the run.
 
     If one side waits for the other, the first lines have the prediction of `asyncrl simulate` for
@@ -169,11 +171,11 @@ def report(run_dir: Path, as_json: bool) -> None:
     from asyncrl.supervise.report import advice, run_page
 
     atomic_write.write(run_dir / advice.PREDICTION, json.dumps(what_if.predict(run_dir)))
-    emit({"report": str(run_page.write(run_dir))}, as_json)
+    emit({"report": str(run_page.write(run_dir))})
 
 
 @command
-def export(run_dir: Path, path: Path, push_to_hub: str, private: bool, as_json: bool) -> None:
+def export(run_dir: Path, path: Path, push_to_hub: str, private: bool) -> None:
     """Copy the newest trained model of RUN_DIR to PATH.
 
     PATH becomes a Hugging Face directory. Its README.md is a model card: base model, data,
@@ -216,11 +218,11 @@ def export(run_dir: Path, path: Path, push_to_hub: str, private: bool, as_json: 
     pushed = (
         {"pushed": fetch.push_to_hub(path, push_to_hub, private=private)} if push_to_hub else {}
     )
-    emit({"model": str(path), "from": str(source), **pushed}, as_json)
+    emit({"model": str(path), "from": str(source), **pushed})
 
 
 @command
-def ls(directory: Path, as_json: bool) -> None:
+def ls(directory: Path) -> None:
     """List the runs in DIR (default: runs), oldest first.
 
     Shows state, steps, newest mean reward on held-out prompts and mean lag.
@@ -229,9 +231,6 @@ def ls(directory: Path, as_json: bool) -> None:
     from asyncrl.supervise.report import run_view
 
     runs = run_view.list_runs(directory)
-    if as_json:
-        result.print_result({"runs": runs})
-        return
     rows = [
         [
             run["run"],
@@ -243,4 +242,4 @@ def ls(directory: Path, as_json: bool) -> None:
         for run in runs
     ]
     head = ("run", "state", "steps", "held-out", "lag")
-    print(TableBlock(head, rows, text_columns=2).as_text())
+    emit({"runs": runs}, TableBlock(head, rows, text_columns=2).as_text())

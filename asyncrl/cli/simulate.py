@@ -1,10 +1,9 @@
 """`asyncrl simulate` and `diagnose`; asyncrl/experiments implements them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.base import command, print_progress
+from asyncrl.cli.base import command, emit, print_progress
 from asyncrl.contract.errors import ConfigError
 
 
@@ -12,7 +11,6 @@ from asyncrl.contract.errors import ConfigError
 def simulate(
     source: str,
     sets: tuple[str, ...],
-    as_json: bool,
     from_run: Path | None,
     file: Path | None,
     single_times: tuple[str, ...],
@@ -40,11 +38,11 @@ def simulate(
         evaluate=not no_evaluation,
         **questions,
     )
-    print(json.dumps(outcome) if as_json else what_if.format_result(outcome))
+    emit(outcome, what_if.format_result(outcome))
 
 
 @command
-def diagnose(path: Path, framework: str, html: Path | None, as_json: bool) -> None:
+def diagnose(path: Path, framework: str, html: Path | None) -> None:
     """Say what another framework's log shows, and what to change.
 
     PATH is a log file of verl, TRL, prime-rl, NeMo-RL, the Tinker cookbook, SkyRL, slime, AReaL or
@@ -57,4 +55,4 @@ def diagnose(path: Path, framework: str, html: Path | None, as_json: bool) -> No
     if html is not None:
         diagnosis.write_page(html, log, found)
         print_progress(f"page: {html}")
-    print(json.dumps(found) if as_json else diagnosis.format_result(found))
+    emit(found, diagnosis.format_result(found))

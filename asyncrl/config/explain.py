@@ -16,13 +16,11 @@ import msgspec
 from asyncrl.config import layers, load, methods
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.toml_writer import Differences, find_differences, flatten, read_table
+from asyncrl.contract.toml_writer import Differences, fill, find_differences, flatten, read_table
 
 _TABLES: dict[str, dict[str, str]] = read_table(__file__)
 # the unit of a number is that of the end of its name, otherwise that of its dotted key
 PAGES, KEYS_BY_UNIT, REASONS, TAGS, REFERENCE, UNIT_ENDINGS = _TABLES.values()
-REFERENCE_TABLE = "| key | meaning | values | default | read with |\n|---|---|---|---|---|\n"
-TOP_LEVEL = "top level"
 
 
 class KeyExplanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,44 +82,22 @@ def _explain_key(key: str) -> KeyExplanation:
 
 def render_reference() -> str:
     """Render a page of all keys: a table for each section."""
-    sections: dict[str, list[str]] = {}
-    pages: dict[str, str] = {}
+    sections: dict[str, list[KeyExplanation]] = {}
     for key in ("method", *load.list_keys()):
-        explanation = explain(key)[0]
-        section = key.partition(".")[0] if "." in key else TOP_LEVEL
-        sections.setdefault(section, []).append(_format_row(explanation))
-        page = "running.md" if section == TOP_LEVEL else explanation.page.removeprefix("docs/")
-        pages.setdefault(section, page)
-    index = (
-        "Sections: "
-        + ", ".join(f"[{name}](#{name.replace(' ', '-')})" for name in sections)
-        + ".\n"
+        section = key.partition(".")[0] if "." in key else "top level"
+        sections.setdefault(section, []).append(explain(key)[0])
+    links = ", ".join(f"[{name}](#{name.replace(' ', '-')})" for name in sections)
+    index = textwrap.fill(
+        f"Sections: {links}.", 100, break_long_words=False, break_on_hyphens=False
     )
-    tables = []
-    for name, rows in sections.items():
-        title = name.capitalize() if name == TOP_LEVEL else name
-        heading = f"\n## {title}\n\nSee [{pages[name]}]({pages[name]}).\n\n"
-        tables.append(heading + REFERENCE_TABLE + "".join(rows))
-    links = textwrap.fill(index, 100, break_long_words=False, break_on_hyphens=False)
-    return f"{REFERENCE['head']}{links}\n{''.join(tables)}"
+    return fill(REFERENCE["page"], index=index, sections=sections, format_cell=_format_cell)
 
 
-def _format_row(explanation: KeyExplanation) -> str:
-    values = (
-        f"{explanation.values} ({explanation.unit})" if explanation.unit else explanation.values
-    )
-    default = "-" if explanation.default in ("", "not set") else explanation.default
-    if default not in ("-", "none: it must be given"):
-        default = f"`{default}`"
-    if explanation.reason:
-        default += f": {explanation.reason}"
-    read = " and ".join(explanation.read) or "-"
-    row = ""
-    for text in (f"`{explanation.key}`", explanation.meaning, values, default, read):
-        text = re.sub(r",\s*\n\]", "]", text)  # a list that TOML writes over several lines
-        text = re.sub(r"\[?\n\s*", lambda m: "[" if m.group().startswith("[") else " ", text)
-        row += " | " + text.replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*")
-    return f"{row.lstrip()} |\n"
+def _format_cell(text: str) -> str:
+    """Format a text as a cell of a table of Markdown."""
+    text = re.sub(r",\s*\n\]", "]", text)  # a list that TOML writes over several lines
+    text = re.sub(r"\[?\n\s*", lambda m: "[" if m.group().startswith("[") else " ", text)
+    return text.replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*")
 
 
 def find_unit(key: str) -> str:

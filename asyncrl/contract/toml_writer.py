@@ -1,4 +1,4 @@
-"""Write TOML by tomli_w, or in a plainer form on a machine that lacks it; read tables.
+"""Write TOML by tomli_w, or in a plainer form; read tables, and fill the templates in them.
 
 The plainer form lets `make gpu-check` start a run beside a machine's own torch, with few packages.
 Both forms read back equal."""
@@ -32,6 +32,16 @@ def dumps(table: Mapping[str, Any]) -> str:
 def read_table(module: str, kind: Any = RawTable) -> Any:
     """Read NAME.toml beside NAME.py as a `kind`.  module: the `__file__` of NAME.py."""
     return msgspec.toml.decode(Path(module).with_suffix(".toml").read_bytes(), type=kind)
+
+
+def fill(template: str, **values: Any) -> str:
+    """Return a template of Jinja as plain text: nothing is escaped."""
+    import jinja2
+
+    made = jinja2.Template(
+        template, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    return str(made.render(values))
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> RawTable:

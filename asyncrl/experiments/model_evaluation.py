@@ -20,19 +20,20 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config, LoraConfig
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Numbers, Ticket
-from asyncrl.contract.printable import Say, escape_line
+from asyncrl.contract.printable import Say
+from asyncrl.contract.toml_writer import read_table
 from asyncrl.contract.versions import Label
 from asyncrl.experiments import process_run
 from asyncrl.models import model_check
 from asyncrl.models.policy import PolicyModel, load_policy
 from asyncrl.records import metrics, rundir
-from asyncrl.records.health_checks import compute_half_interval
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.pass_at_k import compute_set_metrics
 from asyncrl.supervise import live
 from buffer.evaluation import EvaluationSet
 from buffer.service import make_evaluations
 
+TEXT: str = read_table(__file__)["text"]
 ASK_S = 1.0  # between two status requests to the buffer of an evaluation in sessions
 REPORT_S = 5.0  # between two lines of progress
 Report = Callable[[str, int, int], None]  # name of a set, scored completions, all completions
@@ -288,25 +289,3 @@ def _evaluate_sessions(
         raise ConfigError(f"no session of {', '.join(names) or 'the sets'} has a reward: see {log}")
     shutil.rmtree(directory)
     return {"model": config.model.path, "sets": results}
-
-
-def format_evaluation(evaluation: JsonObject) -> str:
-    """Format the result, one line for each set."""
-    width = max(map(len, evaluation["sets"]))
-    lines = []
-    for name, values in evaluation["sets"].items():
-        reward = values["reward"]
-        half = compute_half_interval(reward, values["n"], min(0.0, reward), max(1.0, reward))
-        parts = [f"{reward:.3f} +-{half:.3f} (n = {values['n']:.0f})"]
-        if "greedy" in values:
-            parts.append(f"greedy {values['greedy']:.3f}")
-        for metric, value in values.items():
-            if f"{metric}_low" in values:
-                low, high = values[f"{metric}_low"], values[f"{metric}_high"]
-                shown = metric.replace("pass_at_", "pass@")
-                parts.append(f"{shown} {value:.3f} [{low:.3f}, {high:.3f}]")
-        parts.append(f"{values['length']:.1f} tokens")
-        if values.get("failed"):
-            parts.append(f"{values['failed']} without a reward")
-        lines.append(f"{escape_line(name):{width}}  " + "  ".join(parts))
-    return "\n".join(lines)

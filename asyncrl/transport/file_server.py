@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.config.scorers import JudgeConfig
-from asyncrl.config.tree import Config, TaskSource
+from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError, DamagedDataError, PeerUnreachable
 from asyncrl.records import private
@@ -94,9 +94,10 @@ def list_served_files(config: Config) -> list[tuple[Part, Path, bool]]:
         for part in config.task.mixture
     ]
     files = _list_model_files(directories)
+    parts = ((f"mixture.{part.title}.", part) for part in config.task.mixture)
     prompts = [
         (f"{prefix}{key}", getattr(task, key))
-        for prefix, task in list_tasks(config)
+        for prefix, task in [("", config.task), *parts]
         for key in PROMPTS
     ]
     templates = {
@@ -124,12 +125,6 @@ def _list_model_files(directories: list[tuple[str, str]]) -> list[tuple[Part, Pa
         for path in sorted(Path(name).iterdir())
         if path.suffix in MODEL_FILES and path.is_file()
     ]
-
-
-def list_tasks(config: Config) -> list[tuple[str, TaskSource]]:
-    """List (prefix of its keys, task) of the run's task and the parts of its mixture."""
-    parts = [(f"mixture.{part.title}.", part) for part in config.task.mixture]
-    return [("", config.task), *parts]
 
 
 def list_judges(config: Config) -> dict[str, JudgeConfig]:

@@ -23,7 +23,7 @@ from asyncrl.cli.base import print_progress
 from asyncrl.experiments.lab import bias, corrections, reshape
 from asyncrl.experiments.lab.findings import LabFindings
 
-RATES = {"sgd": 5.0, "adam": 0.1}
+RATES = (5.0, 0.1)  # of sgd and adam
 
 
 def run(name: str, quick: bool) -> LabFindings:
@@ -51,7 +51,7 @@ def run(name: str, quick: bool) -> LabFindings:
             batches,
             1,
             128 if quick else 256,
-            RATES,
+            *RATES,
             print_progress,
         )
     )

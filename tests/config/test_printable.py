@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from refused_samples_kit import Bench, bench, sample
 
 from actors.gateway import service
-from asyncrl.cli import base
+from asyncrl.cli import base, result
 from asyncrl.config import engines, load
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract import messages as m
@@ -76,7 +76,7 @@ def test_what_is_shown_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     row = {"at": 0.0, "name": "gateway-0", "pid": 7, "event": "ended", "code": 1, "why": EVIL}
     assert process_log.describe_end(row).isprintable()
     with pytest.raises(SystemExit):
-        base.fail(EVIL, 1, False)
+        base.fail(EVIL, 1)
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1 and harmless(shown)
     status = m.RunStatus(
@@ -116,12 +116,16 @@ def test_a_reason_from_an_agent_is_one_line_of_the_log(capsys: pytest.CaptureFix
     assert str(caught.value).isprintable()
 
 
-def test_a_result_is_without_what_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_result_is_without_what_was_not_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result, "as_json", False)
     found = {"steps": 20, "loss_end": 0.022974684834480286, "heldout_end": None, "equal": False}
-    base.emit(found | {"rows": dict.fromkeys(map(str, range(12)), 0)}, as_json=False)
+    base.emit(found | {"rows": dict.fromkeys(map(str, range(12)), 0)})
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines == [["steps", "20"], ["loss_end", "0.022975"], ["equal", "False"]]
-    base.emit(found, as_json=True)
+    monkeypatch.setattr(result, "as_json", True)
+    base.emit(found)
     assert json.loads(capsys.readouterr().out) == found
 
 

@@ -489,8 +489,12 @@ def test_a_model_plays_both_sides(tmp_path: Path) -> None:
 
 
 def test_the_command_shows_the_other_side() -> None:
-    from asyncrl.cli.config import _format_turn
+    from asyncrl.cli.config import TEXTS
+    from asyncrl.contract.toml_writer import fill
     from asyncrl.experiments.play import PlayEvent
+
+    def _format_turn(turn: PlayEvent) -> str:
+        return fill(TEXTS["turn"], turn=turn).rstrip()
 
     found = _format_turn(PlayEvent("asked", 2, "312:", other=True))
     assert found == "--- turn 2, the other side\n312:"

@@ -1,6 +1,5 @@
 """`asyncrl doctor`: the state of a run; `asyncrl engines`: the engines that work here."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from asyncrl.records import process_log
 
 
 @command
-def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
+def doctor(run_dir: Path | None, exact: bool) -> None:
     """Show the state of the run in RUN_DIR.
 
     For a running run, it lists the waits between its processes with their durations.  For a run
@@ -27,13 +26,12 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
     from asyncrl.supervise import live, tinker_status
 
     if exact:
-        return check_exact_mode(run_dir, as_json)
+        return check_exact_mode(run_dir)
     if run_dir is None:
         raise ConfigError("give a RUN_DIR (or --exact for the self-test of exact mode)")
     if tinker_status.is_server(run_dir) or tinker_status.is_model(run_dir):
         state = tinker_status.examine(run_dir)
-        print(json.dumps(state) if as_json else "\n".join(tinker_status.format_lines(state)))
-        return
+        return emit(state, "\n".join(tinker_status.format_lines(state)))
     rundir.require_run(run_dir)
     config = load.load(run_dir / "config.toml")
     can_answer = bool(config.wires.address) or process_log.is_alive(run_dir, "buffer")
@@ -43,10 +41,8 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
             rundir.get_current_buffer_address(config, run_dir), config.wires.curve_dir, 3.0
         )
     examination = doctors.examine_run(config, run_dir, status)
-    if as_json:
-        print(json.dumps(examination))
-    elif status is None:
-        print("\n".join(doctors.format_lines(run_dir, examination)))
+    if result.as_json or status is None:
+        emit(examination, "\n".join(doctors.format_lines(run_dir, examination)))
     else:
         print_running(config, run_dir, status, examination)
     if not examination["running"] and not examination["ended"]:
@@ -89,7 +85,7 @@ def print_running(config: Any, run_dir: Path, status: Any, examination: dict[str
     )
 
 
-def check_exact_mode(source: Path | None, as_json: bool) -> None:
+def check_exact_mode(source: Path | None) -> None:
     """Print the table of operators of `doctor --exact`; exit with code 1 if any differs."""
     from dataclasses import asdict
 
@@ -100,15 +96,15 @@ def check_exact_mode(source: Path | None, as_json: bool) -> None:
 
     rows = exact_check.check_small_models() if config is None else exact_check.check(config)
     failure = exact_check.describe_failure(rows)
-    print(exact_check.format_table(rows), file=sys.stderr if as_json else sys.stdout)
-    if as_json:
-        emit({"equal": not failure, "operators": [asdict(row) for row in rows]}, as_json)
+    print(exact_check.format_table(rows), file=sys.stderr if result.as_json else sys.stdout)
+    if result.as_json:
+        emit({"equal": not failure, "operators": [asdict(row) for row in rows]})
     if failure:
         raise AsyncrlError(f"exact mode does not hold on this machine: {failure}")
 
 
 @command
-def engines(as_json: bool) -> None:
+def engines() -> None:
     """Show which engines and learner backends work on this machine.
 
     For the others, it gives the reason and the package to install.
@@ -117,14 +113,12 @@ def engines(as_json: bool) -> None:
 
     rows = installed.check_installed()
     device = installed.describe_device()
-    if as_json:
-        result.print_result({"device": device, "engines": rows})
-        return
-    print(f"device: {device}")
+    lines = [f"device: {device}"]
     if untested := installed.list_untested_versions():
-        print(f"warning: untested versions: {untested}")
-    for row in rows:
-        print(
-            f"{row['setting']:32} {row['version'] or '-':10} "
-            f"{'works' if row['works'] else 'no: ' + row['why']}"
-        )
+        lines.append(f"warning: untested versions: {untested}")
+    lines += [
+        f"{row['setting']:32} {row['version'] or '-':10} "
+        f"{'works' if row['works'] else 'no: ' + row['why']}"
+        for row in rows
+    ]
+    emit({"device": device, "engines": rows}, "\n".join(lines))

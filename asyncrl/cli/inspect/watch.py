@@ -36,7 +36,7 @@ def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool)
 
 
 @command
-def samples(run_dir: Path, color_by: str, as_json: bool, **choice: Any) -> None:
+def samples(run_dir: Path, color_by: str, **choice: Any) -> None:
     """Print trained samples, each token colored by lag or weight.
 
     The learner logs some samples of every record.samples_every-th batch with all their tokens.
@@ -64,9 +64,8 @@ def samples(run_dir: Path, color_by: str, as_json: bool, **choice: Any) -> None:
             "batch (record.token_samples)"
         )
     numbers = store.find(SampleFilter(**choice))
-    if as_json:
-        result.print_result({"samples": [store.read_row(number) for number in numbers]})
-        return
+    if result.as_json:
+        return result.print_result({"samples": [*map(store.read_row, numbers)]})
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for number in numbers:
         print(format_terminal(store.read_row(number), color_by, color) + "\n")

@@ -19,6 +19,7 @@ from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms import ratios
 from asyncrl.config import load
 from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Numbers
 from asyncrl.contract.printable import Say
 from asyncrl.contract.toml_writer import read_table
@@ -168,7 +169,8 @@ def measure(
     batches: int,
     minibatches: int,
     samples: int,
-    rates: Numbers,
+    lr_sgd: float,
+    lr_adam: float,
     say: Say,
 ) -> JsonObject:
     """Run the experiment.
@@ -176,7 +178,15 @@ def measure(
     - runs[optimizer][arm][quantity]: mean over seeds at every step
     - highest[optimizer][arm]: each seed's largest KL of any batch and of the first, its last reward
       and its number of steps
+
+    Raises ConfigError for samples that are not whole groups, at least one in a minibatch.
     """
+    if samples % GROUP or minibatches > samples // GROUP:
+        raise ConfigError(
+            f"--samples {samples} --minibatches {minibatches}: groups of {GROUP} completions, with "
+            "at least one group in a minibatch"
+        )
+    rates = {"sgd": lr_sgd, "adam": lr_adam}
     space = ResponseSpace(vocabulary, length)
     cases = [
         (space.draw_table(1000 * seed), draw_rewards(space, 1000 * seed + 1))
