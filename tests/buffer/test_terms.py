@@ -311,9 +311,7 @@ class Wire:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[BufferService]:
-    config = load.load(
-        ROOT / "configs" / "demo.toml", [*SMALL, "wires.address='tcp://127.0.0.1:*'"]
-    )
+    config = load.load("demo", [*SMALL, "wires.address='tcp://127.0.0.1:*'"])
     rundir.ensure(config, load.dump(config), tmp_path / "run")
     made = BufferService(config, tmp_path / "run")
     made.socket = Wire(made.socket)  # type: ignore[assignment]

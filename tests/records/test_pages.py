@@ -235,9 +235,7 @@ def test_a_warm_run_has_answer_lengths(small_model: Path) -> None:
 
 
 def test_bands_are_named_for_what_they_are() -> None:
-    c = load.load(
-        ROOT / "configs" / "demo.toml", ["evaluation.final_prompts=1024", "evaluation.prompts=256"]
-    )
+    c = load.load("demo", ["evaluation.final_prompts=1024", "evaluation.prompts=256"])
     said = compare_page.describe_bands({"seeds": [0, 1, 2]}, c)
     assert "bands: from the lowest to the highest seed, no interval" in said
     assert "mean over 3 seeds" in said

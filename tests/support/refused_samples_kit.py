@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 import pytest
 from hostile_messages_kit import greeting, honest_hello
-from process_kit import ROOT
 from service_kit import SMALL
 
 from asyncrl.config import load
@@ -18,9 +17,7 @@ class Bench:
     """A service, its learner and a generator, by hand."""
 
     def __init__(self, at: Path, *sets: str) -> None:
-        self.config = load.load(
-            ROOT / "configs" / "demo.toml", [*SMALL, "learner.groups=30", *sets]
-        )
+        self.config = load.load("demo", [*SMALL, "learner.groups=30", *sets])
         self.dir = at
         rundir.ensure(self.config, "", at)
         self.service = BufferService(self.config, at)

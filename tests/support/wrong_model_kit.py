@@ -4,7 +4,6 @@ from typing import Any
 import transformers
 from bare_kit import edit
 from generator_kit import announcement, make, one_pass, ticket, tickets  # noqa: F401
-from process_kit import ROOT
 
 from asyncrl.config import load
 from asyncrl.config.tree import Config
@@ -14,10 +13,7 @@ SYMBOLS = "0123456789=:,#"
 
 
 def config(path: Path, *sets: str) -> Config:
-    return load.load(
-        ROOT / "configs" / "demo.toml",
-        [f"model.path={str(path)!r}", "model.warm_start=false", *sets],
-    )
+    return load.load("demo", [f"model.path={str(path)!r}", "model.warm_start=false", *sets])
 
 
 TEMPLATE = (
