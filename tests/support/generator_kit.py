@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from process_kit import ROOT
 
 from actors.engine import Completion, CompletionRequest
 from actors.generator import Generator
@@ -128,7 +129,9 @@ def make(tmp_path: Path, small_model: Path) -> Iterator[Callable[..., Generator]
     made: list[Generator] = []
 
     def generator(*sets: str) -> Generator:
-        config = config_load.load("demo", [f"model.path={str(small_model)!r}", *TINY, *sets])
+        config = config_load.load(
+            ROOT / "configs" / "demo.toml", [f"model.path={str(small_model)!r}", *TINY, *sets]
+        )
         rundir.ensure(config, "", tmp_path / "run")
         g = Generator(config, tmp_path / "run", 0, Engine())
         g.socket.close()
