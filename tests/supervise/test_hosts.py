@@ -286,7 +286,7 @@ Make = Callable[..., Supervisor]
 LATE_S, END_S = 5000.0, 30000.0  # longer than any test stands still
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is late for a run's end is late by what a test says, not by how long it took."""
     monkeypatch.setattr(launch, "LATE_S", LATE_S)
@@ -294,7 +294,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> object:
+def make(tmp_path: Path, patient: None) -> object:
     made: list[Supervisor] = []
 
     def supervisor(restarts: int = 1, **codes: str) -> Supervisor:
