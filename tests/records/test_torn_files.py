@@ -1,4 +1,4 @@
-"""Rows after a power cut or on a full disk: read past what is torn, one clear line; older files."""
+"""Rows after a power cut or on a full disk, older files, and who lives in a run directory."""
 
 import errno
 import fcntl
