@@ -196,19 +196,17 @@ def test_a_difference_at_lag_is_growth_or_nothing_but_no_mismatch(tmp_path: Path
 def test_what_real_runs_of_trl_taught(tmp_path: Path) -> None:
     """Weights never sent: the difference leaps and stays.  A wrong end token: TRL calls those
     completions cut whose last token is not the trainer's, and at the limit it may be."""
-    rows = make_rows("trl", 1)
-    for row in rows:
-        row["sampling/sampling_logp_difference/mean"] = 0.13 if row["step"] > 3 else 0.0027
-        row |= {"completions/mean_length": 55.9, "completions/max_length": 56}
-    result = diagnose(write_jsonl(tmp_path / "m.jsonl", rows))
-    assert names_of(result) == {"stale_weights", "cut_completions"}
-    rows[-1]["sampling/sampling_logp_difference/mean"] = 0.0027
-    for row in rows:  # of a task whose answers all have one length
-        row |= {"completions/mean_length": 15, "completions/max_length": 15}
-    assert names_of(diagnose(write_jsonl(tmp_path / "m.jsonl", rows))) == {"mismatch"}
-    for row in rows:  # a sharper policy rounds otherwise, by far less than old weights differ
-        row["sampling/sampling_logp_difference/mean"] = 0.002 if row["step"] < 30 else 0.005
-    assert not names_of(diagnose(write_jsonl(tmp_path / "m.jsonl", rows)))
+
+    def find(later: float, length: int, since: int = 3) -> set[str]:
+        rows = make_rows("trl", 1)
+        for row in rows:
+            row |= {"completions/mean_length": length - 0.1, "completions/max_length": length}
+            row[NAMES["trl"]["abs"]] = later if row["step"] > since else 0.0027
+        return names_of(diagnose(write_jsonl(tmp_path / "m.jsonl", rows)))
+
+    assert find(0.13, 56) == {"stale_weights", "cut_completions"}
+    assert find(0.13, 15) == {"stale_weights"}  # of a task whose answers all have one length
+    assert not find(0.006, 15, 30)  # a sharper policy rounds otherwise, by far less
 
 
 # ---- files of the packages' own writers ----------------------------------------------------------

@@ -303,7 +303,7 @@ def test_an_environment_of_a_hub_gives_the_prompts() -> None:
         assert any(each.startswith(said) for each in problems(**agent)), problems(**agent)
 
 
-TASKSET_KIND = "verifiers:tasksets_kinds"
+SETS = "verifiers:tasksets_kinds"
 NULL = {"harness": {"id": "null"}}
 
 
@@ -313,9 +313,7 @@ def taskset_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         patch.chdir(KINDS)
         patch.setenv("PYTHONPATH", str(KINDS))  # as if it were installed, for its tools' process
         runs = tmp_path_factory.mktemp("runs")
-        located = preflight.localize(
-            verifiers_kit.config(runs, TASKSET_KIND, python_of("verifiers"))
-        )
+        located = preflight.localize(verifiers_kit.config(runs, SETS, python_of("verifiers")))
         made = Bench(tmp_path_factory.mktemp("agent"), located)
         yield made
         made.close()
@@ -403,26 +401,18 @@ def test_tasks_that_change_between_processes_fail_the_session(taskset_bench: Ben
 
 REFUSED_SETS: list[tuple[str, dict[str, Any], str]] = [
     ("verifiers:no-such", {}, "'no_such'; install its package into agent.python"),
-    (TASKSET_KIND, {"taskset": {"kinds": 1}}, "[agent.args]: taskset.kinds: Extra inputs"),
-    (TASKSET_KIND, {"taskset": {"endless": True}}, "never ends: say how many tasks are read"),
-    (
-        TASKSET_KIND,
-        {"taskset": {"picture": True}},
-        "row 0: its prompt has content that is not text",
-    ),
-    (TASKSET_KIND, {"agent": {"harness": {"id": "bash"}}}, 'agent.args.agent.harness.id = "null"'),
-    (
-        TASKSET_KIND,
-        {"id": "user-sim", "assistant": NULL},
-        "assistant, user would be played by 2 policies",
-    ),
+    (SETS, {"taskset": {"kinds": 1}}, "[agent.args]: taskset.kinds: Extra inputs"),
+    (SETS, {"taskset": {"endless": True}}, "never ends: say how many tasks are read"),
+    (SETS, {"taskset": {"picture": True}}, "row 0: its prompt has content that is not text"),
+    (SETS, {"agent": {"harness": {"id": "bash"}}}, 'agent.args.agent.harness.id = "null"'),
+    (SETS, {"id": "user-sim", "assistant": NULL}, "assistant, user would be played by 2 policies"),
     ("verifiers:verifiers_kinds", {}, "agent.python has verifiers 0.4.0"),
 ]
 
 
 def test_a_task_set_that_cannot_be_played_is_refused_in_one_line() -> None:
     """All in one process, as each import of verifiers takes seconds."""
-    accepted = (TASKSET_KIND, {"taskset": {"endless": True}, "select": {"limit": 3}})
+    accepted = (SETS, {"taskset": {"endless": True}, "select": {"limit": 3}})
     cases = [(env, args) for env, args, _ in REFUSED_SETS] + [accepted]
     argv = [*importing.make_command("verifiers_refused", python=python_of("verifiers"))]
     ended = subprocess.run(
