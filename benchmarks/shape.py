@@ -60,12 +60,12 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 452_901,
-    "lines": 73_546,
+    "code tokens": 447_845,
+    "lines": 72_821,
     "modules with one importer": 47,
-    "one-call helpers": 141,
+    "one-call helpers": 137,
     "lines of tests, % of the product": 107,
-    "words of pages outside the log": 39_955,
+    "words of pages outside the log": 39_953,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
