@@ -14,7 +14,7 @@ import pytest
 import torch
 from algorithms_kit import D, batch, config, theta
 from click.testing import CliRunner
-from process_kit import ROOT, run_command
+from process_kit import ROOT, run_cli, run_command
 
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms import settings
@@ -106,18 +106,8 @@ def test_mistakes_in_a_file(more: str, said: str, tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_on_the_command_line(item: str, said: str, tmp_path: Path) -> None:
-    argv = [
-        sys.executable,
-        "-m",
-        "asyncrl.cli",
-        "run",
-        str(written(tmp_path, "")),
-        "--set",
-        f"runs={str(tmp_path / 'runs')!r}",
-        "--set",
-        item,
-    ]
-    done = run_command(argv)
+    sets = (f"runs={str(tmp_path / 'runs')!r}", item)
+    done = run_cli("run", str(written(tmp_path, "")), sets=sets)
     assert done.code == 2, done.err
     assert said in done.err and "Traceback" not in done.err
     assert len(done.err.strip().splitlines()) == 1 and not (tmp_path / "runs").exists()
@@ -266,18 +256,12 @@ def test_every_key_says_what_it_means() -> None:
 
 
 def test_presets_fill_only_what_is_not_given(tmp_path: Path) -> None:
+    """Of a resolved config, as `asyncrl run --resume --set correction.preset=mis` needs it, all."""
     c = load.load(written(tmp_path, '[correction]\npreset = "tis"\nhi = 3.0\n')).correction
     assert (c.level, c.bound, c.hi) == ("token", "truncate", 3.0)
-
-
-def test_a_preset_on_the_command_line_acts_on_a_resolved_config(tmp_path: Path) -> None:
-    """As `asyncrl run --resume --set correction.preset=mis` needs it: the file gives every key."""
     resolved = tmp_path / "resolved.toml"
-    resolved.write_text(
-        load.dump(
-            load.load(written(tmp_path, '[correction]\nproximal = "recompute"\nlevel = "none"\n'))
-        )
-    )
+    plain = written(tmp_path, '[correction]\nproximal = "recompute"\nlevel = "none"\n')
+    resolved.write_text(load.dump(load.load(plain)))
     c = load.load(resolved, ["correction.preset=mis", "correction.hi=3.0"]).correction
     got = (c.level, c.bound, c.hi, c.reject, c.veto)
     assert got == ("token", "truncate", 3.0, "ratio", "ratio")
@@ -413,19 +397,14 @@ def test_the_layers_hold() -> None:
     assert "0 broken" in done.out
 
 
-@pytest.mark.parametrize(
-    ("item", "value"),
-    [
-        ("name=R", "R"),
-        ("name= two words, and {more} ", "two words, and {more}"),
-        ("name=2026", "2026"),
-        ("name=true", "true"),
-        ("name='R'", "R"),
-        ("name=", ""),
-    ],
-)
-def test_text_needs_no_quotes_on_the_command_line(item: str, value: str) -> None:
-    assert load.load("demo", [item]).name == value
+def test_text_needs_no_quotes_on_the_command_line() -> None:
+    for text in ("R", " two words, and {more} ", "2026", "true", "'R'", ""):
+        assert load.load("demo", [f"name={text}"]).name == text.strip(" '")
+    for key in ("model.path", "correction.function"):
+        assert load.apply({}, f"{key}=a b") == key, "text that only some methods take"
+    for key in ("learner.lr", "generator.engine", "kl", "no.such.key", "staleness.max_lag"):
+        with pytest.raises(ConfigError):
+            load.apply({}, f"{key}=a b")
 
 
 @pytest.mark.parametrize(
@@ -442,14 +421,6 @@ def test_what_is_neither_text_nor_toml_is_refused(item: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         load.load("demo", [item])
     assert said in str(error.value)
-
-
-def test_text_that_only_some_methods_take_is_found() -> None:
-    for key in ("model.path", "correction.function"):
-        assert load.apply({}, f"{key}=a b") == key
-    for key in ("learner.lr", "generator.engine", "kl", "no.such.key", "staleness.max_lag"):
-        with pytest.raises(ConfigError):
-            load.apply({}, f"{key}=a b")
 
 
 @pytest.mark.parametrize(
@@ -623,19 +594,12 @@ def test_what_is_written_loads_back_equal(section: str, tag: str) -> None:
     assert raw[section][key] == tag
 
 
-@pytest.mark.parametrize(
-    ("sets", "warned"),
-    [
-        ((), "reshape: controls variance and not drift"),
-        (("reshape.budget=global",), "reshape: controls variance and not drift"),
-        (("reshape.budget=tokens",), ""),
-        (("reshape.clip=0.2",), ""),
-    ],
-)
-def test_a_reshape_without_a_repair_is_warned_of(sets: tuple[str, ...], warned: str) -> None:
-    made = load.load("demo", ["method=reshape", "learner.epochs=2", *sets])
-    warnings = [line for line in rules.find_warnings(made) if line.startswith("reshape:")]
-    assert bool(warned) == bool(warnings) and all(line.startswith(warned) for line in warnings)
+def test_a_reshape_without_a_repair_is_warned_of() -> None:
+    for item in ("", "reshape.budget=global", "reshape.budget=tokens", "reshape.clip=0.2"):
+        made = load.load("demo", ["method=reshape", "learner.epochs=2", *item.split()])
+        said = [line for line in rules.find_warnings(made) if line.startswith("reshape:")]
+        assert bool(said) == (item in ("", "reshape.budget=global")), item
+        assert all(x.startswith("reshape: controls variance and not drift") for x in said)
 
 
 def test_every_biased_estimator_in_the_reward_is_warned_of() -> None:

@@ -4,11 +4,10 @@ import json
 import os
 import re
 import socket
-import sys
 from pathlib import Path
 
 import pytest
-from process_kit import ENV, ROOT, run_command
+from process_kit import ENV, ROOT, as_options, run_cli
 
 from actors.generator import WeightsReceiver
 from asyncrl.cli import main
@@ -21,20 +20,16 @@ from asyncrl.supervise.hosts import cluster
 NO_GPU = ENV | {"CUDA_VISIBLE_DEVICES": ""}
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("gpu_one", "learner rank 0: cuda, generator 0: cuda"),
-        (
-            "gpu_many",
-            "rank 0: GPU 0, learner rank 1: GPU 1, generator 0: GPU 2, generator 1: GPU 3",
-        ),
-    ],
-)
-def test_dry_run(name: str, said: str) -> None:
-    argv = [sys.executable, "-m", "asyncrl.cli", "run", f"configs/{name}.toml"]
-    done = run_command([*argv, "--dry-run"], env=NO_GPU)
-    assert done.code == 0 and said in done.err, done.err
+def test_without_cuda_a_dry_run_plans_and_a_run_says_so_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    many = "rank 0: GPU 0, learner rank 1: GPU 1, generator 0: GPU 2, generator 1: GPU 3"
+    for name, said in (("one", "learner rank 0: cuda, generator 0: cuda"), ("many", many)):
+        done = run_cli("run", f"configs/gpu_{name}.toml", "--dry-run", env=NO_GPU)
+        assert done.code == 0 and said in done.err, done.err
+    done = run_cli("run", "configs/gpu_one.toml", sets=[f"runs={str(tmp_path)!r}"], env=NO_GPU)
+    assert done.code == 2 and "model.device: needs CUDA, and torch" in done.err
+    assert not list(tmp_path.iterdir())
 
 
 SEVEN_BILLION = (  # the shapes of Qwen2.5-7B
@@ -45,7 +40,7 @@ SEVEN_BILLION = (  # the shapes of Qwen2.5-7B
 
 
 def run_cluster(path: Path, *sets: str, words: tuple[str, ...] = ("--dry-run", "--json")) -> None:
-    chosen = [w for item in (f"model.path={str(path)!r}", *sets) for w in ("--set", item)]
+    chosen = as_options((f"model.path={str(path)!r}", *sets))
     main.main(["run", "cluster", *chosen, *words], standalone_mode=False)
 
 
@@ -127,13 +122,6 @@ def test_parameters_are_counted_by_their_shapes(family: str, tied: bool, tmp_pat
     sets += ["learner.mesh.shard=1", "learner.mesh.replicate=1", "learner.backend=torch"]
     made = cluster.make_plan(load.load("cluster", [*sets, "model.dtype=float32"]))
     assert list(made.learner_gpu.values()) == [4 * count, 4 * count, 8 * count, 0, 0]
-
-
-def test_without_cuda_the_run_says_so_before_anything_starts(tmp_path: Path) -> None:
-    words = ["run", "configs/gpu_one.toml", "--set", f"runs={str(tmp_path)!r}"]
-    done = run_command([sys.executable, "-m", "asyncrl.cli", *words], env=NO_GPU)
-    assert done.code == 2 and "model.device: needs CUDA, and torch" in done.err
-    assert not list(tmp_path.iterdir())
 
 
 def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,9 +228,7 @@ def test_a_learner_of_one_rank_is_told_how_it_gets_more_gpus() -> None:
 def test_gpus_that_cannot_be_divided(
     count: int, more: tuple[str, ...], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = (
-        more if more[:1] and more[0].startswith("--") else [w for s in more for w in ("--set", s)]
-    )
+    words = more if more[:1] and more[0].startswith("--") else as_options(more)
     source = () if "--resume" in more else ("gpu_many",)
     with pytest.raises(SystemExit) as ended:
         main(["run", *source, "--gpus", str(count), *words, "--dry-run"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from process_kit import ROOT, RUN_SEED, Ended, run_command
+from process_kit import ROOT, RUN_SEED, Ended, as_options, run_cli, run_command
 from warm_python import FORKED
 
 from actors.rewards import check_reward_process
@@ -40,7 +40,7 @@ AGENT_PATIENT = ("agent.idle_s=3600.0", "agent.deadline_s=7200.0", "wires.lease_
 
 
 def asyncrl(folder: Path, *words: str) -> Ended:
-    return run_command([sys.executable, "-m", "asyncrl.cli", *words], cwd=folder, timeout=7200)
+    return run_cli(*words, cwd=folder, timeout=7200)
 
 
 @pytest.fixture
@@ -69,9 +69,7 @@ def test_the_project_of_an_agent_trains_from_a_model_that_is_given(tmp_path: Pat
     asyncrl(tmp_path, "new", "mine", "--agent", "--model", "first/model").check()
     sets = [*SHORT.split(), *PATIENT, *AGENT_PATIENT, "name=first"]
     sets += ["generator.max_new_tokens=4", "generator.context=16", "agent.max_tokens=16"]
-    done = asyncrl(
-        tmp_path, "run", "mine/config.toml", "--json", *[x for s in sets for x in ("--set", s)]
-    ).check()
+    done = asyncrl(tmp_path, "run", "mine/config.toml", "--json", *as_options(sets)).check()
     assert done.json["steps"] == load.load(tmp_path / "mine" / "config.toml", sets).learner.steps
     samples = jsonl.read(tmp_path / "mine" / "runs" / "first" / "samples.jsonl")
     calls = [sample["calls"] for sample in samples]
@@ -149,13 +147,7 @@ def test_the_rewards_in_comments_work_once_they_are_none(project: Path) -> None:
 def test_a_project_trains_and_gets_better(project: Path, tmp_path: Path) -> None:
     """As the README says, from a folder beside it; what it writes is in the project."""
     sets = ["learner.steps=60", "evaluation.every=30", "name='first'", f"seed={RUN_SEED}", *PATIENT]
-    s = (
-        asyncrl(
-            tmp_path, "run", "mine/config.toml", "--json", *[x for s in sets for x in ("--set", s)]
-        )
-        .check()
-        .json
-    )
+    s = asyncrl(tmp_path, "run", "mine/config.toml", "--json", *as_options(sets)).check().json
     assert s["steps"] == 60 and s["lag"]["max"] <= 2 and s["lag"]["mean"] > 0.5
     rows = (project / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
     rewards = [row["reward/mean"] for row in map(json.loads, rows) if "reward/mean" in row]
@@ -170,8 +162,7 @@ def test_a_project_trains_and_gets_better(project: Path, tmp_path: Path) -> None
     from_run = ("simulate", "config.toml", "--from", "runs/first", "--steps", "10", "--seeds", "1")
     simulated = asyncrl(project, *from_run, "--json")
     assert simulated.code == 0 and simulated.json["tokens_per_s"] > 0, simulated.err
-    words = ["--set", "learner.steps=2", "--set", "name='again'", "--set", "evaluation.every=0"]
-    words += [x for s in PATIENT for x in ("--set", s)]
+    words = as_options(("learner.steps=2", "name='again'", "evaluation.every=0", *PATIENT))
     again = asyncrl(project, "run", "config.toml", "--json", *words)
     assert again.code == 0 and "warm-starting" not in again.err, "from inside, with that model"
     assert (project / "runs" / "again" / "summary.json").exists()
@@ -198,7 +189,7 @@ def test_every_command_of_the_pages_runs(tmp_path: Path) -> None:
     assert [line.split()[1] for _, line in typed] == (
         ["new", "run", "task", "run", "report", "task", "run", "doctor", "run", "sweep", "export"]
     )
-    more = {"run": [x for s in SHORT.split() for x in ("--set", s)], "sweep": ["--dry-run"]}
+    more = {"run": as_options(SHORT.split()), "sweep": ["--dry-run"]}
     for n, (folder, line) in enumerate(typed):
         words = line.split()[1:] + more.get(line.split()[1], [])
         if words[0] == "run" and "name=four" not in words:

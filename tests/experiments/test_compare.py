@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ENV, PATIENT, ROOT, RUN_SEED, Ended, run_command
+from process_kit import ENV, PATIENT, ROOT, RUN_SEED, Ended, as_options, run_command
 
 from asyncrl.config import load
 from asyncrl.experiments import figures
@@ -40,7 +40,7 @@ SEEDS = (RUN_SEED, RUN_SEED + 1)
 
 
 def command(model: Path, out: Path, words: Sequence[str]) -> list[str]:
-    sets = [word for item in (*SETS, f"model.path={str(model)!r}") for word in ("--set", item)]
+    sets = as_options((*SETS, f"model.path={str(model)!r}"))
     argv = [sys.executable, "-m", "asyncrl.cli", "compare", "configs/demo.toml", "--out", str(out)]
     return [*argv, *sets, *words]
 

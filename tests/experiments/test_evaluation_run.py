@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from process_kit import as_options
 
 from asyncrl.cli import main
 from asyncrl.config import load
@@ -95,21 +96,15 @@ def test_the_sets_are_shown(run: dict[str, Any]) -> None:
     assert "eval/hard_n" not in drawn
 
 
-@pytest.fixture(scope="module")
-def exported(run: dict[str, Any], small_model: Path) -> Path:
-    path: Path = run["run_dir"] / "model"
-    assert (path / "config.json").is_file()
-    return path
-
-
 def test_a_model_directory_is_evaluated_without_a_run(
-    run: dict[str, Any], exported: Path, capsys: pytest.CaptureFixture[str]
+    run: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [word for one in run["sets"][:1] for word in ("--set", one)]
-    words += ["--set", "reward.function='shared_reward:reward'", "--set", "reward.deadline_s=600"]
-    words += ["--set", "generator.max_new_tokens=12", "--set", "evaluation.final_prompts=5"]
-    words += ["--only", "hard", "--only", "heldout"]
-    main(["eval", str(exported), "configs/demo.toml", *words, "--json"])
+    exported: Path = run["run_dir"] / "model"
+    assert (exported / "config.json").is_file()
+    sets = [run["sets"][0], "reward.function='shared_reward:reward'", "reward.deadline_s=600"]
+    sets += ["generator.max_new_tokens=12", "evaluation.final_prompts=5"]
+    words = [*as_options(sets), "--only", "hard", "--only", "heldout", "--json"]
+    main(["eval", str(exported), "configs/demo.toml", *words])
     out, err = capsys.readouterr()
     found = json.loads(out.splitlines()[-1])
     assert found["model"] == str(exported) and list(found["sets"]) == ["heldout", "hard"]
@@ -153,16 +148,13 @@ def test_a_bad_set_gets_one_clear_line(tmp_path: Path, text: str, message: str) 
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_reserved_generators_leave_one_for_training(tmp_path: Path) -> None:
+def test_a_config_with_sets_is_written_and_read_again(tmp_path: Path) -> None:
+    """And reserved generators leave one for training."""
     path = tmp_path / "c.toml"
     path.write_text(BASE)
     with pytest.raises(ConfigError, match=r"evaluation.generators: 2 of generators = 2 leave none"):
         load.load(path, ["generators=2", "evaluation.generators=2"])
     assert load.load(path, ["generators=2", "evaluation.generators=1"]).evaluation.generators == 1
-
-
-def test_a_config_with_sets_is_written_and_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "c.toml"
     path.write_text(BASE + "[[evaluation.sets]]\nname = 'a'\nsamples = 4\npass_at = [2]\n")
     config = load.load(path)
     assert config.evaluation.sets[0].counts == (2,)

@@ -31,13 +31,8 @@ def test_an_unhealthy_mismatch_is_said_once(
 ) -> None:
     """When half of the batches have it; the same status seen again is no new batch."""
     (tmp_path / "config.json").write_text(json.dumps(keys))
-    config, lines = (
-        load.load(
-            ROOT / "configs" / "demo.toml",
-            [f"model.path='{tmp_path}'", f"learner.replay_routing={replays}"],
-        ),
-        list[str](),
-    )
+    sets = [f"model.path='{tmp_path}'", f"learner.replay_routing={replays}"]
+    config, lines = load.load(ROOT / "configs" / "demo.toml", sets), list[str]()
     watcher = runner.HealthWatcher(tmp_path, lines.append, runner.collect_facts(config))
     for n, k3 in enumerate((1e-4, 1e-3, 2e-3, 0.2, 0.3, 0.4, 0.5, 0.6), 1):
         for step in range(3):
@@ -91,15 +86,9 @@ def test_a_warm_process_keeps_a_fitting_engine(sort_model: Path, sets: list[str]
 def test_a_rounded_generator_shows_as_shipped(asyncrl: Callable[..., Ended], bits: int) -> None:
     """configs/demo.toml divides by mu itself: what engine and learner compute differently is
     measured and said all the same."""
-    done = asyncrl(
-        "run",
-        "learner.steps=4",
-        "learner.groups=8",
-        "evaluation.final_prompts=8",
-        "record.split_every=1",
-        f"generator.mantissa_bits={bits}",
-        "name='rounded'",
-    ).check()
+    sets = "learner.steps=4 learner.groups=8 evaluation.final_prompts=8 record.split_every=1"
+    more = (f"generator.mantissa_bits={bits}", "name='rounded'")
+    done = asyncrl("run", *sets.split(), *more).check()
     rows = jsonl.read(Path(done.json["run_dir"]) / "metrics.jsonl")
     split = [r for r in rows if "split/mismatch_k3" in r]
     assert [r["step"] for r in split] == [0, 1, 2, 3]

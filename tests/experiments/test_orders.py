@@ -166,7 +166,7 @@ def test_every_evaluation_along_the_way_is_in_the_record(sort_model: Path) -> No
     assert accuracy == pytest.approx([sum(x) / len(x) for x in record["evals"]["heldout"].values()])
 
 
-STEPS, GROUPS, SIZE, MOST, LR = 6, 4, 4, 12, 3e-3  # as conftest.SMALL has them
+STEPS = 6
 SORT = get_task(TaskConfig(name="sort"))
 Run = Callable[..., dict[str, Any]]
 
@@ -195,16 +195,10 @@ def synchronous(run: Run) -> dict[str, Any]:
 
 
 def test_limit_zero_is_the_plain_loop(synchronous: dict[str, Any], small_model: Path) -> None:
+    sizes = {"steps": STEPS, "groups": 4, "size": 4, "most": 12}  # as conftest.SMALL has them
+    prompt = lambda i: SORT.prompt("train", i, RUN_SEED)  # noqa: E731
     weights, told = plain_exact_loop.train(
-        small_model,
-        lambda i: SORT.prompt("train", i, RUN_SEED),
-        reward,
-        steps=STEPS,
-        groups=GROUPS,
-        size=SIZE,
-        most=MOST,
-        lr=LR,
-        seed=RUN_SEED,
+        small_model, prompt, reward, **sizes, lr=3e-3, seed=RUN_SEED
     )
     trained = load_file(synchronous["run_dir"] / "model" / "model.safetensors")
     before = load_file(small_model / "model.safetensors")
@@ -260,11 +254,8 @@ def injected(run: Run) -> dict[str, Any]:
 
 
 def test_a_lag_changes_the_training(injected: dict[str, Any], synchronous: dict[str, Any]) -> None:
-    by_step = [
-        r["lag/max"]
-        for r in sorted(injected["rows"], key=lambda r: r["step"])
-        if "reward/mean" in r
-    ]
+    rows = sorted(injected["rows"], key=lambda row: row["step"])
+    by_step = [row["lag/max"] for row in rows if "reward/mean" in row]
     assert by_step == [0, 1, 2, 2, 2, 2] and injected["digest"] != synchronous["digest"]
 
 
@@ -274,10 +265,8 @@ def test_an_evaluation_does_not_hang_on_the_order_of_arrival() -> None:
     means = set()
     for order in itertools.permutations(range(6)):
         arrived = [rewards[place] for place in order]
-        evaluation = EvaluationRound(
-            Label(1, 0), "heldout", 6, arrived, [1] * 6, places=list(order)
-        )
-        means.add(evaluation.compute_metrics(plan)["eval/heldout"])
+        made = EvaluationRound(Label(1, 0), "heldout", 6, arrived, [1] * 6, places=list(order))
+        means.add(made.compute_metrics(plan)["eval/heldout"])
     assert means == {1.3 / 6}
 
 

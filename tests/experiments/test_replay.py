@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_kit import as_options
 
 from asyncrl.cli import main
 from asyncrl.config import load
@@ -57,7 +58,7 @@ def test_by_sampling_version_a_replay_knows_the_weights_that_it_computed_itself(
     recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sets = ["correction.proximal=version", "loss.surrogate=decoupled_ppo", "weights.slots=4"]
-    done = Typed(capsys, recorded["run_dir"], "--json", *(x for s in sets for x in ("--set", s)))
+    done = Typed(capsys, recorded["run_dir"], "--json", *as_options(sets))
     rows = train_rows(metrics.read(Path(done.json["replay_dir"])))
     # a token of the second batch was sampled by version 0 or by the weights that train it
     assert [rows[n]["is/fallback_share"] for n in (0, 1)] == [0, 0]
@@ -132,15 +133,9 @@ def test_a_shorter_replay_compares_the_same_version_on_the_same_prompts(
 def test_a_change_is_shown_on_the_same_data(
     recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sets = (
-        "loss.surrogate=vanilla",
-        "learner.minibatches=2",
-        "stop.kl_max=1e-9",
-        "learner.lr=1e-2",
-        "kl.preset=grpo",
-        "kl.loss.coefficient=0.5",
-    )
-    done = Typed(capsys, recorded["run_dir"], "--no-eval", *(x for s in sets for x in ("--set", s)))
+    sets = "loss.surrogate=vanilla learner.minibatches=2 stop.kl_max=1e-9 learner.lr=1e-2"
+    sets += " kl.preset=grpo kl.loss.coefficient=0.5"
+    done = Typed(capsys, recorded["run_dir"], "--no-eval", *as_options(sets.split()))
     assert done.code == 0 and "loss.surrogate: ppo | vanilla" in done.out
     assert "data would have changed too" in done.out
     where = Path(done.err.split("report: ")[1].strip()).parent

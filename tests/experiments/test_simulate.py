@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from process_kit import as_options
 from service_kit import CountedDict
 from simulate_kit import BARE, ROOT, config, run, simulate, with_seeds
 
@@ -657,12 +658,9 @@ def test_the_agents_bounds_end_a_session() -> None:
     three = run_of(KNOWN, "agent.max_calls=3", "staleness.max_lag=0")
     assert three.tokens == 20 * 16 * 48
     assert three.sample_p90_s == pytest.approx(3 * CALL + 1.0, abs=2 * BEAT)
-    # the third call has 8 tokens left, and no fourth follows
-    assert (
-        run_of(KNOWN, "agent.max_tokens=64", "generator.max_new_tokens=40").tokens == 20 * 16 * 64
-    )
-    short = run_of(KNOWN, "generator.max_new_tokens=40", "agent.max_tokens=40")
-    assert short.tokens == 20 * 16 * 40
+    for most in (64, 40):  # the third call has 8 tokens left, and no fourth follows
+        sets = (f"agent.max_tokens={most}", "generator.max_new_tokens=40")
+        assert run_of(KNOWN, *sets).tokens == 20 * 16 * most
 
 
 def test_a_deadline_cuts_in_the_tool_and_lets_a_call_end() -> None:
@@ -684,11 +682,10 @@ def test_the_gateways_sessions_bound_what_is_open_and_rows_what_is_drawn() -> No
     rows = run_of(KNOWN, "staleness.max_lag=0", "generator.slots=4")
     assert rows.step_s == pytest.approx(4 * 4 * CALL + 0.4, abs=6 * BEAT)
     # two generators share the gateway's sessions
-    two = run_of(KNOWN, "staleness.max_lag=0", "agent.sessions=16", "generators=2")
-    assert two.step_s == pytest.approx(WHOLE + 0.4, abs=3 * BEAT)
-    assert run_of(
-        KNOWN, "staleness.max_lag=0", "agent.sessions=8", "generators=2"
-    ).step_s == pytest.approx(2 * WHOLE + 0.4, abs=6 * BEAT)
+    for sessions, turns in ((16, 1), (8, 2)):
+        sets = (f"agent.sessions={sessions}", "generators=2")
+        two = run_of(KNOWN, "staleness.max_lag=0", *sets)
+        assert two.step_s == pytest.approx(turns * WHOLE + 0.4, abs=3 * turns * BEAT)
 
 
 def test_each_call_is_drawn_with_the_newest_weights_and_keeps_its_version() -> None:
@@ -761,7 +758,7 @@ def test_answers_have_treatments_too_but_no_deadline() -> None:
 
 
 def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [word for item in (*SESSIONS, "staleness.max_lag=1") for word in ("--set", item)]
+    words = as_options((*SESSIONS, "staleness.max_lag=1"))
     words += ["--no-evaluation", "--seeds", "1", "--time", "calls=3", "--time", f"tool={TAIL}"]
     code, out, _ = command(capsys, *words, "--treatments", "--json", "--deadline", "4")
     found = json.loads(out)["treatments"]

@@ -3,14 +3,13 @@
 import json
 import re
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models_kit import model_fixture
-from process_kit import ROOT, RUN_SEED, Ended, run_command
+from process_kit import ROOT, RUN_SEED, Ended, run_cli
 
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -42,10 +41,8 @@ def plan_rle(names: str, *limits: float, sets: Sequence[str] = ()) -> grid.Sweep
 
 
 def call(model: Path, out: Path, *words: str) -> Ended:
-    argv = [sys.executable, "-m", "asyncrl.cli", "sweep", "configs/demo.toml", "--out", str(out)]
-    argv += [x for s in (*SMALL, f"model.path={str(model)!r}") for x in ("--set", s)]
-    argv += ["--set", f"seed={RUN_SEED}", *words]
-    return run_command(argv, timeout=600)
+    sets = (*SMALL, f"model.path={str(model)!r}", f"seed={RUN_SEED}")
+    return run_cli("sweep", "configs/demo.toml", "--out", str(out), *words, sets=sets)
 
 
 def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path) -> None:

@@ -6,13 +6,12 @@ Terminals get no escape codes."""
 import html
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser_kit import dom
-from process_kit import ROOT, Ended, run_command
+from process_kit import ROOT, Ended, run_cli
 
 from asyncrl.config import load
 from asyncrl.experiments.compare import page as compare_page
@@ -35,10 +34,6 @@ PLANTED = (
     "\x1b]0;forged\x07\x1b[2J\x1b[31m",
 )
 ALL = " ".join(PLANTED)
-
-
-def called(*words: str) -> Ended:
-    return run_command([sys.executable, "-m", "asyncrl.cli", *words])
 
 
 def ran(document: str) -> bool:
@@ -74,7 +69,7 @@ def test_the_check_can_fail(tmp_path: Path) -> None:
 
 
 def test_the_page_of_a_run_shows_markup_and_runs_none(run: Path, tmp_path: Path) -> None:
-    done = called("report", str(run))
+    done = run_cli("report", str(run))
     assert done.code == 0 and "\x1b" not in done.out + done.err, done.err
     document = dom(run / "report.html", tmp_path / "profile")
     assert not ran(document)
@@ -88,7 +83,7 @@ def test_the_page_of_a_run_shows_markup_and_runs_none(run: Path, tmp_path: Path)
 def test_the_page_of_two_runs_runs_none(run: Path, tmp_path: Path) -> None:
     other = shutil.copytree(run, tmp_path / f"b {IMAGE}".replace("/", ""))
     page = tmp_path / "diff.html"
-    done = called("diff", str(run), str(other), "--html", str(page))
+    done = run_cli("diff", str(run), str(other), "--html", str(page))
     assert done.code in (0, 1) and "\x1b" not in done.out + done.err, done.err
     document = dom(page, tmp_path / "profile")
     assert not ran(document) and "&lt;img src=x" in document

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import tarfile
 import tomllib
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 from clients_kit import python_of
-from process_kit import ENV, ROOT, Ended, run_command
+from process_kit import ENV, ROOT, Ended, run_cli
 
 import asyncrl
 from asyncrl.config import load
@@ -32,7 +31,7 @@ def older_run(tmp_path: Path) -> Path:
 
 
 def call(run: Path, *words: str) -> Ended:
-    return run_command([sys.executable, "-m", "asyncrl.cli", *words, "--json"], cwd=run.parent)
+    return run_cli(*words, "--json", cwd=run.parent)
 
 
 def test_an_older_run_loads_in_python(older_run: Path) -> None:

@@ -579,9 +579,14 @@ def plain(n: int, **keys: Any) -> list[dict[str, Any]]:
     return [row | {k.replace("_", "/", 1): v for k, v in keys.items()} for row in rows(n)]
 
 
-def test_a_healthy_run_has_no_signs() -> None:
+def test_all_answers_truncated() -> None:
     assert apply_rules(plain(30)) == [] and apply_rules([], ended=True) == []
-    assert apply_rules(plain(30), ended=True) == []
+    assert apply_rules(plain(30), ended=True) == [], "a healthy run"
+    (sign,) = apply_rules(plain(6, answer_truncated_share=1.0))
+    assert sign.name == "all_truncated"
+    assert "100% of the completions of the last 6 batches" in sign.said
+    assert "generator.max_new_tokens" in sign.said
+    assert apply_rules(plain(6, answer_truncated_share=0.9)) == []
 
 
 def test_constant_rewards_are_said_from_the_fifth_batch_on() -> None:
@@ -619,14 +624,6 @@ def test_rewards_that_hold_the_generators_up() -> None:
     of |= {"reward_call_s": 0.2, "reward_wait_s": 3.0}
     # Calls of 20 microseconds explain no wait of 3 s: answers wait for a core.
     assert apply_rules(plain(6, time_reward_wait_share=0.42, **of | {"reward_call_s": 2e-5})) == []
-
-
-def test_all_answers_truncated() -> None:
-    (sign,) = apply_rules(plain(6, answer_truncated_share=1.0))
-    assert sign.name == "all_truncated"
-    assert "100% of the completions of the last 6 batches" in sign.said
-    assert "generator.max_new_tokens" in sign.said
-    assert apply_rules(plain(6, answer_truncated_share=0.9)) == []
 
 
 def evaluated(start: float, end: float, n: int, **keys: Any) -> list[dict[str, Any]]:
@@ -737,35 +734,24 @@ def test_calls_with_lists_that_always_fail_are_said_at_once(tmp_path: Path) -> N
 
 def test_prompts_without_answers(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_text(
-        "\n".join(
-            json.dumps({"prompt": f"{i}="} | ({"answer": "1"} if i % 2 else {})) for i in range(20)
-        )
-    )
+    rows = [{"prompt": f"{i}="} | ({"answer": "1"} if i % 2 else {}) for i in range(20)]
+    path.write_text("\n".join(map(json.dumps, rows)))
     sets = ["task.name=file", f"task.prompts={str(path)!r}"]
     (sign,) = runner.find_task_signs(load.load("configs/demo.toml", sets))
     left = len(FileTask(str(path)).sets["train"])
     assert sign.name == "answers_missing" and f"of {left} prompts have no `answer`" in sign.said
     assert "reward.function" in sign.try_this
-    with_function = load.load("configs/demo.toml", [*sets, "reward.function='a:b'"])
-    with_env = load.load("configs/demo.toml", [*sets, "agent.env='file.py:Environment'"])
-    assert runner.find_task_signs(with_env) == []  # which pays
-    assert runner.find_task_signs(with_function) == []
-    assert runner.find_task_signs(load.load("configs/demo.toml")) == []
+    # an environment pays
+    for other in ([*sets, "reward.function='a:b'"], [*sets, "agent.env='file.py:Environment'"], []):
+        assert runner.find_task_signs(load.load("configs/demo.toml", other)) == []
 
 
 def test_a_run_with_nothing_to_learn_says_so(tmp_path: Path, small_model: Path) -> None:
     """For real: prompts without answers, so that no answer is ever right."""
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": f"{i}{i}="}) for i in range(10, 40)))
-    words = (
-        "task.name='file'",
-        f"task.prompts={str(path)!r}",
-        *SMALL[:-1],
-        "generator.max_new_tokens=12",
-        "learner.steps=8",
-        "name='r'",
-    )
+    words = (*SMALL[:-1], "generator.max_new_tokens=12", "learner.steps=8", "name='r'")
+    words += ("task.name='file'", f"task.prompts={str(path)!r}")
     done = run_command(demo_command("run", tmp_path, small_model, *words)).check()
     found = ["answers_missing", "constant_rewards", "unmoved_accuracy"]
     assert [s["name"] for s in done.json["signs"]] == found

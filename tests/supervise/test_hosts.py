@@ -229,6 +229,8 @@ def test_a_refusal_arrives_once_with_its_exit_code(pipe: tuple[int, int]) -> Non
     reader, writer = pipe
     assert refusal.VARIABLE not in os.environ and not os.get_inheritable(writer)
     assert refusal.read_refusal(reader) is None, "nothing was sent"
+    os.write(writer, b"Segmentation fault")
+    assert refusal.read_refusal(reader) is None, "other bytes"
     refusal.send_refusal(RankEnded("killed"))
     assert refusal.read_refusal(reader) is None, "the crash of another process"
     refusal.send_refusal(ConfigError("no such key \u00e9"))
@@ -269,12 +271,6 @@ def test_without_a_supervisor_nothing_is_sent(pipe: tuple[int, int]) -> None:
     assert refusal._pipes == [], "a child of the child has none"
 
 
-def test_other_bytes_are_no_refusal(pipe: tuple[int, int]) -> None:
-    reader, writer = pipe
-    os.write(writer, b"Segmentation fault")
-    assert refusal.read_refusal(reader) is None
-
-
 REFUSE = (
     "import sys; from asyncrl.contract import refusal; from asyncrl.contract.errors import {kind}; "
     "refusal.take_pipe(); "
@@ -287,15 +283,11 @@ LATE_S, END_S = 5000.0, 30000.0  # longer than any test stands still
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is late for a run's end is late by what a test says, not by how long it took."""
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    made: list[Supervisor] = []
+    # who is late for a run's end is late by what a test says, not by how long it took
     monkeypatch.setattr(launch, "LATE_S", LATE_S)
     monkeypatch.setattr(launch, "END_S", END_S)
-
-
-@pytest.fixture
-def make(tmp_path: Path, patient: None) -> object:
-    made: list[Supervisor] = []
 
     def supervisor(restarts: int = 1, **codes: str) -> Supervisor:
         s = Supervisor(

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from bad_input_kit import refused
 from hosts_kit import Pretender, maker, said, supervisor
-from process_kit import ENV, ROOT, RUN_SEED
-from several_hosts_kit import WAIT_S, JoinedRun, asyncrl, free_address, other_machine
+from process_kit import ENV, ROOT, RUN_SEED, as_options, run_cli
+from several_hosts_kit import WAIT_S, JoinedRun, free_address, other_machine
 
 from asyncrl.config import load
 from asyncrl.contract import messages as m
@@ -405,7 +405,7 @@ SMALL = [*SMALL_TEXT.split()]
 
 
 def test_a_generator_elsewhere_joins_over_tcp_with_keys(tmp_path: Path, sort_model: Path) -> None:
-    made = asyncrl("keys", str(tmp_path / "keys"), "--json").check()
+    made = run_cli("keys", str(tmp_path / "keys"), "--json").check()
     copied = other_machine(tmp_path / "keys", tmp_path / "copied")
     assert [Path(x).name for x in made.json["copy"]] == [f"generator-{n}" for n in range(4)]
     address, weights = free_address(), free_address()
@@ -418,19 +418,10 @@ def test_a_generator_elsewhere_joins_over_tcp_with_keys(tmp_path: Path, sort_mod
             f"wires.weights_address={weights!r}",
             f"wires.curve_dir={str(keys)!r}",
         ]
-        argv = [
-            sys.executable,
-            "-m",
-            "asyncrl.cli",
-            part,
-            "configs/demo.toml",
-            "--run-dir",
-            str(tmp_path / where),
-            *[x for s in sets for x in ("--set", s)],
-        ]
-        return subprocess.Popen(
-            argv, cwd=ROOT, env=ENV, stderr=(tmp_path / f"{part}.log").open("w"), text=True
-        )
+        argv = [sys.executable, "-m", "asyncrl.cli", part, "configs/demo.toml", *as_options(sets)]
+        argv += ["--run-dir", str(tmp_path / where)]
+        log = (tmp_path / f"{part}.log").open("w")
+        return subprocess.Popen(argv, cwd=ROOT, env=ENV, stderr=log, text=True)
 
     # first: it waits for the buffer to say which run it is
     generator = start("generator", "there", copied)
@@ -495,25 +486,13 @@ def test_keys_are_made_once_and_missing_ones_named(tmp_path: Path, sort_model: P
         f"model.path={str(sort_model)!r}",
         "wires.address='tcp://127.0.0.1:5999'",
     ]
-    done = asyncrl(
-        "buffer",
-        "configs/demo.toml",
-        "--run-dir",
-        str(tmp_path / "r"),
-        *[x for s in sets for x in ("--set", s)],
-    )
+    done = run_cli("buffer", "configs/demo.toml", "--run-dir", str(tmp_path / "r"), sets=sets)
     refused(done, 2, "wires.curve_dir", "server.key_secret is missing", f"asyncrl keys {where}")
 
 
 def test_a_generator_that_finds_no_buffer_says_where_it_looked(tmp_path: Path) -> None:
     address = free_address()
     sets = [f"wires.address={address!r}", "wires.connect_s=1"]
-    done = asyncrl(
-        "generator",
-        "configs/demo.toml",
-        "--run-dir",
-        str(tmp_path / "r"),
-        *[x for s in sets for x in ("--set", s)],
-    )
+    done = run_cli("generator", "configs/demo.toml", "--run-dir", str(tmp_path / "r"), sets=sets)
     refused(done, 4, f"no reply from a buffer at {address} within 1 s", "wires.connect_s")
     assert not (tmp_path / "r").exists()

@@ -78,14 +78,10 @@ def faulted(who: str, model: Path, **more: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc is what is set")
-@pytest.mark.parametrize("who", KEEPERS)
-def test_memory_that_is_freed_is_not_faulted_in_again(who: str, small_model: Path) -> None:
-    assert faulted(who, small_model) < PAGES
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc is what is set")
-def test_what_the_user_has_set_of_malloc_stays(small_model: Path) -> None:
-    # everything from 1 MiB on by a mapping of its own
+def test_memory_that_is_freed_is_not_faulted_in_again(small_model: Path) -> None:
+    for who in KEEPERS:
+        assert faulted(who, small_model) < PAGES, who
+    # what the user has set stays: everything from 1 MiB on by a mapping of its own
     assert faulted("learner", small_model, MALLOC_MMAP_THRESHOLD_=str(1 << 20)) > 15 * PAGES
 
 

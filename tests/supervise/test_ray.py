@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import ENV, ROOT, as_options
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
@@ -124,7 +124,7 @@ SETS = SETS_TEXT.split()
 def test_a_run_on_three_hosts_outlives_one(cluster: Any, tmp_path: Path, small_model: Path) -> None:
     run_dir, log = tmp_path / "runs" / "r", tmp_path / "log"
     sets = [*SETS, f"model.path={str(small_model)!r}", f"runs={str(tmp_path / 'runs')!r}"]
-    words = [word for each in sets for word in ("--set", each)]
+    words = as_options(sets)
     run = start(cluster, log, "-m", "asyncrl.cli", "run", str(DEMO), "--on", "ray", *words)
     try:
         wait_for(lambda: (run_dir / "hosts.json").exists(), run, log)
@@ -176,7 +176,7 @@ def test_sessions_are_sampled_on_other_hosts(cluster: Any, tmp_path: Path) -> No
     model, run_dir, log = tmp_path / "m", tmp_path / "runs" / "r", tmp_path / "log"
     build_model(model, CalcTask.symbols, hidden=32, layers=1)
     sets = [*SETS, f"model.path={str(model)!r}", f"runs={str(tmp_path / 'runs')!r}"]
-    words = [word for each in (*sets, "agent.step_s=3600.0") for word in ("--set", each)]
+    words = as_options((*sets, "agent.step_s=3600.0"))
     run = start(cluster, log, "-m", "asyncrl.cli", "run", "calc", "--on", "ray", *words)
     logs = run_dir / "logs" / "attempt_1"
     try:
@@ -262,7 +262,7 @@ def test_no_room_is_said_with_both_numbers(cluster: Any, tmp_path: Path) -> None
     log = tmp_path / "log"
     sets = ["placement.generator.gpus=1", "placement.deadline_s=1", "generators=2"]
     sets += [f"runs={str(tmp_path / 'runs')!r}"]
-    words = [word for each in sets for word in ("--set", each)]
+    words = as_options(sets)
     run = start(cluster, log, "-m", "asyncrl.cli", "run", str(DEMO), "--on", "ray", *words)
     assert run.wait(WAIT_S) == 4
     said = log.read_text().strip().splitlines()[-1]

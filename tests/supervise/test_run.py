@@ -30,12 +30,10 @@ def test_asynchronous_run_gains_accuracy_at_positive_lag(gain: Ended) -> None:
     # two shares at n = 256: 0.1 is 2.3 standard errors; seen: 0.3
     assert summary["heldout_end"] > summary["heldout_start"] + 0.1
     run_dir = Path(summary["run_dir"])
-    text = (
-        "config.toml summary.json metrics.jsonl tensorboard report.html checkpoints samples.jsonl "
-        "trace.json"
+    names = (
+        "summary.json metrics.jsonl tensorboard report.html checkpoints samples.jsonl trace.json"
     )
-    names = text.split()
-    for name in names:
+    for name in ("config.toml", "summary.json", *names.split()):
         assert (run_dir / name).exists(), name
     import transformers
 
@@ -82,16 +80,8 @@ def check_optimizer_steps(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["generator", "learner"])
 def test_a_killed_process_costs_its_time(victim: str, tmp_path: Path, sort_model: Path) -> None:
-    process = start(
-        tmp_path,
-        sort_model,
-        *FEW,
-        "learner.steps=16",
-        "staleness.max_lag=2",
-        "learner.checkpoint_every=3",
-        "name='kill'",
-        hold=11,
-    )
+    sets = (*FEW, "learner.steps=16", "staleness.max_lag=2", "learner.checkpoint_every=3")
+    process = start(tmp_path, sort_model, *sets, "name='kill'", hold=11)
     run_dir = tmp_path / "runs" / "kill"
     wait_until(lambda: steps_done(run_dir) >= 5, process)
     os.kill(children(process.pid)[victim], signal.SIGKILL)
@@ -120,12 +110,6 @@ def test_parts_start_in_any_order_from_terminals(tmp_path: Path, sort_model: Pat
 
 
 def test_weights_over_tcp(asyncrl: Call) -> None:
-    done = asyncrl(
-        "run",
-        *FEW,
-        "learner.steps=5",
-        "weights.transport='tcp'",
-        "wires.weights_address='tcp://127.0.0.1:0'",
-        "name='tcp'",
-    ).check()
+    sets = ("weights.transport='tcp'", "wires.weights_address='tcp://127.0.0.1:0'", "name='tcp'")
+    done = asyncrl("run", *FEW, "learner.steps=5", *sets).check()
     check_summary(done.json, done.json["lag"]["limit"])

@@ -4,13 +4,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import run_cli
 from run_kit import check_summary, children, finish, start, steps_done, wait_until
 from shutdown_kit import left
 
@@ -82,10 +81,7 @@ def test_doctor_says_who_waits_for_whom_and_until_when(tmp_path: Path, sort_mode
     try:
 
         def doctor(*flags: str) -> str:
-            argv = [sys.executable, "-m", "asyncrl.cli", "doctor", str(run_dir), *flags]
-            return subprocess.run(
-                argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600, check=True
-            ).stdout
+            return run_cli("doctor", str(run_dir), *flags).check().out
 
         def held_up() -> dict[str, Any] | None:
             seen: dict[str, Any] = json.loads(doctor("--json").splitlines()[-1])
@@ -108,20 +104,11 @@ def test_doctor_says_who_waits_for_whom_and_until_when(tmp_path: Path, sort_mode
 
 def test_stopped_processes_are_replaced(tmp_path: Path, sort_model: Path) -> None:
     """SIGSTOP, as a hanging device or file system looks from outside: one process after another."""
-    words = (
-        *FEW,
-        "learner.steps=40",
-        "learner.checkpoint_every=5",
-        "watchdog.floor_s=4.0",
-        "watchdog.startup_s=60.0",
-        "watchdog.multiple=5.0",
-        # of a machine that stands still itself, others may be ended before: that costs time alone
-        "watchdog.restarts=1000",
-        "wires.lease_s=3600.0",
-        "durability.mode='process'",
-        "name='still'",
-    )
-    process = start(tmp_path, sort_model, *words)
+    # of a machine that stands still itself, others may be ended before: that costs time alone
+    sets = "watchdog.floor_s=4.0 watchdog.startup_s=60.0 watchdog.multiple=5.0 "
+    sets += "watchdog.restarts=1000 learner.steps=40 learner.checkpoint_every=5 "
+    sets += "wires.lease_s=3600.0 durability.mode='process' name='still'"
+    process = start(tmp_path, sort_model, *FEW, *sets.split())
     run_dir = tmp_path / "runs" / "still"
 
     def ended() -> list[str]:
@@ -142,18 +129,10 @@ def test_stopped_processes_are_replaced(tmp_path: Path, sort_model: Path) -> Non
 
 def test_a_stuck_run_ends_and_says_who_was_waited_for(tmp_path: Path, sort_model: Path) -> None:
     """No restarts left: exit code 3, the process, its deadline with the arithmetic, its log."""
-    process = start(
-        tmp_path,
-        sort_model,
-        *FEW,
-        "learner.steps=4000",
-        "watchdog.floor_s=60.0",  # with no restart a busy machine must not pass it by itself
-        "watchdog.startup_s=3600.0",
-        "watchdog.multiple=5.0",
-        "watchdog.restarts=0",
-        "wires.lease_s=3600.0",
-        "name='still'",
-    )
+    # with no restart a busy machine must not pass the floor by itself
+    sets = "watchdog.floor_s=60.0 watchdog.startup_s=3600.0 watchdog.multiple=5.0 "
+    sets += "watchdog.restarts=0 wires.lease_s=3600.0 learner.steps=4000 name='still'"
+    process = start(tmp_path, sort_model, *FEW, *sets.split())
     run_dir = tmp_path / "runs" / "still"
     wait_until(lambda: steps_done(run_dir) >= 8, process)
     os.kill(children(process.pid)["generator"], signal.SIGSTOP)
@@ -165,8 +144,6 @@ def test_a_stuck_run_ends_and_says_who_was_waited_for(tmp_path: Path, sort_model
         name: next((run_dir / "logs").glob(f"*/{name}.log")).read_text()
         for name in ("buffer", "learner")
     }
-    assert (
-        "learner has waited for generator-0 for" in logs["buffer"]
-        and "learner has waited for the buffer at" in logs["learner"]
-    ), logs
+    assert "learner has waited for generator-0 for" in logs["buffer"], logs
+    assert "learner has waited for the buffer at" in logs["learner"], logs
     gone(run_dir)

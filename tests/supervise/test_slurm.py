@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from process_kit import ROOT
-from several_hosts_kit import asyncrl
+from process_kit import ROOT, run_cli
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
@@ -132,9 +131,9 @@ def test_what_no_script_can_be_made_of_is_said(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             text(tmp_path, *sets)
-    ended = asyncrl("run", "--resume", str(tmp_path), "--on", "slurm")
+    ended = run_cli("run", "--resume", str(tmp_path), "--on", "slurm")
     assert ended.code == 2 and "submit it again with sbatch" in ended.err
-    ended = asyncrl("run", str(DEMO), "--on", "sge")
+    ended = run_cli("run", str(DEMO), "--on", "sge")
     assert ended.code == 2 and "choose one of local, ray, ray://HOST:PORT, slurm" in ended.err
 
 

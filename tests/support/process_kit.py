@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,15 @@ def run_command(
     )
 
 
+def as_options(sets: Iterable[str]) -> list[str]:
+    return [word for item in sets for word in ("--set", item)]
+
+
+def run_cli(*words: str, sets: Iterable[str] = (), **more: Any) -> Ended:
+    """`asyncrl WORDS --set ITEM ...` in a process of its own."""
+    return run_command([sys.executable, "-m", "asyncrl.cli", *words, *as_options(sets)], **more)
+
+
 def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
     """A directory that `make` fills once for all workers of a session; the others wait for it."""
     base = factory.getbasetemp()
@@ -114,9 +123,9 @@ def demo_command(
     argv = [sys.executable, "-m", "asyncrl.cli", command]
     if "--resume" not in flags:
         argv.append(f"configs/{config}.toml")
-        argv += [x for s in sets for x in ("--set", s)]
+        argv += as_options(sets)
     else:
-        argv += [x for s in words if "=" in s and not s.startswith("-") for x in ("--set", s)]
+        argv += as_options(s for s in words if "=" in s and not s.startswith("-"))
     return argv + flags + ["--json"]
 
 

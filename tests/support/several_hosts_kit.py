@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from process_kit import ENV, Ended, run_command
+from process_kit import ENV, as_options
 
 from asyncrl.contract.messages import RunStatus
 from asyncrl.records import process_log
@@ -20,10 +20,6 @@ from asyncrl.transport.sockets import BufferSocket
 
 COMMAND = [sys.executable, "-m", "asyncrl.cli"]
 WAIT_S = 1800.0
-
-
-def asyncrl(*words: str) -> Ended:
-    return run_command([*COMMAND, *words], timeout=600)
 
 
 def free_address() -> str:
@@ -93,7 +89,7 @@ class JoinedRun:
             "watchdog.startup_s=3600.0",
             "weights.transport='tcp'",
         ]
-        run = self.start(self.here, "run", config, *[x for each in sets for x in ("--set", each)])
+        run = self.start(self.here, "run", config, *as_options(sets))
         words = ("--keys", "copied", "--wait", f"{WAIT_S}", "--cache", str(self.there / "cache"))
         joined = self.start(self.there, "join", self.address, *words, *joins)
         try:
