@@ -15,7 +15,7 @@ import msgspec
 
 from asyncrl.contract.errors import REFUSALS, AsyncrlError
 from asyncrl.contract.messages import DISPOSITIONS, Numbers
-from asyncrl.contract.toml_writer import read_table
+from asyncrl.contract.toml_writer import fill, read_table
 from asyncrl.records import health_checks, jsonl
 from asyncrl.records.append_log import make_disk_full_error
 from asyncrl.records.jsonl import JsonObject
@@ -28,9 +28,9 @@ class MetricInfo(NamedTuple):
 
 Table = dict[str, MetricInfo]
 METRICS: Table
-METRICS, BY_LAG, PATTERNS, SECTIONS, FIRST_LOOK, PAGE = msgspec.convert(
+METRICS, BY_LAG, PATTERNS, FOR_MANY, SECTIONS, FIRST_LOOK, PAGE = msgspec.convert(
     [*read_table(__file__).values()],
-    tuple[Table, Table, Table, dict[str, list[str]], Table, dict[str, str]],
+    tuple[Table, Table, Table, Table, dict[str, list[str]], Table, dict[str, str]],
 )
 METRICS |= {
     f"ledger/{_line}": MetricInfo("tokens", f"tokens that have ended in the ledger line {_line}")
@@ -54,47 +54,35 @@ def is_known_metric(name: str) -> bool:
     return name in METRICS or any(re.fullmatch(pattern, name) for pattern in PATTERNS)
 
 
-def _list_families() -> dict[str, list[tuple[str, str, str]]]:
-    """Return family -> (name, unit, meaning) of its rows."""
-    lags = ", ".join(BUCKETS)
-    older = "`split/mismatch_k3` by how many versions older the oldest keys and values are, "
-    rows = [
-        (name, entry.unit, entry.meaning)
-        for name, entry in METRICS.items()
-        if not name.startswith(("by_", "ledger/"))
-    ]
-    rows.append(("ledger/LINE", "tokens", f"tokens that ended in: {', '.join(DISPOSITIONS)}"))
-    kinds = ", ".join(f"{kind} ({meaning.rstrip(',')})" for kind, (_, meaning) in BY_LAG.items())
-    rows.append(("by_lag/KIND_B", "-", f"at lag B, one of {lags}, each KIND of {kinds}"))
-    rows.append(("by_age/mismatch_k3_B", "nats/token", older + lags))
+def _list_families() -> dict[str, Table]:
+    """Return family -> name -> unit and meaning of its rows."""
+    values = {
+        "lags": ", ".join(BUCKETS),
+        "lines": ", ".join(DISPOSITIONS),
+        "kinds": ", ".join(f"{x} ({meaning.rstrip(',')})" for x, (_, meaning) in BY_LAG.items()),
+    }
+    rows = {x: y for x, y in METRICS.items() if not x.startswith(("by_", "ledger/"))}
+    rows |= {x: y._replace(meaning=y.meaning.format(**values)) for x, y in FOR_MANY.items()}
     for pattern, entry in PATTERNS.items():
         name = re.sub(r"\[a-z\]\[a-z0-9-\]\*|\.\+", "NAME", pattern)
-        name = name.replace(r"\d+", "K").replace("(low|high)", "low, high")
-        rows.append((name, entry.unit, entry.meaning))
-    families: dict[str, list[tuple[str, str, str]]] = {}
-    for row in rows:
-        families.setdefault(row[0].partition("/")[0], []).append(row)
+        rows[name.replace(r"\d+", "K").replace("(low|high)", "low, high")] = entry
+    families: dict[str, Table] = {}
+    for name, entry in rows.items():
+        families.setdefault(name.partition("/")[0], {})[name] = entry
     return families
 
 
 def format_markdown() -> str:
     """Format the page of metrics.  Raises KeyError if a family has no section."""
-    bounds = vars(health_checks)
-    first = [
-        f"| `{name}` | {healthy.format_map(bounds)} | {otherwise} |\n"
-        for name, (healthy, otherwise) in FIRST_LOOK.items()
-    ]
-    page = f"{PAGE['head']}| metric | healthy | otherwise |\n|---|---|---|\n{''.join(first)}"
+    first = [(name, x.format_map(vars(health_checks)), y) for name, (x, y) in FIRST_LOOK.items()]
     families = _list_families()
-    for section, names in SECTIONS.items():
-        rows = [row for name in names for row in families.pop(name)]
-        page += f"\n## {section}\n\n" + "".join(
-            f"- `{name}`{f' ({unit})' if unit != '-' else ''}: {meaning}\n"
-            for name, unit, meaning in rows
-        )
+    sections = {
+        title: [row for name in names for row in families.pop(name).items()]
+        for title, names in SECTIONS.items()
+    }
     if families:
         raise KeyError(f"families without a section: {', '.join(families)}")
-    return page
+    return fill(PAGE["text"], first=first, sections=sections)
 
 
 # ---- the event file of TensorBoard ---------------------------------------------------------------

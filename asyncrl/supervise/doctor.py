@@ -10,6 +10,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import REFUSALS
 from asyncrl.contract.messages import RunStatus
 from asyncrl.contract.printable import escape_line
+from asyncrl.contract.toml_writer import fill, read_table
 from asyncrl.contract.waits import ProgressWatchdog
 from asyncrl.records import health_checks, metrics, process_log, rundir
 from asyncrl.records.jsonl import JsonObject
@@ -17,6 +18,7 @@ from asyncrl.supervise import live
 from asyncrl.supervise.hosts import find_last_words, read_last_lines
 from asyncrl.supervise.report.advice import list_advice
 
+ADVICE: str = read_table(__file__)["advice"]
 SHOWN = ("reward/mean", "eval/heldout", "lag/mean", "optim/grad_norm")
 
 
@@ -146,30 +148,8 @@ def list_missing(state: JsonObject) -> list[str]:
 def advise(run_dir: Path, state: JsonObject) -> str:
     """Recommend the next step in one line."""
     running = {p["name"] for p in state["processes"] if p["alive"]}
-    missing = list_missing(state)
-    if state["ended"]:
-        return (
-            f"the run has ended: {run_dir / 'report.html'}, {run_dir / 'model'}; train on with "
-            f"`asyncrl run --resume {run_dir} --set learner.steps=N`"
-        )
-    if "supervisor" in running:
-        return (
-            "a supervisor is running: it restarts failed processes, and ends the run if that does "
-            "not help"
-        )
-    if running and missing:
-        start = [
-            f"asyncrl {n.partition('-')[0]} {run_dir / 'config.toml'} --run-dir {run_dir}"
-            + (f" --index {n[10:]}" if n[10:] else "")
-            for n in missing
-        ]
-        return "the run waits for a process that is not running; start it: " + "; ".join(start)
-    if running:
-        return "all processes are running: the run is starting, or one of them hangs"
-    return (
-        f"none of its processes is running; `asyncrl run --resume {run_dir}` continues from the "
-        f"last checkpoint, `asyncrl report {run_dir}` shows the run up to now"
-    )
+    known = {"run_dir": run_dir, "running": running, "missing": list_missing(state)}
+    return fill(ADVICE, **state | known).strip("\n")
 
 
 def describe_refusals(state: JsonObject) -> list[str]:

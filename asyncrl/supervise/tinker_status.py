@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.toml_writer import read_table
 from asyncrl.records import health_checks, jsonl, metrics, process_log
 from asyncrl.records.health_checks import Finding
 from asyncrl.records.jsonl import JsonObject
@@ -21,6 +22,7 @@ RULES = (
     health_checks.check_engine_mismatch,
     health_checks.check_truncated_sampling,
 )
+STATE: str = read_table(__file__)["state"]
 ADVICE = "sample for training at temperature 1, with top_p = 1 and without top_k"
 CONFIG = "tinker.toml"
 MODEL = "model.json"
@@ -136,34 +138,6 @@ def run_health_checks(model: Path) -> list[Finding]:
     about = health_checks.RunFacts(load.load(model / "config.toml"))
     results = [rule(rows, about) for rule in RULES]
     return [finding._replace(try_this=ADVICE) for finding in results if finding is not None]
-
-
-def format_lines(state: JsonObject) -> list[str]:
-    """Describe the state as lines of text."""
-    address = f" at {state['url']}" if state["url"] else ""
-    lines = [f"the server is running{address}" if state["running"] else "the server is not running"]
-    for process in state["processes"]:
-        last_line = (
-            f"; last line of its log: {process['last_line']}" if process["last_line"] else ""
-        )
-        lines.append(f"  {process['said']}{last_line}")
-    if not state["models"]:
-        lines.append("no model yet: a training client creates one")
-    for model in state["models"]:
-        supervised = model["supervised_tokens"]
-        lines.append(
-            f"{model['model']}: version {model['version']}, lag mean {model['lag_mean']:.3g} and "
-            f"max {model['lag_max']} of {model['trained_tokens']} trained tokens, "
-            f"{model['unknown_tokens']} of unknown lag"
-            + (f", and {supervised} supervised tokens" if supervised else "")
-        )
-        if model["ledger"]:
-            lines.append(
-                "  sequences: {sampled} sampled = {never_trained} never trained + {trained_once} "
-                "once + {trained_again} more often".format_map(model["ledger"])
-            )
-        lines += [f"  health check: {finding}" for finding in model["findings"]]
-    return lines
 
 
 # ---- a model on the pages of `asyncrl watch` -----------------------------------------------------

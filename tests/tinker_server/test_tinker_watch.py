@@ -19,6 +19,7 @@ from watch_kit import ask_about_damage, sample_row, write_lines
 
 from asyncrl.cli import main
 from asyncrl.config import load
+from asyncrl.contract.toml_writer import fill
 from asyncrl.records import process_log
 from asyncrl.records.page_kit import CardBlock, ListBlock
 from asyncrl.records.process_log import INTERRUPTED, ProcessIncarnation
@@ -230,7 +231,7 @@ def test_a_model_in_training(served: Path) -> None:
     process.release()
     assert model.describe_state()["state"] == "stopped" and read_overview(model)[0] == []
     (model.path / "ledger.json").write_text('{"sampled": 3}')
-    lines = tinker_status.format_lines(tinker_status.examine(model.path))
+    lines = fill(tinker_status.STATE, **tinker_status.examine(model.path)).splitlines()
     assert any("3 sampled = 0 never trained + 0 once" in line for line in lines)
 
 

@@ -10,6 +10,7 @@ from asyncrl.cli import result
 from asyncrl.cli.base import command, emit
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
+from asyncrl.contract.toml_writer import fill
 from asyncrl.records import process_log
 
 
@@ -31,7 +32,7 @@ def doctor(run_dir: Path | None, exact: bool) -> None:
         raise ConfigError("give a RUN_DIR (or --exact for the self-test of exact mode)")
     if tinker_status.is_server(run_dir) or tinker_status.is_model(run_dir):
         state = tinker_status.examine(run_dir)
-        return emit(state, "\n".join(tinker_status.format_lines(state)))
+        return emit(state, fill(tinker_status.STATE, **state).rstrip("\n"))
     rundir.require_run(run_dir)
     config = load.load(run_dir / "config.toml")
     can_answer = bool(config.wires.address) or process_log.is_alive(run_dir, "buffer")

@@ -15,7 +15,7 @@ import msgspec
 from asyncrl.config import layers, rules
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Numbers
-from asyncrl.contract.toml_writer import flatten
+from asyncrl.contract.toml_writer import fill, flatten, read_table
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.arms import compare_with_first
 from asyncrl.experiments.compare.grid import (
@@ -29,6 +29,7 @@ from asyncrl.experiments.compare.verdict import average
 from asyncrl.records.jsonl import JsonObject
 from buffer import training_log
 
+TEXTS: dict[str, str] = read_table(__file__)
 KL_BATCHES = 20  # at a run's end, over which KL to the reference is averaged
 TARGET = 0.9  # share of the first arm's final reward; the time to reach it is compared
 ESS = "is/target_ess"  # of the raw ratios target/behavior
@@ -277,22 +278,14 @@ def list_digests(cells: Sequence[CellResult]) -> list[str]:
 
 def describe_tradeoff(name: str, arm: Summary, base_name: str, base: Summary) -> str:
     """Describe an arm's speed, reward and time to the target reward relative to the base."""
-    comparable = not arm["warm"] and not base["warm"]
-    speed_text = (
-        f"{base['wall_s'] / max(arm['wall_s'], 1e-9):.2f} times the speed of {base_name}"
-        if comparable
-        else "run in a warm process, so its speed is not comparable"
-    )
-    change = arm["heldout_end"] - base["heldout_end"]
-    text = f"{name}: {speed_text}, reward {change:+.3f}; reward {arm['target']:.3f} "
-    if not arm["reached"] or not base["reached"]:
-        by = f" by {base_name}" if arm["reached"] else ""
-        return f"{text}was never reached{by}"
-    text += f"at batch {arm['steps_to_target']:.0f} ({base_name} {base['steps_to_target']:.0f})"
-    if comparable:
-        text += f", after {arm['seconds_to_target']:.0f} s ({base['seconds_to_target']:.0f})"
-    missed = arm["seeds"] - arm["reached"]
-    return text + (f", never in {missed} of {arm['seeds']} runs" if missed else "")
+    return fill(
+        TEXTS["tradeoff"],
+        name=name,
+        arm=arm,
+        base_name=base_name,
+        base=base,
+        comparable=not (arm["warm"] or base["warm"]),
+    ).strip()
 
 
 def analyze(cells: Sequence[CellResult], configs: dict[str, Config]) -> Summary:
@@ -490,19 +483,15 @@ def explain_choice(name: str, cells: Sequence[Summary], why_not_more: str) -> st
     cells: those of the correction that pass, by limit; the last one is chosen.
     """
     best = cells[-1]
-    text = (
-        f"limit {best['limit']} with {name}: reward {format_difference(best)} against sync at "
-        f"{best['seeds']} seeds, ESS stays at {best['ess']:.2f} and more, every run stable"
-    )
-    if not math.isnan(best["speed"]):
-        text += (
-            f"; {best['speed']:.2f} times the speed of sync if learner and generators are "
-            "equally fast"
-        )
     small = next((cell for cell in cells if cell["speed"] >= 0.98 * best["speed"]), best)
-    if small is not best:
-        text += f"; limit {small['limit']} is as fast there"
-    return "; ".join(filter(None, (text, why_not_more)))
+    return fill(
+        TEXTS["choice"],
+        name=name,
+        best=best,
+        small=small,
+        difference=format_difference(best),
+        why_not_more=why_not_more,
+    ).strip()
 
 
 def format_set_arguments(plan: SweepPlan, correction: str, limit: float) -> str:

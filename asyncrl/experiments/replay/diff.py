@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Numbers
-from asyncrl.contract.toml_writer import find_differences
+from asyncrl.contract.toml_writer import fill, find_differences, read_table
 from asyncrl.experiments.compare.grid import CellResult
 from asyncrl.experiments.compare.page import CURVES, plot_curves
 from asyncrl.records import atomic_write, metrics, page_kit, rundir
@@ -37,7 +37,7 @@ MACHINE = (
     "reward/call_s",
     "reward/workers",
 )
-METRICS_SHOWN = 6  # of those that differ
+TEXTS: dict[str, str] = read_table(__file__)
 NAMES = ("name", "runs")  # settings that only locate a run
 
 
@@ -106,36 +106,13 @@ def diff(run_a: Path, run_b: Path) -> JsonObject:
 
 def format_diff(comparison: JsonObject) -> str:
     """Format the comparison for a reader."""
-    lines = [f"A {comparison['a']}", f"B {comparison['b']}"]
-    lines += [f"  {x}" for x in comparison["config"]] or ["  configs are the same"]
-    difference = comparison["first_difference"]
-    if comparison["equal"]:
-        return "\n".join([*lines, "bitwise equal: final weights and every metric at every step"])
-    if difference is None:
-        digests = comparison["weights_digests"]
-        weights = "at least one run has not ended"
-        if all(digests):
-            equal = digests[0] == digests[1]
-            weights = f"the final weights {'are equal' if equal else 'differ'}"
-        lines.append(
-            f"no metric differs in the common steps (up to {comparison['steps'][0]} and "
-            f"{comparison['steps'][1]}); {weights}"
-        )
-    else:
-        lines += format_first_difference(difference, "step", METRICS_SHOWN)
-    return "\n".join(lines)
+    difference = format_first_difference(comparison["first_difference"], "step", 6)
+    return fill(TEXTS["report"], **comparison, difference=difference).rstrip()
 
 
-def format_first_difference(difference: JsonObject, unit: str, shown: int) -> list[str]:
+def format_first_difference(first: JsonObject | None, unit: str, shown: int) -> str:
     """Format the result of `find_first_difference`, with `shown` of its metrics."""
-    differing = difference["metrics"]
-    return [
-        f"first difference at {unit} {difference['step']}, in {len(differing)} metrics:",
-        *(
-            f"  {m['name']}: {m['a']:.9g} | {m['b']:.9g} (relative {m['relative']:.2g})"
-            for m in differing[:shown]
-        ),
-    ]
+    return fill(TEXTS["difference"], first=first, unit=unit, shown=shown).rstrip() if first else ""
 
 
 def write(comparison: JsonObject, path: Path) -> None:

@@ -25,7 +25,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteError
 from asyncrl.contract.messages import Numbers
 from asyncrl.contract.printable import Say
-from asyncrl.contract.toml_writer import find_differences, read_table
+from asyncrl.contract.toml_writer import fill, find_differences, read_table
 from asyncrl.experiments.compare.arms import format_changes
 from asyncrl.experiments.compare.verdict import average, list_instabilities
 from asyncrl.experiments.model_evaluation import OfflineEvaluator
@@ -38,7 +38,7 @@ from asyncrl.records.page_kit import clean
 from learner import checkpoint
 from learner.step import LearnerCore
 
-MAY_CHANGE, WATCHED, DECIDES_DATA = read_table(__file__).values()
+MAY_CHANGE, WATCHED, DECIDES_DATA, TEXTS = read_table(__file__).values()
 REPORT_S = 10.0  # between two progress messages
 
 
@@ -375,7 +375,10 @@ def judge(
         "recorded": summarize_ends(recorded, evaluated),
         "replayed": summarize_ends(result.rows, evaluated),
     }
-    return comparison | {"verdict": state_verdict(comparison), "warning": state_warning(comparison)}
+    return comparison | {
+        name: fill(TEXTS[name], **comparison, start=source.start).strip()
+        for name in ("verdict", "warning")
+    }
 
 
 def summarize_ends(rows: MetricsByStep, evaluated: Sequence[int]) -> JsonObject:
@@ -400,85 +403,10 @@ def summarize_ends(rows: MetricsByStep, evaluated: Sequence[int]) -> JsonObject:
     }
 
 
-def state_verdict(comparison: JsonObject) -> str:
-    """Put the comparison into one sentence: reproduced, stable or unstable."""
-    if comparison["reproduced"]:
-        return (
-            "nothing changed: every recorded loss, gradient norm and weight is reproduced bitwise"
-        )
-    if comparison["reproduced"] is False:
-        return (
-            "nothing was changed, but the replay differs from the recording: a cause is another "
-            "machine, thread count or library version"
-        )
-    if not comparison["changed"]:
-        return (
-            "nothing changed; several ranks recorded, and sum in another order than one process, "
-            "so expect equality only up to rounding"
-        )
-    if comparison["equal"]:
-        return "the change made no difference: every loss and weight is bitwise the recorded one"
-    recorded = "; ".join(comparison["recorded"]["trouble"])
-    replayed = "; ".join(filter(None, (*comparison["replayed"]["trouble"], comparison["failed"])))
-    if not recorded and not replayed:
-        return "both stable by rule"
-    if not replayed:
-        return (
-            f"the recorded run was unstable by rule ({recorded}); on the same data this change is "
-            "not"
-        )
-    if not recorded:
-        return f"unstable by rule on the same data, where the recorded run was not: {replayed}"
-    return f"both unstable by rule: recorded: {recorded}; replayed: {replayed}"
-
-
-def state_warning(comparison: JsonObject) -> str:
-    """Describe the limits of a replay and the distance from the behavior policies."""
-    if comparison["equal"] or not comparison["changed"]:
-        return ""
-    distance = ""
-    recorded, replayed = comparison["recorded"], comparison["replayed"]
-    if (kl := "kl/behavior_target_k3") in recorded.keys() & replayed.keys():
-        distance = (
-            f" At the end the replayed policy is {replayed[kl]:.2g} nats a token (k3) from the "
-            f"policies that sampled the completions; the recorded one was {recorded[kl]:.2g}."
-        )
-    if "is/target_ess" in replayed:
-        distance += (
-            " Effective sample size of the recorded completions under it: "
-            f"{replayed['is/target_ess']:.2g} of their number."
-        )
-    return (
-        "The data would have changed too: in a run, this learner's weights would have "
-        f"sampled other completions, at other lags, from version {comparison['from'] + 1} on. A "
-        "replay shows the effect of the change on the updates for these completions; a run shows "
-        "the other effects." + distance
-    )
-
-
 def format_replay(comparison: JsonObject) -> str:
     """Format the result for a reader."""
-    lines = [
-        f"{comparison['run_dir']}, batches {comparison['from']} to {comparison['to'] - 1}, "
-        f"trained again in {comparison['replay_dir']}"
-    ]
-    lines += [f"  {x}" for x in comparison["changed"]] or ["  nothing changed"]
-    if comparison["cut"]:
-        lines.append(comparison["cut"])
-    if comparison["first_difference"] is not None:
-        lines += diff.format_first_difference(comparison["first_difference"], "batch", 5)
-    recorded, replayed = comparison["recorded"], comparison["replayed"]
-    version = comparison["heldout_version"]
-    lines.append(f"{'at the end (mean of the last tenth)':36} {'recorded':>12} {'replayed':>12}")
-    titles = {"heldout_end": f"heldout_end (version {version})"}
-    lines += [
-        f"  {titles.get(name, name):34} {recorded[name]:12.5g} {replayed[name]:12.5g}"
-        for name in ("heldout_end", *WATCHED, "kl_max")
-        if recorded.get(name) is not None and replayed.get(name) is not None
-    ]
-    if version is not None and version < comparison["to"]:
-        lines.append(
-            f"the run evaluated no version from {version + 1} to {comparison['to']} "
-            "(evaluation.every)"
-        )
-    return "\n".join([*lines, comparison["verdict"], comparison["warning"]]).rstrip()
+    difference = diff.format_first_difference(comparison["first_difference"], "batch", 5)
+    names = ("heldout_end", *WATCHED, "kl_max")
+    start = comparison["from"]
+    report = fill(TEXTS["report"], **comparison, start=start, difference=difference, names=names)
+    return report.rstrip()

@@ -7,7 +7,6 @@ of late samples.
 import contextlib
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
@@ -15,27 +14,26 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncrl.config import load
+from asyncrl.config import load, rules
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.toml_writer import read_table
+from asyncrl.contract.toml_writer import fill, read_table
 from asyncrl.experiments.simulate import times
 from asyncrl.experiments.simulate.simulation import Outcome, Simulation, average
 from asyncrl.experiments.simulate.times import TimeModel, fit, fit_log
 from asyncrl.records import atomic_write, page_kit, rundir
+from asyncrl.records.health_checks import match_rules
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import ListBlock, PagePlot, PlotBlock, PlotLine, TableBlock, TextBlock
 from asyncrl.supervise.report import advice
 
 replace = msgspec.structs.replace
 NOTHING = 0.02  # a smaller change of throughput is reported as none
-BUSY = 0.1  # a side limits the run if it is idle for less than this and half the other's share
-BUFFER_BUSY = 0.2  # the same for the buffer, whose work comes in bursts
 WIDE = 0.2  # a smaller range of the mean lag is not reported
 DRIFT = 0.05  # assumed error of the learner's speed
 LIMITS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)  # of --plot
 MOST_GENERATORS = 10_000
-SUMMARY, OUTCOME_COLUMNS, TREATMENT_COLUMNS, PLOTS = read_table(__file__).values()
+OUTCOME_COLUMNS, TREATMENT_COLUMNS, PLOTS, TEXTS = read_table(__file__).values()
 
 # simulates a config once per seed: `simulate_seeds` with its times, seeds and evaluation given
 SimulateSeeds = Callable[..., list[Outcome]]
@@ -105,19 +103,8 @@ def average_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
 def describe_limiting_side(outcome: Outcome) -> str:
     """Describe the side that limits the run."""
     idle, learner = outcome["idle_generator"], outcome["idle_learner"]
-    both = f"(generators idle {idle:.0%}, learner {learner:.0%})"
-    if max(idle, learner) < BUSY:
-        return f"both sides are busy {both}"
-    if learner < BUSY and learner < idle / 2:
-        return f"the learner limits it (idle {learner:.0%}; the generators {idle:.0%})"
-    if idle < BUSY and idle < learner / 2:
-        return f"the generators limit it (idle {idle:.0%}; the learner {learner:.0%})"
-    if outcome["idle_buffer"] < BUFFER_BUSY:
-        return (
-            f"the buffer limits it (idle {outcome['idle_buffer']:.0%}; the generators {idle:.0%}, "
-            f"the learner {learner:.0%})"
-        )
-    return f"both sides wait for each other {both}"
+    excess = {"learner_excess": learner - idle / 2, "generator_excess": idle - learner / 2}
+    return match_rules("limiting_side", outcome | excess)[0].said
 
 
 # ---- questions -----------------------------------------------------------------------------------
@@ -160,24 +147,25 @@ def answer(
         for old, new in zip(base, changed, strict=True)
     ]
     ratio, least, largest = average(ratios), min(ratios), max(ratios)
-    spread = f" (seeds {least:.2f} to {largest:.2f})" if len(ratios) > 1 else ""
-    gain = f"about the same throughput, {ratio:.2f} times{spread}"
-    if abs(ratio - 1) >= NOTHING:
-        gain = (
-            f"{ratio:.2f} times the throughput{spread}, {after['tokens_per_s']:,.0f} tokens/s "
-            f"instead of {before['tokens_per_s']:,.0f}"
-        )
     lags = [outcome["lag_mean"] for outcome in (after, *drifted)]
     low, high = min(lags), max(lags)
-    uncertainty = f" ({low:.2f} to {high:.2f} if the learner's speed is {DRIFT:.0%} off)"
-    return {
-        "question": question,
-        "ratio": ratio,
-        "least": least,
-        "largest": largest,
-        "sentence": f"{question[0].upper()}{question[1:]} instead of {instead}: {gain}; mean lag "
-        f"{after['lag_mean']:.2f}{uncertainty if high - low > WIDE else ''} instead of "
-        f"{before['lag_mean']:.2f}; then {describe_limiting_side(after)}.",
+    result = {"question": question, "ratio": ratio, "least": least, "largest": largest}
+    sentence = fill(
+        TEXTS["answer"],
+        **result,
+        instead=instead,
+        same=abs(ratio - 1) < NOTHING,
+        seeds=len(ratios),
+        before=before,
+        after=after,
+        low=low,
+        high=high,
+        wide=WIDE,
+        drift=DRIFT,
+        limited_by=describe_limiting_side(after),
+    )
+    return result | {
+        "sentence": sentence.strip(),
         "outcome": after,
         "lag_range": (low, high) if drifted else None,
     }
@@ -196,13 +184,9 @@ def answer_questions(
     answers = []
     for limit in limits:
         changed = change_limit(config, limit)
-        drifted = [
-            outcome
-            for factor in (1 - DRIFT, 1 + DRIFT)
-            for outcome in run(changed, seeds=1, scale={"train": factor})
-        ]
+        drifts = [run(changed, seeds=1, scale={"train": 1 + x})[0] for x in (-DRIFT, DRIFT)]
         instead = f"{config.staleness.limit:g}"
-        answers.append(answer(f"a limit of {limit:g}", instead, base, run(changed), drifted))
+        answers.append(answer(f"a limit of {limit:g}", instead, base, run(changed), drifts))
     for extra in added_generators:
         count = config.generators + extra
         outcomes = run(replace(config, generators=count))
@@ -241,21 +225,6 @@ def predict(run_dir: Path) -> dict[str, str]:
 
 
 # ---- treatments of late samples ------------------------------------------------------------------
-
-
-def check_treatments(config: Config, deadline_s: float | None = None) -> None:
-    """Raise ConfigError if a treatment is impossible."""
-    staleness = config.staleness
-    if staleness.ess_floor or math.isinf(staleness.limit):
-        raise ConfigError("--treatments: needs a fixed limit: set staleness.max_lag to a number")
-    if staleness.inject is not None:
-        raise ConfigError(
-            "--treatments: injected lag never exceeds its limit: leave out staleness.inject"
-        )
-    if staleness.order != "auto":
-        raise ConfigError("--treatments: each treatment sets its order: leave out staleness.order")
-    if deadline_s is not None and not config.agent.uses_sessions:
-        raise ConfigError("--deadline: belongs to sessions, and the config has no [agent]")
 
 
 def compare_treatments(
@@ -339,11 +308,8 @@ def simulate(
         config = replace(config, learner=replace(config.learner, steps=steps))
     counts = parse_counts(generators) if generators else [config.generators]
     limit, inject = config.staleness.limit, config.staleness.inject
-    if config.staleness.delay:
-        raise ConfigError(
-            "staleness.delay: is not simulated; leave it out, and give the tail with --time "
-            "reward=pareto(LEAST,EXPONENT,MOST)"
-        )
+    for problem in rules.apply_table("simulations", config):
+        raise ConfigError(problem)
     for extra in added_generators:
         if not 1 <= config.generators + extra <= MOST_GENERATORS:
             raise ConfigError(
@@ -352,10 +318,12 @@ def simulate(
             )
     if plot is not None and not plot.parent.is_dir():
         raise ConfigError(f"--plot {plot}: the directory {plot.parent} does not exist")
-    if treatments:
-        check_treatments(config, deadline)
-    elif deadline is not None:
+    for problem in rules.apply_table("treatments", config) if treatments else ():
+        raise ConfigError(problem)
+    if deadline is not None and not treatments:
         raise ConfigError("--deadline: belongs to --treatments")
+    if deadline is not None and not config.agent.uses_sessions:
+        raise ConfigError("--deadline: belongs to sessions, and the config has no [agent]")
     run = functools.partial(simulate_seeds, times=time_model, seeds=seeds, evaluate=evaluate)
     base = run(config)
     if not (limits or added_generators or syncs or threads or treatments):
@@ -406,26 +374,12 @@ def make_table(
 
 def format_result(result: JsonObject) -> str:
     """Format the result for a reader."""
-    base = result["base"]
-    limit, mean, sampled = base["max_lag"], base["limit_mean"], max(base["generated"], 1)
-    if limit not in ("inf", mean):  # an automatic one
-        limit = f"{mean:.2f} on average, at most {limit}"
-    histogram = [f"{lag}: {share:.1%}" for lag, share in base["lag_histogram"].items()]
-    losses = [f"{reason} {tokens / sampled:.2%}" for reason, tokens in base["losses"].items()]
-    values = base | {
-        "limit": limit,
-        "limited_by": result["limited_by"],
-        "histogram": ", ".join(histogram),
-        "lost": ", ".join(losses) or "none",
-    }
-    lines = [f"times: {result['times']}", *(line.format(**values) for line in SUMMARY.values())]
-    lines += [answer["sentence"] for answer in result["answers"]]
-    for name, columns in (("sweep", OUTCOME_COLUMNS), ("treatments", TREATMENT_COLUMNS)):
-        if name in result:
-            lines.append(make_table(columns, result[name]).as_text())
-    page = f"; page: {result['page']}" if "page" in result else ""
-    lines.append(f"simulated with {result['seeds']} seed(s), {base['took_s']:.1f} s each{page}")
-    return "\n".join(lines)
+    tables = [
+        make_table(columns, result[name]).as_text()
+        for name, columns in (("sweep", OUTCOME_COLUMNS), ("treatments", TREATMENT_COLUMNS))
+        if name in result
+    ]
+    return fill(TEXTS["result"], **result, tables=tables).rstrip()
 
 
 def write_page(path: Path, name: str, result: JsonObject, config: str) -> None:
