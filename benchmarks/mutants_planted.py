@@ -22,7 +22,7 @@ BUFFER = "buffer/"
 ADVANTAGES = "tests/algorithms/test_advantages.py::test_"
 SETTINGS = "tests/algorithms/test_settings_take_effect.py::test_"
 STATE = "tests/learner/test_learner_step.py::test_"
-STOPS = "tests/algorithms/test_stops.py::test_"
+STOPS = "tests/algorithms/test_gradients.py::test_"
 LOCAL = "tests/tinker_server/test_tinker_local.py::test_"
 PLANTED = [
     Planted(

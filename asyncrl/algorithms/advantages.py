@@ -20,6 +20,7 @@ from torch import Tensor, where, zeros_like
 from asyncrl.algorithms import diagnostics, kl, own_functions, ratios, settings
 from asyncrl.algorithms.batch import LossBatch
 from asyncrl.algorithms.ratios import (
+    CLAMP,
     PaddedRows,
     compute_running_sum,
     find_sample_max,
@@ -124,34 +125,6 @@ def compute_grpo(
     return where(deviation == 0, 0.0, deviation / (var.sqrt() + c.eps))
 
 
-def _compute_contributions(rewards: Tensor, k: int) -> Tensor:
-    """Return `_apply_pass_at_k` of one group [G].
-
-    Sorted upwards, the best of k - 1 sampled from the samples below position i is at position j
-    with probability C(j, k - 2) / C(G - 1, k - 1). Samples above i add nothing.
-    """
-    count = len(rewards)
-    chosen = k or count
-    if chosen > count or chosen < 2:
-        raise ConfigError(
-            f"advantage.k: pass_at_k of {chosen} needs 2 or more, and groups of as many samples, "
-            f"not {count}: raise learner.group_size"
-        )
-    order = rewards.argsort()
-    ranked = rewards[order].double()
-    share = torch.tensor(
-        [math.comb(j, chosen - 2) / math.comb(count - 1, chosen - 1) for j in range(count)],
-        dtype=torch.float64,
-        device=rewards.device,
-    )
-    # sum over j < i of share_j (r_i - r_j)
-    share_below = share.cumsum(0) - share
-    lower_sum = (share * ranked).cumsum(0) - share * ranked
-    contributions = torch.empty_like(rewards)
-    contributions[order] = (share_below * ranked - lower_sum).to(rewards.dtype)
-    return contributions
-
-
 def place_on_last_token(x: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
     """Place x [B] on each sample's last token of the mask, 0 elsewhere: [N]."""
     position = torch.arange(len(seq), device=seq.device)
@@ -168,36 +141,6 @@ def _sum_masked_suffix(x: Tensor, mask: Tensor, seq: Tensor, discount: float) ->
     # S_t = x_t + discount S_{t'} with t' the next token in the mask: a skipped token passes S on
     # undiscounted
     return where(mask, sum_discounted_suffix(where(mask, x, 0.0), seq, d), 0.0)
-
-
-def _find_next_value(values: Tensor, mask: Tensor, seq: Tensor, bootstrap: Tensor) -> Tensor:
-    """Return V at the next token of the mask; after the last one, bootstrap [B]."""
-    rows = PaddedRows(seq)
-    values_matrix = rows.pad(where(mask, values, 0.0))
-    mask_matrix = rows.pad(mask)
-    sample_of_row = seq
-    if len(seq):
-        sample_of_row = seq[torch.cat([seq.new_ones(1, dtype=torch.bool), seq[1:] != seq[:-1]])]
-    carry = bootstrap.to(values_matrix.dtype)[sample_of_row]
-    following = torch.empty_like(values_matrix)
-    for t in range(values_matrix.shape[1] - 1, -1, -1):
-        following[:, t] = carry
-        carry = where(mask_matrix[:, t], values_matrix[:, t], carry)
-    return rows.pack(following)
-
-
-def _sum_next(x: Tensor, mask: Tensor, seq: Tensor, count: int, discount: float) -> Tensor:
-    """Return sums [N] over each token of the mask and those after it, `count` in all."""
-    rows = PaddedRows(seq[mask])
-    sums = zeros_like(x)
-    if not len(seq[mask]):
-        return sums
-    padded = rows.pad(x[mask])
-    total = zeros_like(padded)
-    for step in range(min(count, padded.shape[1])):
-        total[:, : padded.shape[1] - step] += discount**step * padded[:, step:]
-    sums[mask] = rows.pack(total)
-    return sums
 
 
 def _scatter_within_response(x: Tensor, at: Tensor, seq: Tensor) -> Tensor:
@@ -232,7 +175,7 @@ def sum_by_step(x: Tensor, step: Tensor, seq: Tensor) -> Tensor:
     return _scatter_within_response(x, where(has_end, ends, previous_end), seq)
 
 
-def whiten(x: Tensor, eps: float = 1e-8, reference: Tensor | None = None) -> Tensor:
+def whiten(x: Tensor, reference: Tensor | None = None) -> Tensor:
     """Scale to mean 0 and standard deviation 1 over the batch (ddof 1).
 
     A single value, or values that are all equal, become 0. `reference` holds the values whose mean
@@ -241,7 +184,7 @@ def whiten(x: Tensor, eps: float = 1e-8, reference: Tensor | None = None) -> Ten
     reference = x if reference is None else reference
     if len(reference) < 2:
         return zeros_like(x)
-    return where(_are_equal(reference), 0.0, (x - reference.mean()) / (reference.std() + eps))
+    return where(_are_equal(reference), 0.0, (x - reference.mean()) / (reference.std() + 1e-8))
 
 
 def _are_equal(x: Tensor) -> Tensor:
@@ -370,12 +313,30 @@ def _apply_pass_at_k(a: RewardedBatch, c: settings.PassAtKAdvantage) -> Tensor:
     k = 0 takes the whole group, where only a single best sample gets anything: its distance to the
     second.
 
+    Sorted upwards, the best of k - 1 sampled from the samples below position i is at position j
+    with probability C(j, k - 2) / C(G - 1, k - 1). Samples above i add nothing.
+
     Raises ConfigError for a group of fewer than k.
     """
     contributions = zeros_like(a.rewards)
     for group in sorted(set(a.groups.tolist())):
-        in_group = a.groups == group
-        contributions[in_group] = _compute_contributions(a.rewards[in_group], c.k)
+        (members,) = torch.nonzero(a.groups == group, as_tuple=True)
+        count = len(members)
+        chosen = c.k or count
+        if chosen > count or chosen < 2:
+            raise ConfigError(
+                f"advantage.k: pass_at_k of {chosen} needs 2 or more, and groups of as many "
+                f"samples, not {count}: raise learner.group_size"
+            )
+        order = members[a.rewards[members].argsort()]
+        ranked = a.rewards[order].double()
+        share = ranked.new_tensor(
+            [math.comb(j, chosen - 2) / math.comb(count - 1, chosen - 1) for j in range(count)]
+        )
+        # sum over j < i of share_j (r_i - r_j)
+        share_below = share.cumsum(0) - share
+        lower_sum = (share * ranked).cumsum(0) - share * ranked
+        contributions[order] = (share_below * ranked - lower_sum).to(contributions.dtype)
     return contributions
 
 
@@ -567,15 +528,26 @@ def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> tuple[Tensor, Tens
     if t.values is None:
         raise ConfigError("advantage.name = gae needs values (LossBatch.values): a value head")
     values, mask, seq = t.values, t.mask, t.seq
+    rows, discount = PaddedRows(seq), c.gamma * c.lam
+    values_matrix = rows.pad(where(mask, values, 0.0))
+    mask_matrix = rows.pad(mask)
     bootstrap = zeros_like(t.rewards) if t.bootstrap is None else t.bootstrap
-    following = t.compute_rewards(t.rewards) + c.gamma * _find_next_value(
-        values, mask, seq, bootstrap
-    )
+    carry = bootstrap.to(values.dtype)[seq[rows.column == 0]]
+    next_values = torch.empty_like(values_matrix)  # V at the next token of the mask
+    for column in range(rows.shape[1] - 1, -1, -1):
+        next_values[:, column] = carry
+        carry = where(mask_matrix[:, column], values_matrix[:, column], carry)
+    following = t.compute_rewards(t.rewards) + c.gamma * rows.pack(next_values)
     residuals = where(mask, following - values, 0.0)
-    adv = _sum_masked_suffix(residuals, mask, seq, c.gamma * c.lam)
+    adv = _sum_masked_suffix(residuals, mask, seq, discount)
     returns = where(mask, adv + values, 0.0)
     if c.k_step > 0:
-        adv = _sum_next(residuals, mask, seq, c.k_step, c.gamma * c.lam)
+        rows = PaddedRows(seq[mask])
+        padded = rows.pad(residuals[mask])
+        total = zeros_like(padded)
+        for step in range(min(c.k_step, rows.shape[1])):
+            total[:, : rows.shape[1] - step] += discount**step * padded[:, step:]
+        adv = zeros_like(adv).masked_scatter(mask, rows.pack(total))
     return whiten_masked(adv, mask) if c.whiten else adv, returns
 
 
@@ -636,7 +608,7 @@ def _shape_truncated(
 SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "raw": lambda rewards, batch_rewards: rewards,
     "unit": scale_to_unit,
-    "whiten": lambda rewards, batch_rewards: whiten(rewards, reference=batch_rewards),
+    "whiten": whiten,
 }
 
 
@@ -664,8 +636,9 @@ def shape_rewards(
     shaped.greedy = None if greedy is None else scale(greedy, batch_rewards)
     if batch.bootstrap is not None:
         shaped.bootstrap = where(batch.truncated, batch.bootstrap, 0.0)
-    if a.name == "opob" and batch.start is not None:
-        shaped.weights = _compute_sample_ratios(batch)
+    if a.name == "opob" and batch.start is not None:  # start / mu of whole samples, not truncated
+        log_w = where(batch.mask, ratios.subtract(batch.start, batch.behavior), 0.0)
+        shaped.weights = sum_by_sample(log_w, batch.seq, n).clamp(-CLAMP, CLAMP).exp()
     if token_rewards is not None:
         ends = torch.tensor([1.0, 0.0], dtype=rewards.dtype, device=rewards.device)
         scaled_one, scaled_zero = scale(ends, batch_rewards)
@@ -677,21 +650,6 @@ def shape_rewards(
     return shaped
 
 
-def _compute_reference_ratio(batch: LossBatch, config: Settings) -> Tensor:
-    """Return log pi / pi_ref [N] for KL in the reward.
-
-    pi is the learner's start, or mu where kl.reward.at = behavior.
-    """
-    policy = batch.behavior if config.kl.reward.at == "behavior" else batch.start
-    ref = batch.reference if batch.reward_reference is None else batch.reward_reference
-    if policy is None or ref is None:
-        raise ConfigError(
-            "kl.reward.coefficient: the batch has no log-probabilities of the learner's start or "
-            "of the reference"
-        )
-    return ratios.subtract(policy, ref)
-
-
 def compute_advantage(
     batch: LossBatch, valid: Tensor, config: Settings, baseline: float, beta: float
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
@@ -699,7 +657,14 @@ def compute_advantage(
     shaped = shape_rewards(batch, valid, config, baseline)
     kl_penalty = None
     if beta > 0:
-        reference_ratio = where(valid, _compute_reference_ratio(batch, config), 0.0)
+        policy = batch.behavior if config.kl.reward.at == "behavior" else batch.start
+        ref = batch.reference if batch.reward_reference is None else batch.reward_reference
+        if policy is None or ref is None:
+            raise ConfigError(
+                "kl.reward.coefficient: the batch has no log-probabilities of the learner's start "
+                "or of the reference"
+            )
+        reference_ratio = where(valid, ratios.subtract(policy, ref), 0.0)
         estimate = kl.estimate(config.kl.reward.estimator, reference_ratio)
         kl_penalty = beta * where(valid, estimate, 0.0)
         # the k1 estimate of KL(start || reference) in nats per sample: the mean over samples with
@@ -756,14 +721,6 @@ def _compute_penalized(
     if isinstance(a, settings.AnswerAdvantage) and a.whiten:
         adv = whiten(adv)
     return adv[shaped.seq], None
-
-
-def _compute_sample_ratios(batch: LossBatch) -> Tensor:
-    """Return start / mu of each whole sample [B], not truncated."""
-    assert batch.start is not None
-    log_w = where(batch.mask, ratios.subtract(batch.start, batch.behavior), 0.0)
-    log_ratios = sum_by_sample(log_w, batch.seq, batch.count)
-    return log_ratios.clamp(-ratios.CLAMP, ratios.CLAMP).exp()
 
 
 def _compute_std(x: Tensor) -> Tensor:

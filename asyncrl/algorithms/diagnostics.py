@@ -268,22 +268,33 @@ def compute_metrics(total: dict[str, Tensor]) -> dict[str, float]:
 
 def compute_metrics_of_each(totals: Sequence[dict[str, Tensor]]) -> list[dict[str, float]]:
     """Return the metrics of several sums, with one synchronization with the device."""
-    host = copy_to_host({f"{i}/{name}": x for i, t in enumerate(totals) for name, x in t.items()})
+    hosts = copy_to_host({f"{i}/{name}": x for i, t in enumerate(totals) for name, x in t.items()})
     return [
-        _compute_metrics({name: host[f"{i}/{name}"] for name in t}) for i, t in enumerate(totals)
+        _compute_metrics({name: hosts[f"{i}/{name}"] for name in t}) if "tokens" in t else {}
+        for i, t in enumerate(totals)
     ]
 
 
 def _compute_metrics(host: dict[str, list[float]]) -> dict[str, float]:
-    if "tokens" not in host:
-        return {}
     width = 1 + len(BUCKETS)
-    table = {name: host["tokens"][i * width : (i + 1) * width] for i, name in enumerate(TOKENS)}
-    computed = _compute_token_metrics(
-        {name: row[0] for name, row in table.items()}
-    ) | _compute_sample_metrics(dict(zip(SAMPLES, host["samples"], strict=True)))
-    computed["is/target_ratio_max"] = host["max/target_ratio"][0]
-    if table["known"][0] > 0:
+    columns = [dict(zip(TOKENS, host["tokens"][i::width], strict=True)) for i in range(width)]
+    computed = _compute_token_metrics(columns[0])
+    s = dict(zip(SAMPLES, host["samples"], strict=True))
+    n = max(s["n"], 1.0)
+    computed |= {
+        "perplexity_by_answer/behavior": _exponentiate(s["nll_mu"] / n),
+        "perplexity_by_answer/target": _exponentiate(s["nll"] / n),
+        "is/ess_by_answer": compute_ess(s["w"], s["w2"], n),
+        "is/rejected_answers": s["rejected"] / n,
+        "is/vetoed_answers": s["vetoed"] / n,
+        "is/target_ratio_max": host["max/target_ratio"][0],
+    }
+    if s["known"]:
+        computed["perplexity_by_answer/start"] = _exponentiate(s["nll_start"] / s["known"])
+    for cause in ("rejected", "vetoed", "masked"):
+        for quantity in ("length", "reward") if s[cause] else ():
+            computed[f"is/{cause}_{quantity}"] = s[f"{cause}_{quantity}"] / s[cause]
+    if columns[0]["known"] > 0:
         quantiles = {
             f"is/log_ratio_{name}": _find_quantile(host["ratios"], q)
             for name, q in (("p50", 0.5), ("p99", 0.99))
@@ -294,11 +305,26 @@ def _compute_metrics(host: dict[str, list[float]]) -> dict[str, float]:
             "mismatch/k3_at_lag_0": host["at_lag_0"][1] / host["at_lag_0"][0],
             "mismatch/max_at_lag_0": host["max/at_lag_0"][0],
         }
-    for i, bucket in enumerate(BUCKET_NAMES, 1):
-        if table["n"][i] > 0:
-            computed |= _compute_bucket_metrics(
-                {name: row[i] for name, row in table.items()}, bucket
-            )
+    for bucket, s in zip(BUCKET_NAMES, columns[1:], strict=True):
+        if (n := s["n"]) <= 0:
+            continue
+        of_bucket = {
+            "target_k3": s["bt_k3"] / n,
+            "weight": s["w"] / n,
+            "tokens": n,
+            "clip": (s["low"] + s["high"] + s["dual"]) / n,
+            "zero": (s["masked"] + s["rejected"] + s["vetoed"]) / n,
+        }
+        if s["entropy"]:
+            of_bucket["entropy"] = s["entropy"] / n
+        if known_count := s["known"]:
+            of_bucket |= {
+                "k1": s["bs_k1"] / known_count,
+                "k3": s["bs_k3"] / known_count,
+                "update": s["st_k1"] / known_count,
+                "ess": compute_ess(s["rho"], s["rho2"], known_count),
+            }
+        computed |= {f"by_lag/{name}_{bucket}": x for name, x in of_bucket.items()}
     computed |= {name: values[0] for name, values in host.items() if name.startswith("loss/")}
     if "reshape" in host:
         computed |= _compute_reshape_metrics(host["reshape"])
@@ -365,49 +391,6 @@ def _compute_token_metrics(s: dict[str, float]) -> dict[str, float]:
             "perplexity/reference": _exponentiate(m["ref_nll"]),
         }
     return computed
-
-
-def _compute_sample_metrics(s: dict[str, float]) -> dict[str, float]:
-    n = max(s["n"], 1.0)
-    computed = {
-        f"perplexity_by_answer/{policy}": _exponentiate(s[key] / n)
-        for policy, key in (("behavior", "nll_mu"), ("target", "nll"))
-    }
-    if s["known"]:
-        computed["perplexity_by_answer/start"] = _exponentiate(s["nll_start"] / s["known"])
-    computed |= {
-        "is/ess_by_answer": compute_ess(s["w"], s["w2"], n),
-        "is/rejected_answers": s["rejected"] / n,
-    }
-    computed["is/vetoed_answers"] = s["vetoed"] / n
-    for cause in ("rejected", "vetoed", "masked"):
-        if s[cause]:
-            computed |= {
-                f"is/{cause}_{quantity}": s[f"{cause}_{quantity}"] / s[cause]
-                for quantity in ("length", "reward")
-            }
-    return computed
-
-
-def _compute_bucket_metrics(s: dict[str, float], bucket: str) -> dict[str, float]:
-    n = s["n"]
-    of_bucket = {
-        "target_k3": s["bt_k3"] / n,
-        "weight": s["w"] / n,
-        "tokens": n,
-        "clip": (s["low"] + s["high"] + s["dual"]) / n,
-        "zero": (s["masked"] + s["rejected"] + s["vetoed"]) / n,
-    }
-    if s["entropy"]:
-        of_bucket["entropy"] = s["entropy"] / n
-    if known_count := s["known"]:
-        of_bucket |= {
-            "k1": s["bs_k1"] / known_count,
-            "k3": s["bs_k3"] / known_count,
-            "update": s["st_k1"] / known_count,
-            "ess": compute_ess(s["rho"], s["rho2"], known_count),
-        }
-    return {f"by_lag/{name}_{bucket}": x for name, x in of_bucket.items()}
 
 
 def _compute_reshape_metrics(s: list[float]) -> dict[str, float]:

@@ -14,7 +14,7 @@ Schulman, "Approximating KL divergence" (2020); Tang and Munos 2025, arXiv 2506.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,6 @@ from asyncrl.algorithms.ratios import (
     sum_discounted_suffix,
 )
 from asyncrl.contract.errors import ConfigError
-
-
-def build_name_error(key: str, name: str, valid: Iterable[str]) -> ConfigError:
-    """Build the error for a name outside a closed set."""
-    return ConfigError(f"{key} = {name}: choose one of {', '.join(valid)}")
 
 
 def estimate_k1(x: Tensor) -> Tensor:
@@ -55,11 +50,6 @@ def estimate_k3(x: Tensor) -> Tensor:
     return torch.expm1(-x) + x
 
 
-def estimate_low_var_kl(x: Tensor) -> Tensor:
-    """Return k3, which is never negative, clamped to 10, without gradient beyond."""
-    return estimate_k3(x).clamp(max=10)
-
-
 def compute_exact_kl(logs: Tensor, ref_logs: Tensor) -> tuple[Tensor, Tensor]:
     """Return KL(theta || ref) [n] over the vocabulary, and its gradient by the logits [n, V].
 
@@ -77,7 +67,8 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k2": estimate_k2,
     "k3": estimate_k3,
     "abs": torch.abs,
-    "low_var_kl": estimate_low_var_kl,
+    # never negative, and without gradient beyond 10
+    "low_var_kl": lambda x: estimate_k3(x).clamp(max=10),
 }
 
 
@@ -87,10 +78,9 @@ def estimate(name: str, x: Tensor) -> Tensor:
     With `+` it has the estimator's value and the gradient of k2 (straight-through).
     """
     if (base := name.removesuffix("+")) not in ESTIMATORS:
-        raise build_name_error(
-            "kl.loss.estimator, kl.reward.estimator",
-            name,
-            [*ESTIMATORS, *(n + "+" for n in ESTIMATORS)],
+        raise ConfigError(
+            f"kl.loss.estimator, kl.reward.estimator = {name}: choose one of "
+            f"{', '.join([*ESTIMATORS, *(n + '+' for n in ESTIMATORS)])}"
         )
     value = ESTIMATORS[base](x)
     return value if base == name else estimate_k2(x) - estimate_k2(x).detach() + value.detach()
@@ -174,10 +164,9 @@ def _apply_full_prefix(p: KLInputs) -> Tensor:
     Tang and Munos 2025, arXiv 2506.09477.
     """
     if p.step_kl is None:
-        raise build_name_error(
-            "kl.loss.off_policy",
-            "prefix_full (needs the exact KL of each step over the vocabulary)",
-            [name for name in OFF_POLICY if name != "prefix_full"],
+        raise ConfigError(
+            "kl.loss.off_policy = prefix_full (needs the exact KL of each step over the "
+            "vocabulary): choose one of none, ratio, prefix"
         )
     log_w = subtract(p.lp.detach(), p.behavior)
     w = (compute_running_sum(log_w, p.seq) - log_w).clamp(-CLAMP, CLAMP).exp().clamp(max=p.truncate)

@@ -817,20 +817,16 @@ def list_ordered_settings(config: Settings) -> list[str]:
 
     The training sequences of a session that forked have no such order.
     """
-    settings = []
-    advantage = config.advantage
-    if advantage.name == "gae":
-        settings.append("advantage.name = gae")
-    if isinstance(advantage, ReinforcePpAdvantage) and advantage.gamma < 1:
-        settings.append(f"advantage.gamma = {advantage.gamma:g}")
-    if advantage.name == "reinforce_pp" and config.kl.reward.coefficient > 0:
-        settings.append(
-            f"kl.reward.coefficient = {config.kl.reward.coefficient:g} with reinforce_pp"
-        )
-    if advantage.name == "otb":
-        settings.append("advantage.name = otb")
-    if config.loss.surrogate == "minpro":
-        settings.append("loss.surrogate = minpro")
-    if config.kl.loss.coefficient > 0 and config.kl.loss.off_policy in ("prefix", "prefix_full"):
-        settings.append(f"kl.loss.off_policy = {config.kl.loss.off_policy}")
-    return settings
+    advantage, kl = config.advantage, config.kl
+    gamma = advantage.gamma if isinstance(advantage, ReinforcePpAdvantage) else 1.0
+    penalizes = kl.reward.coefficient > 0 and advantage.name == "reinforce_pp"
+    has_prefix = kl.loss.coefficient > 0 and kl.loss.off_policy in ("prefix", "prefix_full")
+    settings = {
+        "advantage.name = gae": advantage.name == "gae",
+        f"advantage.gamma = {gamma:g}": gamma < 1,
+        f"kl.reward.coefficient = {kl.reward.coefficient:g} with reinforce_pp": penalizes,
+        "advantage.name = otb": advantage.name == "otb",
+        "loss.surrogate = minpro": config.loss.surrogate == "minpro",
+        f"kl.loss.off_policy = {kl.loss.off_policy}": has_prefix,
+    }
+    return [setting for setting, needs_order in settings.items() if needs_order]

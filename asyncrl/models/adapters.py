@@ -78,21 +78,6 @@ def attach(model: PolicyModel, lora: LoraConfig, seed: int) -> None:
     model.adapter = adapter
 
 
-@contextmanager
-def disable_adapters(hf: Any) -> Iterator[None]:
-    """Disable the adapters inside the block: the model computes like its base."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in hf.modules() if isinstance(module, BaseTunerLayer)]
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-
-
 @dataclass
 class BasePolicyModel(PolicyModel):
     """The base of a model with adapters, a reference policy that shares its parameters.
@@ -101,8 +86,16 @@ class BasePolicyModel(PolicyModel):
     """
 
     def logprobs(self, *args: Any, **kwargs: Any) -> ForwardOutput:
-        with disable_adapters(self.hf):
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers = [module for module in self.hf.modules() if isinstance(module, BaseTunerLayer)]
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
             return super().logprobs(*args, **kwargs)
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
 
 
 def build_base_policy(model: PolicyModel) -> BasePolicyModel:
@@ -125,18 +118,16 @@ def replace_values(tensors: list[Tensor], replacement: list[Tensor]) -> Iterator
 # ---- base and adapter together -------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class MergedWeights(Mapping[str, Tensor]):
     """The weights of a base with an adapter merged, by the base's names.
 
     Each is computed when it is read: W + alpha / rank * B A, in float32, rounded to W's dtype.
     """
 
-    def __init__(
-        self, base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float
-    ) -> None:
-        self.base = base
-        self.adapter = adapter
-        self.scale = scale
+    base: Mapping[str, Tensor]
+    adapter: Mapping[str, Tensor]
+    scale: float
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self.base[name]

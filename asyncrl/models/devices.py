@@ -115,24 +115,14 @@ def split_gpus(config: Config, count: int, sets: Sequence[str] = ()) -> DeviceSp
     generator_gpus = list(range(ranks, count)) or [0]
     chosen = (list(range(ranks)), generator_gpus, len(generator_gpus))
     lines = tuple(f"{key}={value}" for key, value in zip(SPLIT_KEYS, chosen, strict=True))
-    return DeviceSplit(lines, _explain_split(config, count))
-
-
-def _explain_split(config: Config, count: int) -> str:
-    ranks = config.learner.process_count
     if count == 1:
-        return "learner and generator share the only GPU and its memory"
-    takes = (
-        "the learner takes one GPU" if ranks == 1 else f"each of {ranks} learner ranks takes one"
-    )
-    if ranks == 1 and count > 2:
-        takes += " (more with learner.ranks)"
-    generators = count - ranks
-    return f"{takes}; " + (
-        "the other one has a generator"
-        if generators == 1
-        else f"each of the other {generators} has a generator"
-    )
+        return DeviceSplit(lines, "learner and generator share the only GPU and its memory")
+    more = " (more with learner.ranks)" if count > 2 else ""
+    takes = f"the learner takes one GPU{more}"
+    if ranks > 1:
+        takes = f"each of {ranks} learner ranks takes one"
+    others = "the other one" if count == ranks + 1 else f"each of the other {count - ranks}"
+    return DeviceSplit(lines, f"{takes}; {others} has a generator")
 
 
 def has_cuda() -> bool:

@@ -7,16 +7,12 @@ expert is one matrix product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from asyncrl.contract.messages import RoutingShape
-from asyncrl.contract.routed_experts import RoutedExperts
 
 ALIGNED = 8  # a width of the experts is a multiple of it: torch's grouped product needs 16 bytes
 
@@ -86,28 +82,6 @@ def route(
     return shares, ids
 
 
-def _sort_by_expert(ids: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the choices [n, k] by expert.
-
-    Returns the token of each sorted row, padding included, the row of each choice [n * k], and
-    int32 [count] where each expert's rows end.
-    """
-    flat = ids.flatten()
-    order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=count)
-    padded = (counts + rows - 1) // rows * rows
-    ends = padded.cumsum(0)
-    shift = (ends - padded) - (counts.cumsum(0) - counts)
-    expert = flat.index_select(0, order)
-    row = torch.arange(len(flat), device=flat.device) + shift.index_select(0, expert)
-    total = len(flat) if rows == 1 else int(ends[-1])
-    source = torch.zeros(total, dtype=torch.long, device=flat.device)
-    source[row] = order // ids.shape[1]
-    slots = torch.empty_like(flat)
-    slots[order] = row
-    return source, slots, ends.to(torch.int32)
-
-
 def apply(
     states: Tensor,
     weights: ExpertWeights,
@@ -128,10 +102,24 @@ def apply(
     shares, ids = route(scores, settings, replayed)
     if recorded is not None:
         recorded.append(ids)
-    source, slots, ends = _sort_by_expert(ids, len(weights.up), rows)
-    inner = F.grouped_mm(states.index_select(0, source), weights.up, offs=ends)
+    # sort the choices [n, k] by expert
+    flat = ids.flatten()
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=len(weights.up))
+    padded = (counts + rows - 1) // rows * rows
+    ends = padded.cumsum(0)  # of each expert's rows
+    shift = (ends - padded) - (counts.cumsum(0) - counts)
+    expert = flat.index_select(0, order)
+    row = torch.arange(len(flat), device=flat.device) + shift.index_select(0, expert)
+    size = len(flat) if rows == 1 else int(ends[-1])
+    source = torch.zeros(size, dtype=torch.long, device=flat.device)  # token of each sorted row
+    source[row] = order // ids.shape[1]
+    slots = torch.empty_like(flat)  # sorted row of each choice
+    slots[order] = row
+    inner = F.grouped_mm(states.index_select(0, source), weights.up, offs=ends.to(torch.int32))
     gate, up = inner.chunk(2, -1)
-    output = F.grouped_mm(F.silu(gate.contiguous()) * up, weights.down, offs=ends)
+    activated = F.silu(gate.contiguous()) * up
+    output = F.grouped_mm(activated, weights.down, offs=ends.to(torch.int32))
     # the weighted sum of the outputs of each token's experts
     by_choice = output.index_select(0, slots).view(*ids.shape, -1).float()
     total = by_choice[:, 0] * shares[:, :1]
@@ -140,35 +128,6 @@ def apply(
     return total.to(states.dtype)
 
 
-# ---- the ids of packed tokens --------------------------------------------------------------------
-
-
-def build_replay_table(
-    routed: Sequence[RoutedExperts | None] | None,
-    lengths: Sequence[tuple[int, int]],
-    prompt_samples: Sequence[int],
-    order: Sequence[int],
-    count: int,
-    shape: RoutingShape,
-    device: torch.device,
-) -> Tensor | None:
-    """Return the recorded ids of packed tokens, int64 [layers, n, k]; None where there are none.
-
-    routed: of each sample; None: not recorded
-    lengths: prompt and response tokens of each sample
-    prompt_samples: a sample of each unique prompt
-    order: the samples whose responses, without their last token, follow
-    count: packed tokens n, padding included
-    """
-    if routed is None or not any(recorded is not None for recorded in routed):
-        return None
-    parts = [np.full((0, shape.layers, shape.chosen), shape.experts, np.uint16)]
-    segments = [(sample, 0, lengths[sample][0]) for sample in prompt_samples]
-    segments += [(sample, lengths[sample][0], sum(lengths[sample]) - 1) for sample in order]
-    for sample, begin, end in segments:
-        recorded = routed[sample] or RoutedExperts.make_unrecorded(sum(lengths[sample]) - 1, shape)
-        parts.append(recorded.ids[begin:end])
-    ids = np.concatenate(parts)
-    ids = np.pad(ids, ((0, count - len(ids)), (0, 0), (0, 0)), constant_values=shape.experts)
-    by_layer = np.ascontiguousarray(ids.transpose(1, 0, 2), np.int64)
-    return torch.from_numpy(by_layer).to(device)
+def divide_by_layer(ids: np.ndarray, device: torch.device) -> Tensor:
+    """Return ids [n, layers, k] of tokens as int64 [layers, n, k] on a device."""
+    return torch.from_numpy(np.ascontiguousarray(ids.transpose(1, 0, 2), np.int64)).to(device)

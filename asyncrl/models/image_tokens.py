@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
-from asyncrl.contract.blobs.images import MARKER, MOST_IMAGES, ImageShape
+from asyncrl.contract.blobs.images import MARKER, ImageShape
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records.jsonl import read_object
 
@@ -75,29 +74,3 @@ def split_image_parts(text: str) -> list[dict[str, str]]:
         parts += [{"type": "image"}] if index else []
         parts += [{"type": "text", "text": piece}] if piece else []
     return parts
-
-
-def add_image_markers(turns: Sequence[dict[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Return chat turns with a marker for each image.
-
-    Turns without markers get them in front of the last user's text.
-    """
-    copied = [dict(turn) for turn in turns]
-    if not any(MARKER in (turn.get("content") or "") for turn in copied):
-        user_turns = [turn for turn in copied if turn["role"] == "user"] or copied
-        user_turns[-1]["content"] = MARKER * images + (user_turns[-1].get("content") or "")
-    return copied
-
-
-def require_images(shape: ImageShape | None, images: int, path: str | Path) -> None:
-    """Raise ConfigError for images that the model cannot read.
-
-    The message lacks its subject, which the caller puts in front.
-    """
-    if images and shape is None:
-        raise ConfigError(
-            f"has an image, and the model in {path} reads only text: images need a LLaVA "
-            f"(model_type = {FAMILY})"
-        )
-    if images > MOST_IMAGES:
-        raise ConfigError(f"has {images} images; at most {MOST_IMAGES} are allowed")

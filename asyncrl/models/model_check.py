@@ -274,8 +274,24 @@ def compare_with_eager(path: Path, dtype: str, device: str) -> str:
     if size <= min(FLOAT32_BYTES, psutil.virtual_memory().available // 2):
         dtype, device, place = "float32", "cpu", "float32"
     model = policy.load_policy(path, dtype, device)
-    mark = model.vision.shape.token if model.vision is not None else None
-    samples = _sample_compared(raw, model, mark)
+    mark = model.vision.shape.token if model.vision is not None else None  # no text has it
+    window = raw.get("sliding_window") or 0
+    beyond = window if window <= WIDEST_WINDOW else 0
+    longest = find_max_positions(raw) or WIDEST_WINDOW * 2
+    vocabulary = int(model.hf.config.get_text_config().vocab_size)
+    random = np.random.default_rng(0)
+
+    def sample(length: int) -> np.ndarray:
+        ids = random.integers(0, vocabulary, length, np.int32)
+        if mark is not None:
+            ids[ids == mark] = (mark + 1) % vocabulary
+        return ids
+
+    texts = {length: sample(length) for length, _ in COMPARED}
+    samples = [
+        (texts[length], sample(min(response + beyond, longest - length)))
+        for length, response in COMPARED
+    ]
 
     def compute(hf: Any) -> Any:
         parts = []
@@ -315,32 +331,6 @@ def compare_with_eager(path: Path, dtype: str, device: str) -> str:
         f"model.path: {path} would be trained as another model: its log-probabilities differ by "
         f"{difference:.2g} nats a token from {described}: {cause} ({name}); choose another model"
     )
-
-
-def _sample_compared(
-    raw: JsonObject, model: Any, mark: int | None
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return random prompts and responses of text, int32, for `compare_with_eager`.
-
-    mark: the token of a picture, which no text has.
-    """
-    window = raw.get("sliding_window") or 0
-    beyond = window if window <= WIDEST_WINDOW else 0
-    longest = find_max_positions(raw) or WIDEST_WINDOW * 2
-    vocabulary = int(model.hf.config.get_text_config().vocab_size)
-    random = np.random.default_rng(0)
-
-    def sample(length: int) -> np.ndarray:
-        ids = random.integers(0, vocabulary, length, np.int32)
-        if mark is not None:
-            ids[ids == mark] = (mark + 1) % vocabulary
-        return ids
-
-    prompts = {length: sample(length) for length, _ in COMPARED}
-    return [
-        (prompts[length], sample(min(response + beyond, longest - length)))
-        for length, response in COMPARED
-    ]
 
 
 def main(path: str, dtype: str, key: str, device: str) -> None:

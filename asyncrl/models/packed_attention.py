@@ -274,11 +274,21 @@ class _Attention(torch.autograd.Function):
         saved: list[Tensor] = []  # of each side: queries, keys, values, shares
         parts = []
         for side in (rows.prompts, *rows.answers):
-            attended, side_saved = _attend_side(
-                side, *by_head, scale=None if rows.exact else ctx.scale
+            columns = side.shape[2]
+            groups = len(side.keys) // max(columns, 1)
+            # query heads that share a key head are handled as further queries of it
+            queries = by_head[0].index_select(0, side.queries).view(groups, -1, dim)
+            keys, values = (
+                x.index_select(0, side.keys).view(groups, columns, dim) for x in by_head[1:]
             )
-            parts.append(attended)
-            saved += side_saved
+            if not rows.exact:  # there queries are already scaled
+                queries.mul_(ctx.scale)
+            scores = bmm(queries, keys.transpose(1, 2)).float()
+            scores.view(side.shape[0], -1, *side.shape[1:]).add_(side.bias)
+            shares = torch.softmax(scores, -1).to(queries.dtype)  # [B * h_kv, queries, keys]
+            multiply = exact_operators.sum_weighted_values if rows.exact else bmm
+            parts.append(multiply(shares, values).view(-1, dim).index_select(0, side.back))
+            saved += [queries, keys, values, shares]
         ctx.save_for_backward(*saved)
         return _pad_rows(cat(parts), len(q), q.shape[1])
 
@@ -290,22 +300,27 @@ class _Attention(torch.autograd.Function):
         sides = [rows.prompts, *rows.answers]
         lengths = [len(side.back) for side in sides]
         grad = torch.split(grads[0].reshape(-1, dim)[: sum(lengths)], lengths)
-        gradients = []
+        to_q, to_k, to_v = [], [], []  # of keys and values in the layout of the rows
         for at, (side, of_side) in enumerate(zip(sides, grad, strict=True)):
-            of_this = saved[4 * at : 4 * at + 4]
-            gradients.append(_backpropagate_side(side, of_side, of_this, ctx.scale))
-        queries = cat([of_queries for of_queries, _, _ in gradients])
-        keys = _sum_key_gradients(rows, [of_keys for _, of_keys, _ in gradients])
-        values = _sum_key_gradients(rows, [of_values for _, _, of_values in gradients])
+            queries, keys, values, shares = saved[4 * at : 4 * at + 4]
+            # padded queries have no gradient, and add none to keys
+            padded = torch.zeros_like(queries)
+            padded.view(-1, dim).index_copy_(0, side.back, of_side)
+            to_v.append(bmm(shares.transpose(1, 2), padded))
+            of_shares = bmm(padded, values.transpose(1, 2))
+            of_scores = torch._softmax_backward_data(of_shares, shares, -1, shares.dtype)
+            of_queries = bmm(of_scores, keys).view(-1, dim).index_select(0, side.back)
+            to_q.append(of_queries.mul_(ctx.scale))
+            to_k.append(bmm(of_scores.transpose(1, 2), queries))
+        gradients = cat(to_q), _sum_key_gradients(rows, to_k), _sum_key_gradients(rows, to_v)
         n = len(grads[0])
         heads = grads[0].shape[1] // dim
-        kv_heads = heads * len(keys) // len(queries)
-        return (
-            _pad_rows(queries, n, heads).view(n, heads, dim),
-            _pad_rows(keys, n, kv_heads).view(n, kv_heads, dim),
-            _pad_rows(values, n, kv_heads).view(n, kv_heads, dim),
-            None,
+        kv_heads = heads * len(gradients[1]) // len(gradients[0])
+        q, k, v = (
+            _pad_rows(x, n, count).view(n, count, dim)
+            for x, count in zip(gradients, (heads, kv_heads, kv_heads), strict=True)
         )
+        return q, k, v, None
 
 
 def _pad_rows(x: Tensor, n: int, heads: int) -> Tensor:
@@ -316,49 +331,6 @@ def _pad_rows(x: Tensor, n: int, heads: int) -> Tensor:
     if extra := n * heads - len(x):
         x = cat([x, x.new_zeros(extra, x.shape[1])])
     return x.view(n, -1)
-
-
-def _attend_side(
-    side: AttentionSide, q: Tensor, k: Tensor, v: Tensor, scale: float | None
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the attended [n * h, d] of the packed queries, and tensors for the backward pass.
-
-    Query heads that share a key head are handled as further queries of it.
-    scale: of the queries; None in exact mode, where they are already scaled.
-    """
-    columns = side.shape[2]
-    dim = q.shape[1]
-    groups = len(side.keys) // max(columns, 1)
-    queries = q.index_select(0, side.queries).view(groups, -1, dim)
-    keys = k.index_select(0, side.keys).view(groups, columns, dim)
-    values = v.index_select(0, side.keys).view(groups, columns, dim)
-    if scale is not None:
-        queries.mul_(scale)
-    scores = bmm(queries, keys.transpose(1, 2)).float()
-    scores.view(side.shape[0], -1, *side.shape[1:]).add_(side.bias)
-    shares = torch.softmax(scores, -1).to(queries.dtype)  # [B * h_kv, queries, keys]
-    multiply = exact_operators.sum_weighted_values if scale is None else bmm
-    attended = multiply(shares, values).view(-1, dim).index_select(0, side.back)
-    return attended, [queries, keys, values, shares]
-
-
-def _backpropagate_side(
-    side: AttentionSide, grad: Tensor, saved: tuple[Tensor, ...], scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of the packed queries [n * h, d], and of keys and values [B * h_kv, K, d].
-
-    The latter are in the rows' layout. Padded queries have no gradient, and add none to keys.
-    grad: [n * h, d]
-    """
-    queries, keys, values, shares = saved
-    dim = queries.shape[2]
-    padded = torch.zeros_like(queries)
-    padded.view(-1, dim).index_copy_(0, side.back, grad)
-    of_values = bmm(shares.transpose(1, 2), padded)
-    of_shares = bmm(padded, values.transpose(1, 2))
-    of_scores = torch._softmax_backward_data(of_shares, shares, -1, shares.dtype)
-    of_queries = bmm(of_scores, keys).view(-1, dim).index_select(0, side.back).mul_(scale)
-    return of_queries, bmm(of_scores.transpose(1, 2), queries), of_values
 
 
 def _sum_key_gradients(rows: AttentionRows, sides: list[Tensor]) -> Tensor:

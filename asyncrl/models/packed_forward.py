@@ -310,25 +310,17 @@ class SupportTable:
             return None
         return cls(supports, lengths, device)
 
-    def build_kept_mask(self, part: slice, vocabulary: int) -> Tensor:
-        """Return bool [n, V]: the kept tokens of the positions `part`.
+    def renormalize(self, logs: Tensor, start: int) -> Tensor:
+        """`renormalize` of logs [n, V], the positions from `start` on.
 
         Positions beyond the last one, with which exact mode pads, keep all.
         """
-        count = len(self.offsets) - 1
-        start, end = min(part.start, count), min(part.stop, count)
-        mask = torch.ones(
-            part.stop - part.start, vocabulary, dtype=torch.bool, device=self.ids.device
-        )
+        start, end = (min(at, len(self.offsets) - 1) for at in (start, start + len(logs)))
+        mask = torch.ones_like(logs, dtype=torch.bool)
         mask[: end - start] = ~self.truncated[start:end, None]
         at = slice(int(self.offsets[start]), int(self.offsets[end]))
         mask[self.position[at] - start, self.ids[at]] = True
-        return mask
-
-    def renormalize(self, logs: Tensor, start: int) -> Tensor:
-        """`renormalize` of logs [n, V], the positions from `start` on."""
-        part = slice(start, start + len(logs))
-        return renormalize(logs, self.build_kept_mask(part, logs.shape[1]))
+        return renormalize(logs, mask)
 
 
 # ---- log-probabilities ---------------------------------------------------------------------------
@@ -764,23 +756,20 @@ def _compute_packed_logprobs(
 
 def _list_replayed(lay: ModelLayout, pl: PackingPlan, rows: ForwardInput) -> list[Tensor | None]:
     """Return the recorded ids [n, k] of each layer; None: the layer's own routing."""
-    layers = lay.hf.model.layers
-    shape = lay.routing
-    lengths = [(len(p), len(r)) for p, r in zip(rows.prompts, rows.responses, strict=True)]
-    table = None
-    if shape is not None:
-        table = expert_layers.build_replay_table(
-            rows.routed,
-            lengths,
-            prompt_samples=pl.first,
-            order=pl.order,
-            count=len(pl.ids),
-            shape=shape,
-            device=pl.ids.device,
-        )
-    if table is None:
+    layers, shape, routed = lay.hf.model.layers, lay.routing, rows.routed
+    if shape is None or routed is None or not any(recorded is not None for recorded in routed):
         return [None] * len(layers)
-    by_layer = iter(table)
+    lengths = [(len(p), len(r)) for p, r in zip(rows.prompts, rows.responses, strict=True)]
+    parts = [np.full((0, shape.layers, shape.chosen), shape.experts, np.uint16)]
+    segments = [(sample, 0, lengths[sample][0]) for sample in pl.first]
+    segments += [(sample, lengths[sample][0], sum(lengths[sample]) - 1) for sample in pl.order]
+    for sample, begin, end in segments:
+        recorded = routed[sample] or RoutedExperts.make_unrecorded(sum(lengths[sample]) - 1, shape)
+        parts.append(recorded.ids[begin:end])
+    ids = np.concatenate(parts)
+    padding = (0, len(pl.ids) - len(ids)), (0, 0), (0, 0)
+    ids = np.pad(ids, padding, constant_values=shape.experts)
+    by_layer = iter(expert_layers.divide_by_layer(ids, pl.ids.device))
     return [next(by_layer) if expert_layers.is_sparse(layer) else None for layer in layers]
 
 

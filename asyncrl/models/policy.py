@@ -110,25 +110,16 @@ class PolicyModel:
             return packed_forward.compute_logprobs(
                 self.fast, rows, fixed=self.exact, recompute=self.recompute
             )
-        alone = bool(self.exact and self.exact_length)
-        return compute_plain_logprobs(
-            self.hf,
-            rows,
-            1 if alone else self._choose_rows_at_once(prompts, responses),
-            recompute=not self.one_pass,
-            vision=self.vision,
-            width=self.exact_length if alone else 0,
-        )
-
-    def _choose_rows_at_once(self, prompts: Arrays, responses: Arrays) -> int:
-        """Return the rows of a forward pass on the plain path."""
-        if self.one_pass:
-            return len(prompts)
-        if self.vision is None:
-            return PLAIN_ROWS
-        # rows of one group share their images
-        longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-        return max(PLAIN_ROWS, PLAIN_TOKENS // longest)
+        width, at_once = 0, PLAIN_ROWS
+        if self.exact and self.exact_length:
+            width, at_once = self.exact_length, 1
+        elif self.one_pass:
+            at_once = len(prompts)
+        elif self.vision is not None:  # rows of one group share their images
+            longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+            at_once = max(PLAIN_ROWS, PLAIN_TOKENS // longest)
+        recompute = not self.one_pass
+        return compute_plain_logprobs(self.hf, rows, at_once, recompute, self.vision, width)
 
 
 def recompute_modules(hf: Any) -> None:

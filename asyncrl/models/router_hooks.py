@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -21,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import RoutingShape
 from asyncrl.contract.routed_experts import RoutedExperts
+from asyncrl.models.expert_layers import divide_by_layer
 
 
 class TopKChoice(TorchFunctionMode):
@@ -134,5 +134,4 @@ def build_padded_table(
     for row, recorded in enumerate(routed):
         if recorded is not None:
             table[row * width : row * width + len(recorded.ids)] = recorded.ids
-    by_layer = np.ascontiguousarray(table.transpose(1, 0, 2), np.int64)
-    return torch.from_numpy(by_layer).to(device)
+    return divide_by_layer(table, device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.tree import Config
-from asyncrl.contract.blobs.images import MARKER, ImageShape
+from asyncrl.contract.blobs.images import MARKER, MOST_IMAGES, ImageShape
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.models import fetch, image_tokens
@@ -213,26 +214,22 @@ def load_tokenizer(path: str | Path, *, renders_chats: bool = False) -> Any:
     Its `image_shape` describes how the model reads images; None: it reads only text.
     renders_chats: import what renders a chat template now, because that takes seconds.
     """
-    tokenizer = _load_text_tokenizer(path)
-    if renders_chats and isinstance(tokenizer, PlainTokenizer) and has_template(path):
-        _ = tokenizer.full_tokenizer
-    tokenizer.image_shape = read_shape(path)
-    return tokenizer
-
-
-def _load_text_tokenizer(path: str | Path) -> Any:
     if not any((Path(path) / name).is_file() for name in KNOWN_FILES):
         raise ConfigError(
             f"model.path: {path} has no tokenizer (none of {', '.join(KNOWN_FILES)}); save the "
             "model's tokenizer there"
         )
-    settings = read_plain_settings(Path(path))
-    if settings is not None:
-        try:
-            return PlainTokenizer(path, settings)
-        except Exception:  # the library raises bare Exception; transformers raises a better one
-            pass
-    return load_transformers_tokenizer(path)
+    tokenizer: Any = None
+    if (settings := read_plain_settings(Path(path))) is not None:
+        # the library raises bare Exception; transformers raises a better one
+        with suppress(Exception):
+            tokenizer = PlainTokenizer(path, settings)
+    if tokenizer is None:
+        tokenizer = load_transformers_tokenizer(path)
+    elif renders_chats and has_template(path):
+        _ = tokenizer.full_tokenizer
+    tokenizer.image_shape = read_shape(path)
+    return tokenizer
 
 
 def collect_stop_tokens(tokenizer: Any, config: Config) -> tuple[int, ...]:
@@ -274,23 +271,26 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
     """
     shape: ImageShape | None = getattr(tokenizer, "image_shape", None)
     directory = get_directory(tokenizer)
-    label = f"task: {prompt.split} prompt {prompt.id}"
-    try:
-        image_tokens.require_images(shape, len(prompt.images), directory)
-    except ConfigError as error:
-        raise ConfigError(f"{label} {error}") from error
+    label, images = f"task: {prompt.split} prompt {prompt.id}", len(prompt.images)
+    if images and shape is None:
+        raise ConfigError(
+            f"{label} has an image, and the model in {directory} reads only text: images need a "
+            f"LLaVA (model_type = {image_tokens.FAMILY})"
+        )
+    if images > MOST_IMAGES:
+        raise ConfigError(f"{label} has {images} images; at most {MOST_IMAGES} are allowed")
     if prompt.messages:
         ids = encode_chat_prompt(tokenizer, prompt)
     else:
-        image_markers = "" if MARKER in prompt.text else MARKER * len(prompt.images)
+        image_markers = "" if MARKER in prompt.text else MARKER * images
         ids = encode_text(tokenizer, image_markers + prompt.text)
     if shape is None:
         return np.asarray(ids, dtype=np.int32)
     markers = image_tokens.count(ids, shape)
-    if markers != len(prompt.images):
+    if markers != images:
         raise ConfigError(
-            f"{label} has {len(prompt.images)} images and {markers} image tokens under the "
-            f"tokenizer in {directory}: write {MARKER} once for each image, or nowhere"
+            f"{label} has {images} images and {markers} image tokens under the tokenizer in "
+            f"{directory}: write {MARKER} once for each image, or nowhere"
         )
     return image_tokens.expand(ids, shape)
 
@@ -324,18 +324,19 @@ def encode_chat_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     Raises ConfigError like `encode_prompt`.
     """
     directory = get_directory(tokenizer)
-    full_tokenizer = (
-        tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
-    )
+    full_tokenizer = getattr(tokenizer, "full_tokenizer", tokenizer)
     if not full_tokenizer.chat_template:
         raise ConfigError(
             f"task: {prompt.split} prompt {prompt.id} has `messages`, and the tokenizer in "
             f"{directory} has no chat template: put one there (chat_template.jinja), or give the "
             "text as `prompt`"
         )
-    turns: list[Any] = list(prompt.messages)
+    turns: list[Any] = [dict(turn) for turn in prompt.messages]
     if getattr(tokenizer, "image_shape", None) is not None:
-        turns = image_tokens.add_image_markers(turns, len(prompt.images))
+        # turns without markers get them in front of the last user's text
+        if not any(MARKER in (turn.get("content") or "") for turn in turns):
+            last = ([turn for turn in turns if turn["role"] == "user"] or turns)[-1]
+            last["content"] = MARKER * len(prompt.images) + (last.get("content") or "")
         if takes_parts(tokenizer):
             turns = [
                 {**turn, "content": split_image_parts(turn.get("content") or "")} for turn in turns
@@ -386,9 +387,7 @@ def encode_chat_response(
     Where the template writes neither, they are the text and stops[0]. Raises any exception of the
     template.
     """
-    full_tokenizer = (
-        tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
-    )
+    full_tokenizer = getattr(tokenizer, "full_tokenizer", tokenizer)
     arguments = prompt.template_arguments
     prompt_text, full_text = (
         str(
@@ -411,10 +410,10 @@ def encode_chat_response(
     special = {
         number for number, token in full_tokenizer.added_tokens_decoder.items() if token.special
     }
-    ends = [index for index, token in enumerate(suffix_ids) if token in stops]
-    ends += [index for index, token in enumerate(suffix_ids) if token in special]
-    if ends:
-        return ids[: len(ids) - len(suffix_ids) + ends[0] + 1]
+    for ends in (stops, special):
+        for index, token in enumerate(suffix_ids):
+            if token in ends:
+                return ids[: len(ids) - len(suffix_ids) + index + 1]
     return [*full_tokenizer.encode(text, add_special_tokens=False), *stops[:1]]
 
 

@@ -11,7 +11,6 @@ are built on the first call.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,44 +99,24 @@ class BareModel(nn.Module):
         self, raw: dict[str, Any], tensors: dict[str, Tensor], files: dict[str, str]
     ) -> None:
         super().__init__()
-        config = self.config = BareConfig(**raw)
+        self.config = BareConfig(**raw)
         self._files = files
+        self.model: Any = ModuleHolder()
         parameters = {name: nn.Parameter(tensors[name]) for name in list_shapes(raw)}
-
-        def build_linear(module: str) -> BareLinear:
-            return BareLinear(parameters[module + ".weight"], parameters.get(module + ".bias"))
-
-        self.model = ModuleHolder()
-        self.model.embed_tokens = WeightModule(parameters["model.embed_tokens.weight"])
-        self.model.layers = nn.ModuleList()
-        for index in range(config.num_hidden_layers):
-            prefix = f"model.layers.{index}."
-            layer = ModuleHolder()
-            layer.self_attn = ModuleHolder()
-            layer.mlp = ModuleHolder()
-            for part in "qkvo":
-                layer.self_attn.add_module(
-                    f"{part}_proj", build_linear(f"{prefix}self_attn.{part}_proj")
-                )
-            for part in "qk" if config.model_type == "qwen3" else "":
-                layer.self_attn.add_module(
-                    f"{part}_norm",
-                    WeightModule(parameters[f"{prefix}self_attn.{part}_norm.weight"]),
-                )
-            for part in ("gate", "up", "down"):
-                layer.mlp.add_module(f"{part}_proj", build_linear(f"{prefix}mlp.{part}_proj"))
-            layer.input_layernorm = WeightModule(parameters[prefix + "input_layernorm.weight"])
-            layer.post_attention_layernorm = WeightModule(
-                parameters[prefix + "post_attention_layernorm.weight"]
-            )
-            self.model.layers.append(layer)
-        self.model.norm = WeightModule(parameters["model.norm.weight"])
+        for name, parameter in parameters.items():
+            path, _, leaf = name.rpartition(".")
+            *parents, last = path.split(".")
+            owner: Any = self
+            for part in parents:
+                made = nn.ModuleList() if part == "layers" else ModuleHolder()
+                owner = owner._modules.setdefault(part, made)
+            if leaf == "weight" and last.endswith("_proj"):
+                owner.add_module(last, BareLinear(parameter, parameters.get(f"{path}.bias")))
+            elif leaf == "weight":
+                owner.add_module(last, WeightModule(parameter))
         self.model.rotary_emb = RotaryEmbedding(find_rope_base(raw) or 0.0, compute_head_dim(raw))
-        self.lm_head = WeightModule(
-            self.model.embed_tokens.weight
-            if config.tie_word_embeddings
-            else parameters["lm_head.weight"]
-        )
+        if self.config.tie_word_embeddings:
+            self.lm_head = WeightModule(parameters["model.embed_tokens.weight"])
         self._full: list[Any] = []  # in a list, so that it is not a submodule
 
     def get_input_embeddings(self) -> Any:
@@ -149,7 +128,18 @@ class BareModel(nn.Module):
     def get_full_model(self) -> Any:
         """Return transformers' model with the same parameters."""
         if not self._full:
-            self._full.append(build_transformers_model(self))
+            import transformers
+
+            first_parameter = next(self.parameters())
+            config = transformers.AutoConfig.for_model(**vars(self.config))
+            with torch.random.fork_rng(devices=[]):  # its initialization consumes random numbers
+                hf = transformers.AutoModelForCausalLM.from_config(
+                    config, dtype=first_parameter.dtype, attn_implementation="sdpa"
+                ).to(first_parameter.device)
+            for name, parameter in self.named_parameters(remove_duplicate=False):
+                module, _, leaf = name.rpartition(".")
+                setattr(hf.get_submodule(module), leaf, parameter)
+            self._full.append(hf)
         return self._full[0].train(self.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,35 +158,6 @@ class BareModel(nn.Module):
             (Path(path) / name).write_text(text, encoding="utf-8")
         state = {name: p.detach().contiguous() for name, p in self.named_parameters()}
         safetensors.torch.save_file(state, Path(path) / WEIGHTS, metadata={"format": "pt"})
-
-
-def build_transformers_model(model: BareModel) -> Any:
-    """Build transformers' model around the parameters of `model`, without copying them."""
-    import transformers
-
-    first_parameter = next(model.parameters())
-    config = transformers.AutoConfig.for_model(**vars(model.config))
-    with torch.random.fork_rng(devices=[]):  # its initialization consumes random numbers
-        hf = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=first_parameter.dtype, attn_implementation="sdpa"
-        ).to(first_parameter.device)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        module, _, leaf = name.rpartition(".")
-        setattr(hf.get_submodule(module), leaf, parameter)
-    return hf
-
-
-def open_weight_files(path: Path) -> Iterator[Any]:
-    """Yield the directory's safetensors files, opened one at a time."""
-    import safetensors
-
-    index = path / INDEX
-    files = [WEIGHTS]
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    for name in files:
-        with safetensors.safe_open(str(path / name), framework="pt") as opened:
-            yield opened
 
 
 def load(path: str | Path, dtype: str) -> BareModel | None:
@@ -218,11 +179,17 @@ def load(path: str | Path, dtype: str) -> BareModel | None:
             return None
         shapes = list_shapes(raw)
         tensors = {}
-        for file in open_weight_files(path):
-            for name in file.keys():  # noqa: SIM118  # not a mapping
-                if shapes.get(name) != tuple(file.get_slice(name).get_shape()):
-                    return None
-                tensors[name] = file.get_tensor(name).to(getattr(torch, dtype), copy=True)
+        weight_files = [WEIGHTS]
+        if (path / INDEX).is_file():
+            weight_files = sorted(
+                set(json.loads((path / INDEX).read_bytes())["weight_map"].values())
+            )
+        for weight_file in weight_files:
+            with safetensors.safe_open(str(path / weight_file), framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  # not a mapping
+                    if shapes.get(name) != tuple(file.get_slice(name).get_shape()):
+                        return None
+                    tensors[name] = file.get_tensor(name).to(getattr(torch, dtype), copy=True)
         if set(tensors) != set(shapes):
             return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError):

@@ -35,10 +35,12 @@ class Datum(Struct, frozen=True):
     def length(self) -> int:
         return len(self.tokens) // 4
 
+    def read_field(self, name: str) -> np.ndarray:
+        return np.frombuffer(self.fields[name], "<f4")
+
     def get_field(self, name: str) -> np.ndarray | None:
         """Return float32 [n], or None where the client did not send it."""
-        data = self.fields.get(name)
-        return None if data is None else np.frombuffer(data, "<f4")
+        return self.read_field(name) if name in self.fields else None
 
 
 class LoadModel(Struct, frozen=True, tag=True):

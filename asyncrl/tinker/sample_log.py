@@ -43,14 +43,8 @@ class ScoredDatum:
 
     def measure_distance(self) -> float:
         """Return the mean |log pi - log mu| over the sampled tokens."""
-        moved = np.abs(np.frombuffer(self.logprobs, "<f4") - self._behavior_logprobs)
+        moved = np.abs(np.frombuffer(self.logprobs, "<f4") - self.datum.read_field("logprobs"))
         return float(np.concatenate([moved[run.start : run.stop] for run in self.runs]).mean())
-
-    @property
-    def _behavior_logprobs(self) -> np.ndarray:
-        behavior = self.datum.get_field("logprobs")
-        assert behavior is not None
-        return behavior
 
     def describe(self, tokenizer: Any) -> dict[str, Any]:
         """Return prompt and response with the values of every token."""
@@ -61,12 +55,10 @@ class ScoredDatum:
         inside = np.zeros(self.datum.length, bool)
         for run in self.runs:
             inside[run.start : run.stop] = True
-        advantages = self.datum.get_field("advantages")
-        assert advantages is not None
         values = {
-            "behavior": self._behavior_logprobs,
+            "behavior": self.datum.read_field("logprobs"),
             "start": np.frombuffer(self.logprobs, "<f4"),
-            "advantage": advantages,
+            "advantage": self.datum.read_field("advantages"),
         }
         columns = {name: np.where(inside, x, np.nan) for name, x in values.items()} | {
             "mask": inside.astype(int),

@@ -274,18 +274,27 @@ class SequenceLedger:
             return []
         runs: list[SampledRun] = []
         covered = 0  # positions that are part of a run
-        for start, stop in find_sampled_runs(datum):
+        names = ("mask",) if "mask" in datum.fields else ("logprobs", "advantages")
+        columns = map(datum.get_field, names)
+        looks_sampled = np.any([column != 0 for column in columns if column is not None], axis=0)
+        for start, stop in find_runs(looks_sampled):
             if start < covered:
                 continue
             piece = slice(4 * start, 4 * stop)
             key = compute_fingerprint(datum.targets[piece], logprobs[piece])
-            fits = {
-                sequence.id: (first, sequence)
-                for sequence in self.by_fingerprint.get(key, [])
-                if (first := _locate_sequence(datum, logprobs, start, key, sequence)) is not None
-            }
+            fits = []
+            for sequence in self.by_fingerprint.get(key, []):
+                first = start
+                if key != sequence.fingerprint and sequence.uncertain is not None:
+                    first -= sequence.uncertain[1]
+                piece = slice(4 * first, 4 * (first + sequence.length))
+                tokens, scores = datum.targets[piece], logprobs[piece]
+                is_equal = compute_fingerprint(tokens, scores) == sequence.fingerprint
+                # a client can make a sequence of the same fingerprint
+                if first >= 0 and is_equal and sequence.content in (b"", tokens + scores):
+                    fits.append((first, sequence))
             best = min(
-                fits.values(),
+                fits,
                 key=lambda fit: (
                     ancestry.find_version(fit[1]) is None,
                     fit[1].model != ancestry.model,
@@ -330,24 +339,6 @@ class SequenceLedger:
         self.file.close()
 
 
-def _locate_sequence(
-    datum: Datum, logprobs: bytes, start: int, key: str, sequence: SampledSequence
-) -> int | None:
-    """Return the position where a datum contains a sequence, or None if it does not.
-
-    key: fingerprint of the run at `start`."""
-    first = start
-    if key != sequence.fingerprint:
-        assert sequence.uncertain is not None
-        first -= sequence.uncertain[1]
-    piece = slice(4 * first, 4 * (first + sequence.length))
-    tokens, scores = datum.targets[piece], logprobs[piece]
-    if first < 0 or compute_fingerprint(tokens, scores) != sequence.fingerprint:
-        return None
-    # a client can make a sequence of the same fingerprint
-    return first if sequence.content in (b"", tokens + scores) else None
-
-
 def _check_span(datum: Datum, span: ProvenanceSpan, start: int, sequence: SampledSequence) -> bool:
     """Compare a span at position `start` of a datum with the sequence that it names.
 
@@ -390,23 +381,6 @@ def _build_row(sequence: SampledSequence) -> JsonObject:
         "content": base64.b64encode(sequence.content).decode(),
         **({"trained": sequence.trained} if sequence.trained else {}),
     }
-
-
-def find_sampled_runs(datum: Datum) -> list[tuple[int, int]]:
-    """Return the runs [start, stop) of a datum that look sampled.
-
-    These are the positions in its mask. Without a mask, they are the positions with a nonzero
-    log-probability or advantage."""
-    mask = datum.get_field("mask")
-    if mask is None:
-        inside = np.zeros(datum.length, bool)
-        for name in ("logprobs", "advantages"):
-            values = datum.get_field(name)
-            if values is not None:
-                inside |= values != 0
-    else:
-        inside = mask != 0
-    return find_runs(inside)
 
 
 def find_runs(inside: np.ndarray) -> list[tuple[int, int]]:
@@ -496,8 +470,20 @@ def measure_lags(
             ids.append(run.sequence.id)
         if sampled_at is None:
             lags[run.start : run.stop] = UNKNOWN
-            if unknown == "refuse":
-                refused = refused or describe_unknown(run, ancestry.model)
+            if unknown == "refuse" and run.sequence is None:
+                refused = refused or (
+                    f"tokens {run.start} to {run.stop} of a datum are not a sequence of this "
+                    f"server, or not among its newest {REMEMBERED}, so their lag is unknown, and "
+                    "staleness.unknown = refuse; pass tokens and log-probabilities on unchanged, "
+                    "or name the sequence by provenance spans, which show the position that "
+                    "differs"
+                )
+            elif unknown == "refuse" and run.sequence is not None:
+                refused = refused or (
+                    f"sequence {run.sequence.id} was sampled by "
+                    f"{run.sequence.model or 'the base model'}, which is not an earlier version of "
+                    f"{ancestry.model}: its lag is unknown, and staleness.unknown = refuse"
+                )
             continue
         lag = version - sampled_at
         lags[run.start : run.stop] = lag
@@ -517,22 +503,6 @@ def measure_lags(
             "span calls sampled, and staleness.supervised = refuse"
         )
     return LagCheck(lags, ids, refused)
-
-
-def describe_unknown(run: SampledRun, model: str) -> str:
-    """Explain why a run's lag is unknown."""
-    if run.sequence is None:
-        return (
-            f"tokens {run.start} to {run.stop} of a datum are not a sequence of this server, or "
-            f"not among its newest {REMEMBERED}, so their lag is unknown, and staleness.unknown = "
-            "refuse; pass tokens and log-probabilities on unchanged, or name the sequence by "
-            "provenance spans, which show the position that differs"
-        )
-    return (
-        f"sequence {run.sequence.id} was sampled by {run.sequence.model or 'the base model'}, "
-        f"which is not an earlier version of {model}: its lag is unknown, and staleness.unknown = "
-        "refuse"
-    )
 
 
 def measure_lag_metrics(lags: Counter[int]) -> dict[str, float]:

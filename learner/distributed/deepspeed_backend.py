@@ -221,8 +221,22 @@ class DeepSpeedBackend(DistributedBackend):
             f".{directory.name}.universal"
         )  # the same on every rank
         try:
-            if self.rank == 0:
-                convert_to_universal(saved / "state", universal_dir / "state")
+            if self.rank == 0:  # each parameter's state is whole, for any number of ranks
+                from deepspeed.checkpoint import ds_to_universal
+
+                shutil.rmtree(universal_dir, ignore_errors=True)
+                with contextlib.redirect_stdout(sys.stderr):
+                    ds_to_universal.main(
+                        SimpleNamespace(
+                            input_folder=str(saved / "state"),
+                            output_folder=str(universal_dir / "state"),
+                            num_extract_workers=1,
+                            num_merge_workers=1,
+                            keep_temp_folder=False,
+                            strict=True,
+                            inject_missing_state=False,
+                        )
+                    )
             with self.guard():
                 dist.barrier()
                 self.engine._config.load_universal_checkpoint = True
@@ -234,25 +248,3 @@ class DeepSpeedBackend(DistributedBackend):
             self.engine._config.load_universal_checkpoint = False
             if self.rank == 0:
                 shutil.rmtree(universal_dir, ignore_errors=True)
-
-
-def convert_to_universal(source: Path, target: Path) -> None:
-    """Write DeepSpeed's universal form of the checkpoint in `source`.
-
-    Each parameter's state is whole, for any number of ranks.
-    """
-    from deepspeed.checkpoint import ds_to_universal
-
-    shutil.rmtree(target.parent, ignore_errors=True)
-    with contextlib.redirect_stdout(sys.stderr):
-        ds_to_universal.main(
-            SimpleNamespace(
-                input_folder=str(source),
-                output_folder=str(target),
-                num_extract_workers=1,
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=False,
-            )
-        )

@@ -174,16 +174,9 @@ def test_the_greedy_baseline_of_remax(how: dict[str, Any], wanted: list[float]) 
 
 def test_the_running_mean_is_of_rewards_as_they_were_used() -> None:
     b = answers([1, 1], [1.0, 3.0], cut=[1], start=vec(-0.5, -1), reference=vec(-1, -1))
-    how = {
-        "advantage": {
-            "name": "reinforce",
-            "baseline": "ema",
-            "truncated": "penalty",
-            "truncation_penalty": 0.5,
-        },
-        "kl": {"reward": {"coefficient": 0.2}},
-    }
-    p = prepared(b, baseline=1.5, **how)
+    how = {"name": "reinforce", "baseline": "ema"}
+    how |= {"truncated": "penalty", "truncation_penalty": 0.5}
+    p = prepared(b, baseline=1.5, advantage=how, kl={"reward": {"coefficient": 0.2}})
     assert p.advantage.tolist() == pytest.approx([1 - 0.1 - 1.5, 2.5 - 1.5])
     assert p.metrics["reward/used_mean"] == pytest.approx((0.9 + 2.5) / 2)
     assert p.metrics["reward/mean"] == 2
@@ -231,6 +224,9 @@ def test_one_step_an_answer_is_the_outcome_form(kl: dict[str, Any]) -> None:
     assert max(map(abs, whole)) > 0.5
 
 
+HALF, DEVIATION = math.sqrt(0.5), math.sqrt(0.03125)
+
+
 def gae(b: LossBatch, **more: Any) -> list[float]:
     """With values 0 and lambda 1 the advantage is the sum of rewards from each token on."""
     b.values = torch.zeros(len(b.seq), dtype=D)
@@ -246,15 +242,7 @@ def gae(b: LossBatch, **more: Any) -> list[float]:
         ({"truncated": "zero"}, [0.75, 0.25, 0, 0]),
         ({"truncated": "fixed", "truncation_penalty": 0.5}, [0.75, 0.25, -0.5, -0.5]),
         ({"truncated": "fixed", "truncation_penalty": 0.25, "rewards": "unit"}, [1, 0.5, 0, 0]),
-        (
-            {"rewards": "whiten"},
-            [
-                -math.sqrt(0.5),
-                -math.sqrt(0.5) - 0.5 / math.sqrt(0.03125),
-                math.sqrt(0.5),
-                math.sqrt(0.5) - 0.25 / math.sqrt(0.03125),
-            ],
-        ),
+        ({"rewards": "whiten"}, [-HALF, -HALF - 0.5 / DEVIATION, HALF, HALF - 0.25 / DEVIATION]),
     ],
 )
 def test_token_rewards_total_to_the_answers(how: dict[str, Any], wanted: list[float]) -> None:
@@ -264,16 +252,14 @@ def test_token_rewards_total_to_the_answers(how: dict[str, Any], wanted: list[fl
     assert gae(b, **how) == pytest.approx(wanted, abs=1e-6)
 
 
-def test_rewards_before_the_first_trained_token_are_nobodys() -> None:
+def test_rewards_on_skipped_tokens_are_owed_to_the_trained_one_before() -> None:
+    """Tokens trained, skipped, trained, skipped | trained; rewards 1, 2, 3, 4 | 5.  Those before
+    the first trained token are nobody's."""
     b = answers([3, 1], [1.0, 2.0], token_rewards=vec(5, 1, 2, 3))
     b.mask = torch.tensor([False, True, True, False])
     assert gae(b) == [0, 3, 2, 0]
     found = prepared(b, advantage={"name": "gae", "lam": 1.0}).metrics["reward/used_mean"]
     assert found == (8 + 3) / 2
-
-
-def test_rewards_on_skipped_tokens_are_owed_to_the_trained_one_before() -> None:
-    """Tokens trained, skipped, trained, skipped | trained; rewards 1, 2, 3, 4 | 5."""
     b = answers([4, 1], [9.0, 9.0], token_rewards=vec(1, 2, 3, 4, 5))
     b.mask = torch.tensor([True, False, True, False, True])
     assert gae(b) == [10, 0, 7, 0, 5]
@@ -335,15 +321,10 @@ def test_tokens_outside_the_loss_are_not_charged() -> None:
 
 
 def test_a_charge_is_not_clamped_and_never_infinite() -> None:
-    b = answers(
-        [1, 1, 1, 1],
-        [0.0] * 4,
-        start=vec(-1, -1, -math.inf, -1),
-        reference=vec(-41, -math.inf, -math.inf, -1),
-    )
-    a = got(
-        b, advantage={"name": "reinforce", "baseline": "none"}, kl={"reward": {"coefficient": 0.5}}
-    )
+    start, reference = vec(-1, -1, -math.inf, -1), vec(-41, -math.inf, -math.inf, -1)
+    b = answers([1, 1, 1, 1], [0.0] * 4, start=start, reference=reference)
+    how = {"name": "reinforce", "baseline": "none"}
+    a = got(b, advantage=how, kl={"reward": {"coefficient": 0.5}})
     assert a == pytest.approx([-20, -500, 0, 0])
 
 
@@ -555,11 +536,7 @@ def test_in_a_real_run_the_baseline_is_the_likeliest_answer_and_left_out_of_the_
             assert float(lp.max()) < -0.1, "sampled from the whole distribution"
             continue
         assert np.all(lp == 0), "the likeliest token has probability 1 under top_k = 1"
-        ids = torch.from_numpy(
-            np.concatenate(
-                [np.frombuffer(s.prompt_tokens, "<i4"), np.frombuffer(s.tokens, "<i4")]
-            ).astype(np.int64)
-        )
+        ids = torch.from_numpy(np.frombuffer(s.prompt_tokens + s.tokens, "<i4").astype(np.int64))
         logits = model.hf(input_ids=ids[None]).logits[0].detach()
         at = len(s.prompt_tokens) // 4 - 1
         assert torch.equal(logits[at : at + len(lp)].argmax(-1), ids[at + 1 :])
@@ -584,17 +561,8 @@ def test_advantages_are_rewards_less_the_greedy_ones(tmp_path: Path) -> None:
     keep = [i for i, s in enumerate(less.samples) if s.sample]
     for s in less.samples:
         s.reward -= baseline[s.ticket]
-    less = Batch(
-        1,
-        0,
-        [less.samples[i] for i in keep],
-        [0] * len(keep),
-        [0] * len(keep),
-        [less.token_lags[i] for i in keep],
-        {},
-        4,
-        {},
-    )
+    samples, lags = ([x[i] for i in keep] for x in (less.samples, less.token_lags))
+    less = Batch(1, 0, samples, [0] * len(keep), [0] * len(keep), lags, {}, 4, {})
     metrics, _ = a.train(whole), b.train(less)
     pairs = list(zip(a.model.hf.parameters(), b.model.hf.parameters(), strict=True))
     assert all(torch.equal(x, y) for x, y in pairs)

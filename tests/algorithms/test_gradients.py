@@ -1,17 +1,22 @@
-"""What the learner measures of gradients: their cosine from step to step, their norms by answer,
-and a learning rate by the effective sample size."""
+"""What the learner's step measures and stops: the cosine of gradients, their norms by answer, rates
+by the effective sample size; and what a batch's updates moved, past which no step moves any."""
 
 import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from algorithms_catalogue_kit import vec
-from learner_step_kit import GROUPS, SIZE, batch, core, model_dir, weights
+from algorithms_catalogue_kit import answers, vec, yes
+from algorithms_kit import config
+from learner_step_kit import ANCHORS, GROUPS, SIZE, batch, core, model_dir, weights
 
+from asyncrl.algorithms import kl
+from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.ratios import sum_by_sample
 from asyncrl.config import load, methods
+from asyncrl.models.policy import build_model
 from learner import checkpoint
 from learner.batch import pack
 from learner.gradients import GradientAlignment
@@ -274,3 +279,259 @@ def test_a_step_that_was_dropped_leaves_the_gradient_before(model_dir: Path) -> 
     assert math.isnan(learner.backend.apply(0.1, torch.tensor(math.nan)))
     part = learner.backend.add_part("head", torch.nn.Linear(1, 1), None)
     assert part.owner is learner.backend, "it clips the parts of several ranks"
+
+
+@pytest.mark.parametrize("anchor", ANCHORS, ids=lambda a: a["correction"]["proximal"])
+@pytest.mark.parametrize("against", ["start", "behavior"])
+@pytest.mark.parametrize(
+    "layout",
+    [{"epochs": 3}, {"minibatches": 3}, {"epochs": 2, "minibatches": 2, "micro_batch_tokens": 40}],
+    ids=str,
+)
+def test_at_learning_rate_zero_nothing_ever_stops(
+    model_dir: Path, anchor: dict[str, Any], against: str, layout: dict[str, Any]
+) -> None:
+    """The batch arrives far from the policy (0.05 nats a token), as stale batches do."""
+    for action in ("skip", "slow"):
+        c = core(
+            model_dir,
+            learner={"lr": 0.0, **layout},
+            stop={"kl_max": 1e-6, "against": against, "action": action},
+            **anchor,
+        )
+        metrics = c.train(batch())
+        assert metrics["optim/steps"] == layout.get("epochs", 1) * layout.get("minibatches", 1)
+        assert metrics["optim/early_stops"] == 0
+        # rounding alone, on any processor; the limit is 1e-6
+        assert metrics["optim/stop_kl"] < 2e-7 and metrics.get("optim/lr_scale", 1.0) > 0.8
+        assert metrics["kl/behavior_target_k3"] > 0.01
+
+
+@pytest.mark.parametrize("anchor", ANCHORS, ids=lambda a: a["correction"]["proximal"])
+@pytest.mark.parametrize("against", ["start", "behavior"])
+@pytest.mark.parametrize("layout", [{"epochs": 2}, {"minibatches": 2}], ids=str)
+def test_what_is_measured_by_hand(
+    model_dir: Path, anchor: dict[str, Any], against: str, layout: dict[str, Any]
+) -> None:
+    """Before the second step: its own tokens, at the policy that the first step left."""
+    packed, everyone = pack(batch()), range(GROUPS * SIZE)
+    c = core(model_dir, learner=layout, stop={"kl_max": 1e9, "against": against}, **anchor)
+    start = c._forward(c.model, packed, everyone).double()
+    second = (c._choose_minibatches(packed, 0) + c._choose_minibatches(packed, 1))[1]
+    seen: list[torch.Tensor] = []
+    real = c.backend.apply
+
+    def step(*args: Any) -> Any:
+        found = real(*args)
+        seen.append(c._forward(c.model, packed, everyone).double())
+        return found
+
+    c.backend.apply = step  # type: ignore[method-assign]
+    said = c.train(batch())["optim/stop_kl"]
+    part, mu = packed.find_token_positions(second), packed.behavior.double()
+    now, start, mu = seen[0][part], start[part], mu[part]
+    if against == "start":
+        weight, x = (start - mu).exp().clamp(max=2.0), now - start
+        exact = float((weight * (x.exp() - 1 - x)).sum() / weight.sum())
+    else:
+        x, y = now - mu, start - mu
+        exact = max(0.0, float(((x.exp() - 1 - x) - (y.exp() - 1 - y)).mean()))
+    assert said == pytest.approx(exact, rel=1e-3, abs=1e-7)
+    assert exact > 1e-6 or against == "behavior"
+
+
+def test_the_statistic_by_hand() -> None:
+    """Tokens: start / mu = 4 (counts 2), 1/2, 1; theta / start = 2, 1/2, 9; the third is masked."""
+    mu = vec(-2, -2, -2)
+    start = mu + vec(4, 0.5, 1).log()
+    more = {"behavior": mu, "mask": yes(1, 1, 0), "proximal": start, "start": start}
+    b = answers([2, 1], [1, 0], **more)
+    lp, part = start + vec(2, 0.5, 9).log(), torch.arange(3)
+
+    def statistic(**stop: Any) -> list[float]:
+        c = config(learner={"epochs": 2}, stop={"kl_max": 0.1, **stop})
+        return [float(x) for x in sl.sum_update_kl(sl.prepare(b, c), part, lp)]
+
+    assert statistic() == pytest.approx([2 * (1 - math.log(2)) + 0.5 * (math.log(2) - 0.5), 2.5])
+    k = lambda r: r - 1 - math.log(r)  # noqa: E731
+    assert statistic(against="behavior") == pytest.approx([k(8) + k(0.25) - k(4) - k(0.5), 2])
+
+
+@pytest.mark.parametrize("deepspeed_order", [False, True])
+def test_the_rule_of_epochs_ends_between_passes(model_dir: Path, deepspeed_order: bool) -> None:
+    """By the KL of the whole batch: the first pass is whole, as with one epoch, bitwise."""
+    layout: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01, "minibatches": 3}
+    stop = {"kl_max": 1e-12, "every": "epoch"}
+    one = core(model_dir, learner=layout)
+    packed = pack(batch())
+    start = one._forward(one.model, packed, range(packed.count))
+    one.train(batch())
+    c = core(model_dir, learner={**layout, "epochs": 3}, stop=stop)
+    c.backend.stops_first = deepspeed_order
+    metrics = c.train(batch())
+    assert (metrics["optim/steps"], metrics["optim/early_stops"]) == (3, 1)
+    assert torch.equal(weights(one), weights(c))
+    now = one._forward(one.model, packed, range(packed.count))
+    weight, x = (start - packed.behavior).exp().clamp(max=2.0), (now - start).double()
+    whole = float((weight * (x.exp() - 1 - x)).sum() / weight.sum())
+    assert metrics["optim/stop_kl"] == pytest.approx(whole, rel=1e-3)
+    by_step = core(model_dir, learner={**layout, "epochs": 3}, stop=stop | {"every": "step"})
+    assert by_step.train(batch())["optim/steps"] == 1
+    wide = core(model_dir, learner={**layout, "epochs": 3}, stop=stop | {"kl_max": 1e9})
+    assert wide.train(batch())["optim/steps"] == 9
+
+
+def test_with_one_step_a_pass_the_two_rules_are_one(model_dir: Path) -> None:
+    layout = {"optimizer": "adamw", "lr": 0.01, "epochs": 5}
+    kl = core(model_dir, learner=layout).train(batch())["kl/start_target_k3"]
+    made = []
+    for every in ("step", "epoch"):
+        c = core(model_dir, learner=layout, stop={"kl_max": kl, "every": every})
+        made.append((c.train(batch())["optim/steps"], weights(c)))
+    assert made[0][0] == made[1][0] and 1 < made[0][0] < 5 and torch.equal(made[0][1], made[1][1])
+
+
+@pytest.mark.parametrize("deepspeed_order", [False, True])
+def test_a_batch_below_the_ess_floor_is_left_out(model_dir: Path, deepspeed_order: bool) -> None:
+    """Neither weights nor Adam's moments move, in the first step too; it is counted, and its
+    metrics are all there."""
+    how: dict[str, Any] = {
+        "learner": {"optimizer": "adamw", "epochs": 2, "weight_decay": 0.1},
+        "stop": {"ess_min": 1.0},
+    }
+    c = core(model_dir, **how)
+    c.backend.stops_first = deepspeed_order
+    passes: list[Any] = []
+    real = c.backend.accumulate
+    # type: ignore[method-assign]
+    c.backend.accumulate = lambda *a, **k: (passes.append(a), real(*a, **k))[1]
+    before = weights(c)
+    metrics = c.train(batch())
+    assert torch.equal(weights(c), before) and not c.backend.optimizer.state
+    assert metrics["optim/early_stops"] == 1 and metrics["optim/steps"] == 0
+    assert metrics["optim/grad_norm"] == 0 and metrics["optim/skipped"] == 0
+    assert metrics["optim/lr_scale"] == 0 and metrics["optim/stop_ess"] < 1
+    assert bool(passes) != deepspeed_order, (
+        "what accumulates gradients by itself is given none that no step would take"
+    )
+    plain = core(model_dir, learner=how["learner"] | {"epochs": 1}).train(batch())
+    for name in ("loss/policy", "is/ess", "kl/behavior_start_k3"):
+        assert metrics[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-7)
+    assert all(p.grad is None for p in c.model.hf.parameters())
+    low = core(
+        model_dir, learner=how["learner"], stop={"ess_min": metrics["optim/stop_ess"] - 0.01}
+    )
+    assert low.train(batch())["optim/steps"] >= 1
+
+
+@pytest.mark.parametrize("stop", [{"kl_max": 1e-9, "action": "slow"}, {"kl_max": 1e-12}])
+def test_a_step_beyond_the_budget_is_not_made(model_dir: Path, stop: dict[str, Any]) -> None:
+    """The first step is whole, the second has no room: as one epoch, bitwise, moments included."""
+    adam: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01}
+    one = core(model_dir, learner=adam)
+    three = core(model_dir, learner={**adam, "epochs": 3}, stop=stop)
+    one.train(batch())
+    metrics = three.train(batch())
+    assert metrics["optim/early_stops"] == 1 and metrics["optim/steps"] == 1
+    assert "action" in stop or metrics["optim/stop_kl"] > stop["kl_max"]
+    assert all(p.grad is None for p in three.model.hf.parameters())
+    assert torch.equal(weights(one), weights(three))
+    for a, b in zip(one.model.hf.parameters(), three.model.hf.parameters(), strict=True):
+        assert torch.equal(
+            one.backend.optimizer.state[a]["exp_avg"], three.backend.optimizer.state[b]["exp_avg"]
+        )
+
+
+def test_a_budget_slows_before_it_stops(model_dir: Path) -> None:
+    """The share of the learning rate is `KLBudget`'s of the KL measured from the start."""
+    # after two steps
+    limit = core(model_dir, learner={"epochs": 3}, stop={"kl_max": 1e9}).train(batch())[
+        "optim/stop_kl"
+    ]
+    c = core(model_dir, learner={"epochs": 3}, stop={"kl_max": limit, "action": "slow"})
+    seen: list[float] = []
+    real = sl.KLBudget.compute_next_share
+
+    def next_(self: sl.KLBudget, k: float) -> float:
+        seen.append(k)
+        return real(self, k)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sl.KLBudget, "compute_next_share", next_)
+        metrics = c.train(batch())
+    assert seen[0] == pytest.approx(0, abs=1e-9) and seen[2] > seen[1] > limit / 10
+    budget = sl.KLBudget(limit)
+    assert metrics["optim/lr_scale"] == [budget.compute_next_share(k) for k in seen][-1]
+    assert metrics["optim/lr_scale"] < 0.9
+
+
+def test_the_adaptive_coefficient_is_the_controllers(model_dir: Path, tmp_path: Path) -> None:
+    """Nats an answer on both sides; a batch's metrics say the coefficient that trained it."""
+    build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
+    how = {"coefficient": 0.5, "controller": "adaptive", "target": 1e-4, "horizon": 100}
+    c = core(model_dir, reference=tmp_path / "ref", kl={"reward": how})
+    packed, everyone = pack(batch()), range(GROUPS * SIZE)
+    assert c.reference is not None
+    x = (c._forward(c.model, packed, everyone) - c._forward(c.reference, packed, everyone)).double()
+    an_answer = float(x.sum()) / (GROUPS * SIZE)
+    first, control = c.train(batch()), kl.KLController(0.5, "adaptive", 1e-4, 100)
+    assert first["kl/beta"] == 0.5
+    assert first["kl/answer"] == pytest.approx(an_answer, rel=1e-3, abs=1e-6)
+    assert abs(an_answer) > 1e-3
+    wanted = control.update(an_answer, GROUPS * SIZE)
+    assert c.state.beta == pytest.approx(wanted)
+    assert abs(wanted / 0.5 - 1) == pytest.approx(0.2 * GROUPS * SIZE / 100)
+    assert c.train(batch(1))["kl/beta"] == pytest.approx(wanted)
+    assert c.state.beta != pytest.approx(wanted)
+    fixed = core(model_dir, reference=tmp_path / "ref", kl={"reward": {"coefficient": 0.5}})
+    fixed.train(batch())
+    assert fixed.state.beta == 0.5
+
+
+def test_the_running_mean_follows_rewards_as_they_were_used(model_dir: Path) -> None:
+    how = {
+        "name": "reinforce",
+        "baseline": "ema",
+        "ema_decay": 0.75,
+        "truncated": "fixed",
+        "truncation_penalty": 1.0,
+    }
+    c, b = core(model_dir, advantage=how), batch()
+    for s in b.samples[::3]:
+        s.finish = "length"
+    used = [-1.0 if s.finish == "length" else s.reward for s in b.samples]
+    mean = sum(used) / len(used)
+    first = c.train(b)
+    assert first["advantage/mean"] == pytest.approx(
+        sum(u * s.length for u, s in zip(used, b.samples, strict=True))
+        / sum(s.length for s in b.samples),
+        abs=1e-6,
+    )
+    assert c.state.baseline == pytest.approx(mean, abs=1e-6)
+    b = msgspec.structs.replace(b, number=1)
+    for s in b.samples:
+        s.finish = "stop"
+    second = c.train(b)
+    plain = sum(s.reward for s in b.samples) / len(b.samples)
+    assert c.state.baseline == pytest.approx(0.75 * mean + 0.25 * plain, abs=1e-6)
+    assert second["reward/used_mean"] == pytest.approx(plain, abs=1e-6)
+    assert second["advantage/mean"] == pytest.approx(
+        sum((s.reward - mean) * s.length for s in b.samples) / sum(s.length for s in b.samples),
+        abs=1e-6,
+    )
+
+
+def test_clip_cov_has_the_batchs_number(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    real = sl.surrogates.sample_by_covariance
+
+    def drawn(*args: Any) -> torch.Tensor:
+        seeds.append(args[-1])
+        return real(*args)
+
+    monkeypatch.setattr(sl.surrogates, "sample_by_covariance", drawn)
+    for _ in range(2):
+        c = core(model_dir, learner={"epochs": 2}, loss={"surrogate": "clip_cov", "cov_lo": -9.0})
+        c.train(batch(0))
+        c.train(batch(1))
+    assert len(seeds) == 8 and seeds[:4] == seeds[4:] and len(set(seeds)) == 4

@@ -60,29 +60,15 @@ def view(seed: int, part: slice = slice(None), **more: Any) -> diagnostics.Diagn
 
 def tokens_of(v: diagnostics.DiagnosticTokens) -> list[dict[str, Any]]:
     """The valid tokens as dictionaries."""
-    out = []
-    for i in range(len(v.seq)):
-        mu, s, t = float(v.behavior[i]), float(v.start[i]), float(v.target[i])
-        known = v.known is None or bool(v.known[i])
-        ref = None if v.reference is None else float(v.reference[i])
-        out.append(
-            {
-                "seq": int(v.seq[i]),
-                "lag": int(v.lag[i]),
-                "mu": mu,
-                "s": s,
-                "t": t,
-                "w": float(v.weight[i]),
-                "kept": bool(v.kept[i]),
-                "known": known,
-                "vetoed": bool(v.vetoed[i]),
-                "clip": int(v.clipped[i]),
-                "ref": ref,
-                "h": None if v.entropy is None else float(v.entropy[i]),
-                "valid": bool(v.valid[i]),
-            }
-        )
-    return [x for x in out if x["valid"]]
+    columns = {"seq": v.seq, "lag": v.lag, "mu": v.behavior, "s": v.start, "t": v.target}
+    columns |= {"w": v.weight, "kept": v.kept, "vetoed": v.vetoed, "clip": v.clipped}
+    columns |= {"known": v.valid if v.known is None else v.known, "ref": v.reference}
+    columns |= {"h": v.entropy, "valid": v.valid}
+    tokens = [
+        {name: None if column is None else column[i].item() for name, column in columns.items()}
+        for i in range(len(v.seq))
+    ]
+    return [token for token in tokens if token["valid"]]
 
 
 def ess(w: list[float]) -> float:
@@ -142,26 +128,20 @@ def wanted(v: diagnostics.DiagnosticTokens) -> dict[str, float]:
         here, seen = [x for x in ts if x["lag"] in lags], [x for x in ks if x["lag"] in lags]
         if here:
             out |= {
-                f"by_lag/{key}_{name}": value
-                for key, value in {
-                    "tokens": len(here),
-                    "weight": fmean(x["w"] for x in here),
-                    "target_k3": fmean(k3(x["mu"] - x["t"]) for x in here),
-                    "clip": share([x["clip"] != OPEN for x in here]),
-                    "zero": share([not x["kept"] or x["w"] == 0 for x in here]),
-                }.items()
+                f"by_lag/tokens_{name}": len(here),
+                f"by_lag/weight_{name}": fmean(x["w"] for x in here),
+                f"by_lag/target_k3_{name}": fmean(k3(x["mu"] - x["t"]) for x in here),
+                f"by_lag/clip_{name}": share([x["clip"] != OPEN for x in here]),
+                f"by_lag/zero_{name}": share([not x["kept"] or x["w"] == 0 for x in here]),
             }
             if v.entropy is not None:
                 out[f"by_lag/entropy_{name}"] = fmean(x["h"] for x in here)
         if seen:
             out |= {
-                f"by_lag/{key}_{name}": value
-                for key, value in {
-                    "k1": fmean(x["mu"] - x["s"] for x in seen),
-                    "k3": fmean(k3(x["mu"] - x["s"]) for x in seen),
-                    "update": fmean(x["s"] - x["t"] for x in seen),
-                    "ess": ess([math.exp(x["s"] - x["mu"]) for x in seen]),
-                }.items()
+                f"by_lag/k1_{name}": fmean(x["mu"] - x["s"] for x in seen),
+                f"by_lag/k3_{name}": fmean(k3(x["mu"] - x["s"]) for x in seen),
+                f"by_lag/update_{name}": fmean(x["s"] - x["t"] for x in seen),
+                f"by_lag/ess_{name}": ess([math.exp(x["s"] - x["mu"]) for x in seen]),
             }
     fresh = [x for x in ks if x["lag"] == 0]
     if fresh:
@@ -180,13 +160,14 @@ def by_answer(v: diagnostics.DiagnosticTokens, ts: list[dict[str, Any]]) -> dict
     whole = [a for _, a in each if all(x["known"] for x in a)]
     w = [fmean(x["w"] for x in a) for _, a in each]
     out = {
-        "perplexity_by_answer/behavior": math.exp(
-            fmean(fmean(-x["mu"] for x in a) for _, a in each)
-        ),
-        "perplexity_by_answer/target": math.exp(fmean(fmean(-x["t"] for x in a) for _, a in each)),
-        "perplexity_by_answer/start": math.exp(fmean(fmean(-x["s"] for x in a) for a in whole)),
-        "is/ess_by_answer": ess(w),
+        f"perplexity_by_answer/{name}": math.exp(fmean(fmean(-x[key] for x in a) for a in those))
+        for name, key, those in (
+            ("behavior", "mu", answers.values()),
+            ("target", "t", answers.values()),
+            ("start", "s", whole),
+        )
     }
+    out["is/ess_by_answer"] = ess(w)
     gone = [(i, a) for i, a in each if all(not x["kept"] for x in a)]
     vetoed = [(i, a) for i, a in each if any(x["vetoed"] for x in a)]
     out |= {
@@ -201,14 +182,9 @@ def by_answer(v: diagnostics.DiagnosticTokens, ts: list[dict[str, Any]]) -> dict
             }
     # each such token counts its answer
     zero = [(len(a), float(v.rewards[i])) for i, a in each for x in a if x["kept"] and x["w"] == 0]
-    return out | (
-        {
-            "is/masked_length": fmean(n for n, _ in zero),
-            "is/masked_reward": fmean(r for _, r in zero),
-        }
-        if zero
-        else {}
-    )
+    if zero:
+        out["is/masked_length"], out["is/masked_reward"] = map(fmean, zip(*zero, strict=True))
+    return out
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -238,11 +214,8 @@ def test_what_nobody_knows_is_not_said() -> None:
     v = view(3)
     v.known = torch.zeros_like(v.valid)
     got = diagnostics.compute_metrics(diagnostics.sum_statistics(v))
-    text = (
-        "start is/ess is/chi2 is/ratio_max is/log_ratio mismatch by_lag/k1 by_lag/k3 by_lag/update "
-        "by_lag/ess"
-    )
-    of_start = text.split()
+    of_start = ["start", "mismatch", *(f"by_lag/{x}" for x in ("k1", "k3", "update", "ess"))]
+    of_start += [f"is/{x}" for x in ("ess", "chi2", "ratio_max", "log_ratio")]
     assert not [k for k in got if any(x in k for x in of_start) and k != "is/ess_by_answer"]
     bare = diagnostics.compute_metrics(
         diagnostics.sum_statistics(view(3, reference=None, entropy=None))
@@ -281,13 +254,8 @@ def test_nothing_at_all_is_no_error() -> None:
     got = diagnostics.compute_metrics(empty)
     assert got["is/mean_weight"] == 0 and got["clip/share"] == 0
     assert not [k for k in got if k.startswith("by_lag")]
-    host = diagnostics.copy_to_host(
-        {
-            "a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
-            "b": torch.tensor(5),
-            "c": torch.tensor([6.0]),
-        }
-    )
+    given = {"a": [[1.0, 2.0], [3.0, 4.0]], "b": 5, "c": [6.0]}
+    host = diagnostics.copy_to_host({name: torch.tensor(x) for name, x in given.items()})
     assert host == {"a": [1, 2, 3, 4], "b": [5], "c": [6]}
 
 
@@ -308,6 +276,10 @@ def test_quantiles_are_the_upper_edges_of_their_bins() -> None:
     assert got["is/log_ratio_p99"] == pytest.approx(next(e for e in edges if e >= 3.0), rel=1e-6)
 
 
+NAMES = "gamma ratio used_ratio objective_mean objective_var gamma_away gamma_back c p_correct"
+RESHAPED = [f"reshape/{name}" for name in NAMES.split()]
+
+
 def test_terms_and_reshape_sums_become_metrics() -> None:
     v = view(5)
     extra = {
@@ -320,35 +292,13 @@ def test_terms_and_reshape_sums_become_metrics() -> None:
     got = diagnostics.compute_metrics(diagnostics.sum_statistics(v) | extra)
     assert got["loss/policy"] == 0.5 and got["kl/gradient_share"] == pytest.approx(1.5)
     assert "other" not in got and "sq/kl" not in got
-    assert {
-        k.removeprefix("reshape/"): x for k, x in got.items() if k.startswith("reshape/")
-    } == pytest.approx(
-        {
-            "gamma": 0.5,
-            "ratio": 2.0,
-            "used_ratio": 1.5,
-            "objective_mean": 0.5,
-            "objective_var": 5 / 4 - 0.25,
-            "gamma_away": 1.5,
-            "gamma_back": 0.25,
-            "c": -0.25,
-            "p_correct": 0.75,
-        }
-    )
+    values = (0.5, 2.0, 1.5, 0.5, 5 / 4 - 0.25, 1.5, 0.25, -0.25, 0.75)
+    found = {k: x for k, x in got.items() if k.startswith("reshape/")}
+    assert found == pytest.approx(dict(zip(RESHAPED, values, strict=True)))
     assert set(diagnostics._compute_reshape_metrics([0.0] * 12).values()) == {0.0}
-    one = diagnostics._compute_reshape_metrics(
-        [1.0, 0.5, 3.0, 2.0, 4.0, 20.0, 0.25, 1.0, 0.75, 1.0, 6.0]
-    )
-    assert one == {
-        "reshape/gamma": 0.5,
-        "reshape/ratio": 3,
-        "reshape/used_ratio": 2,
-        "reshape/objective_mean": 4,
-        "reshape/objective_var": 4,
-        "reshape/gamma_away": 0.25,
-        "reshape/gamma_back": 0.75,
-        "reshape/c": 6,
-    }
+    sums = [1.0, 0.5, 3.0, 2.0, 4.0, 20.0, 0.25, 1.0, 0.75, 1.0, 6.0]
+    values = dict(zip(RESHAPED, (0.5, 3, 2, 4, 4, 0.25, 0.75, 6), strict=False))
+    assert diagnostics._compute_reshape_metrics(sums) == values
     assert diagnostics._exponentiate(60) == math.exp(50)
     assert diagnostics._exponentiate(1.0) == math.e
 
@@ -372,47 +322,32 @@ def test_the_split_is_its_definition_by_lag_and_by_age() -> None:
             f"split/{name}": fmean((-x).tolist()),
             f"split/{name}_k3": fmean(k3(-y) for y in x.tolist()),
         }
-    one = (age == 0).tolist()
-    want |= {
-        "mismatch/k3_one_version": fmean(
-            k3(-y) for y, o in zip(parts["mismatch"].tolist(), one, strict=True) if o
-        ),
-        "mismatch/max_one_version": max(
-            abs(y) for y, o in zip(parts["mismatch"].tolist(), one, strict=True) if o
-        ),
-    }
+
+    def select(part: str, column: torch.Tensor, values: range) -> list[float]:
+        pairs = zip(parts[part].tolist(), column.tolist(), strict=True)
+        return [y for y, value in pairs if value in values]
+
+    one = select("mismatch", age, range(1))
+    want["mismatch/k3_one_version"] = fmean(k3(-y) for y in one)
+    want["mismatch/max_one_version"] = max(map(abs, one))
     for name, lags in LAGS.items():
         for part in ("mismatch", "staleness"):
-            here = [y for y, n in zip(parts[part].tolist(), lag.tolist(), strict=True) if n in lags]
-            want |= {
-                f"by_lag/{part}_{name}": fmean(-y for y in here),
-                f"by_lag/{part}_k3_{name}": fmean(k3(-y) for y in here),
-            }
-        here = [
-            y for y, at in zip(parts["mismatch"].tolist(), age.tolist(), strict=True) if at in lags
-        ]
+            here = select(part, lag, lags)
+            want[f"by_lag/{part}_{name}"] = fmean(-y for y in here)
+            want[f"by_lag/{part}_k3_{name}"] = fmean(k3(-y) for y in here)
+        here = select("mismatch", age, lags)
         want[f"by_age/mismatch_k3_{name}"] = fmean(k3(-y) for y in here)
     assert got == pytest.approx(want)
     assert got["split/mismatch"] + got["split/staleness"] + got["split/update"] == pytest.approx(
         got["split/total"]
     )
-    none = torch.zeros(0, dtype=D)
-    assert (
-        diagnostics.compute_split_metrics(
-            diagnostics.LogRatioSplit(none, none, none, none, none.long(), none.long())
-        )
-        == {}
+    columns = mu, version, start, target, lag * 0 + 1, age * 0 + 2
+    none, old = (
+        diagnostics.compute_split_metrics(diagnostics.LogRatioSplit(*(x[:n] for x in columns)))
+        for n in (0, 1)
     )
-    old = diagnostics.compute_split_metrics(
-        diagnostics.LogRatioSplit(
-            mu[:1], version[:1], start[:1], target[:1], lag[:1] * 0 + 1, age[:1] * 0 + 2
-        )
-    )
-    assert "mismatch/k3_one_version" not in old
-    assert {k for k in old if "by_" in k} == {
-        "by_lag/mismatch_1",
-        "by_lag/mismatch_k3_1",
-        "by_lag/staleness_1",
-        "by_lag/staleness_k3_1",
-        "by_age/mismatch_k3_2",
+    assert none == {} and "mismatch/k3_one_version" not in old
+    by_lag = {
+        f"by_lag/{name}_1" for part in ("mismatch", "staleness") for name in (part, f"{part}_k3")
     }
+    assert {k for k in old if "by_" in k} == by_lag | {"by_age/mismatch_k3_2"}

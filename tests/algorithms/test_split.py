@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import learner_step_kit
 import msgspec
 import numpy as np
 import pytest
@@ -67,12 +68,8 @@ class Ring:
     def logprobs(
         self, number: int, prompts: list[np.ndarray], answers: list[np.ndarray]
     ) -> torch.Tensor:
-        load_weights(
-            self.model,
-            read_flat(
-                memoryview(bytearray(self.held[Label(1, number)])), build_manifest(self.model)
-            ),
-        )
+        flat = memoryview(bytearray(self.held[Label(1, number)]))
+        load_weights(self.model, read_flat(flat, build_manifest(self.model)))
         with torch.no_grad():
             return self.model.logprobs(prompts, answers, torch.ones(len(prompts))).logprobs
 
@@ -109,29 +106,14 @@ def batch(ring: Ring, number: int = 2, noise: float = NOISE) -> Batch:
 
 
 def core(ring: Ring, **sections: Any) -> LearnerCore:
-    learner = {
-        "optimizer": "sgd",
-        "lr": 0.1,
-        "steps": 100,
-        "groups": GROUPS,
-        "group_size": SIZE,
-    } | sections.pop("learner", {})
-    record = {"split_every": 2, "split_samples": 100, "reference_kl_every": 0} | sections.pop(
-        "record", {}
-    )
-    raw = {
-        "model": {"path": str(ring.model_dir), "device": "cpu"},
-        "task": {"name": "sort"},
-        "learner": learner,
-        "record": record,
-        "correction": {"proximal": "behavior"},
-        "loss": {"surrogate": "ppo"},
-        **sections,
-    }
-    c = LearnerCore(load.build(raw), ring.model_dir)
-    load_weights(
-        c.model, read_flat(memoryview(bytearray(ring.held[Label(1, 2)])), build_manifest(c.model))
-    )
+    learner = {"groups": GROUPS, "group_size": SIZE, "clip_norm": 1.0}
+    record = {"split_every": 2, "split_samples": 100, "reference_kl_every": 0}
+    made: dict[str, Any] = {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}}
+    made |= sections | {"record": record | sections.get("record", {})}
+    made["learner"] = learner | sections.get("learner", {})
+    c = learner_step_kit.core(ring.model_dir, **made)
+    flat = memoryview(bytearray(ring.held[Label(1, 2)]))
+    load_weights(c.model, read_flat(flat, build_manifest(c.model)))
     c.measure.read_weights = ring
     return c
 
@@ -286,10 +268,8 @@ def test_exact_ends_a_run_whose_engine_differs_at_a_lag(ring: Ring) -> None:
     for sample in b.samples:
         sample.spans = [VersionSpan(Label(1, 0), "", 0, 8, Label(1, 0))]
     c = core(ring, exact=True)
-    with pytest.raises(
-        AsyncrlError,
-        match=r"exact: engine and learner differ by .* under the same weights in batch 2",
-    ):
+    said = r"exact: engine and learner differ by .* under the same weights in batch 2"
+    with pytest.raises(AsyncrlError, match=said):
         c.train(b)
     assert core(ring, exact="try").train(b)["mismatch/max_one_version"] > 0.1
     mixed = core(ring, exact=True)

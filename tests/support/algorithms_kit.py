@@ -11,9 +11,12 @@ from asyncrl.config.tree import Config
 D = torch.float64
 
 
-def config(**sections: Any) -> Config:
-    """Decoupled PPO, unless `sections` say otherwise: `batch` has an anchor of its own."""
-    sections["correction"] = {"proximal": "recompute"} | sections.get("correction", {})
+def config(settings: str = "", **sections: Any) -> Config:
+    """Decoupled PPO, unless `key=value` settings or `sections` say otherwise: `batch` has an anchor
+    of its own."""
+    sections = parse_settings(settings) | sections
+    if "correction.proximal" not in sections:
+        sections["correction"] = {"proximal": "recompute"} | sections.get("correction", {})
     return load.build({"model": {"path": "m"}, "task": {"name": "sort"}, **sections})
 
 
