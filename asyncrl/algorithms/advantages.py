@@ -65,15 +65,19 @@ def average_by_group(x: Tensor, groups: Tensor) -> Tensor:
     return _sum_by_group(x, groups) / _count_by_group(groups)
 
 
+def find_group_max(x: Tensor, groups: Tensor) -> Tensor:
+    """Return the largest x of each sample's group, [B]."""
+    all_samples = torch.ones_like(groups, dtype=torch.bool)
+    return find_sample_max(x, all_samples, groups, len(groups))[groups]
+
+
 def find_zero_variance(rewards: Tensor, groups: Tensor) -> Tensor:
     """Return bool [B]: samples of zero-variance groups, which carry no learning signal.
 
     Rewards are equal to within EQUAL of the largest.
     """
-    all_samples = torch.ones_like(groups, dtype=torch.bool)
-    largest = find_sample_max(rewards, all_samples, groups, len(groups))
-    smallest = -find_sample_max(-rewards, all_samples, groups, len(groups))
-    return (largest - smallest <= EQUAL * largest.abs())[groups]
+    largest, smallest = find_group_max(rewards, groups), -find_group_max(-rewards, groups)
+    return largest - smallest <= EQUAL * largest.abs()
 
 
 def center_by_group(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -247,6 +251,13 @@ class RewardedBatch(LossBatch):
             )
         return token_rewards if self.kl_penalty is None else token_rewards - self.kl_penalty
 
+    @property
+    def net_rewards(self) -> Tensor:
+        """The rewards minus each sample's KL penalty, [B]."""
+        if self.kl_penalty is None:
+            return self.rewards
+        return self.rewards - sum_by_sample(self.kl_penalty, self.seq, self.count)
+
     def find_step_ends(self) -> Tensor:
         """Return bool [N]: trained tokens that end a step.
 
@@ -411,8 +422,7 @@ def _apply_oapl(a: RewardedBatch, c: settings.OaplAdvantage) -> Tensor:
     if c.beta == math.inf:
         value = average_by_group(a.rewards, a.groups)
     else:
-        all_samples = torch.ones_like(a.groups, dtype=torch.bool)
-        value = find_sample_max(a.rewards, all_samples, a.groups, len(a.groups))[a.groups]
+        value = find_group_max(a.rewards, a.groups)
         if c.beta:
             mean = average_by_group(((a.rewards - value) / c.beta).exp(), a.groups)
             value = value + c.beta * mean.log()
@@ -490,10 +500,7 @@ def _apply_function(
     t: RewardedBatch, c: settings.FunctionAdvantage
 ) -> tuple[Tensor, Tensor | None]:
     """Call `advantage.function`; its rewards and token rewards are those after KL."""
-    rows, tokens = PaddedRows(t.seq), t.token_rewards
-    net = t.rewards
-    if t.kl_penalty is not None:
-        net = net - sum_by_sample(t.kl_penalty, t.seq, t.count)
+    rows, tokens, net = PaddedRows(t.seq), t.token_rewards, t.net_rewards
     value = own_functions.call(
         "advantage.function",
         c.function,
@@ -655,7 +662,6 @@ def compute_advantage(
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
     """Return (advantage [N], returns [N] or None, scalars for the metrics)."""
     shaped = shape_rewards(batch, valid, config, baseline)
-    kl_penalty = None
     if beta > 0:
         policy = batch.behavior if config.kl.reward.at == "behavior" else batch.start
         ref = batch.reference if batch.reward_reference is None else batch.reward_reference
@@ -666,7 +672,7 @@ def compute_advantage(
             )
         reference_ratio = where(valid, ratios.subtract(policy, ref), 0.0)
         estimate = kl.estimate(config.kl.reward.estimator, reference_ratio)
-        kl_penalty = beta * where(valid, estimate, 0.0)
+        shaped.kl_penalty = beta * where(valid, estimate, 0.0)
         # the k1 estimate of KL(start || reference) in nats per sample: the mean over samples with
         # a token in the loss of the sum over their tokens
         has_tokens = sum_by_sample(valid.to(estimate.dtype), batch.seq, batch.count) > 0
@@ -674,27 +680,24 @@ def compute_advantage(
     if config.loss.surrogate == "sft":
         adv, returns = (batch.rewards > 0).to(batch.rewards.dtype)[batch.seq], None
     else:
-        adv, returns = _compute_penalized(shaped, kl_penalty, config)
-    net_rewards = shaped.rewards
-    if kl_penalty is not None:
-        net_rewards = shaped.rewards - sum_by_sample(kl_penalty, batch.seq, batch.count)
+        adv, returns = _compute_by_name(shaped, config)
     scalars = {
         "reward/mean": batch.rewards.mean(),
         "reward/std": _compute_std(batch.rewards),
         "reward/min": batch.rewards.amin(),
         "reward/max": batch.rewards.amax(),
-        "reward/used_mean": net_rewards.mean(),
+        "reward/used_mean": shaped.net_rewards.mean(),
         "advantage/std": _compute_std(
             ratios.average_by_sample(adv, batch.mask, batch.seq, batch.count)
         ),
         "reward/no_spread_share": find_zero_variance(batch.rewards, batch.groups).float().mean(),
         "answer/truncated_share": batch.truncated.float().mean(),
     }
-    if kl_penalty is not None and config.loss.surrogate != "sft":
-        unpenalized = _compute_penalized(shaped, None, config)[0]
+    if beta > 0 and config.loss.surrogate != "sft":
+        unpenalized = _compute_by_name(replace(shaped, kl_penalty=None), config)[0]
         norm, penalty_norm = (where(valid, x, 0.0).norm() for x in (unpenalized, adv - unpenalized))
         scalars["kl/reward_gradient_share"] = penalty_norm / norm.clamp(min=1e-15)
-    if kl_penalty is not None:
+    if beta > 0:
         scalars["kl/answer"] = sample_kl
     if batch.greedy is not None:
         scalars["reward/greedy"] = batch.greedy.mean()
@@ -706,18 +709,13 @@ def compute_advantage(
     return where(valid, adv, 0.0), returns, scalars
 
 
-def _compute_penalized(
-    shaped: RewardedBatch, kl_penalty: Tensor | None, config: Settings
-) -> tuple[Tensor, Tensor | None]:
-    """Return (advantage [N], returns [N] or None) of the rewards minus the KL penalty [N]."""
+def _compute_by_name(shaped: RewardedBatch, config: Settings) -> tuple[Tensor, Tensor | None]:
+    """Return (advantage [N], returns [N] or None) of the rewards minus the KL penalty."""
     a = config.advantage
     by_token = shaped.tokens is not None or a.name not in BY_ANSWER
     if by_token and a.name in BY_TOKEN:
-        return BY_TOKEN[a.name](replace(shaped, kl_penalty=kl_penalty), a)
-    if kl_penalty is not None:
-        net = shaped.rewards - sum_by_sample(kl_penalty, shaped.seq, shaped.count)
-        shaped = replace(shaped, rewards=net)
-    adv = BY_ANSWER[a.name](shaped, a)
+        return BY_TOKEN[a.name](shaped, a)
+    adv = BY_ANSWER[a.name](replace(shaped, rewards=shaped.net_rewards), a)
     if isinstance(a, settings.AnswerAdvantage) and a.whiten:
         adv = whiten(adv)
     return adv[shaped.seq], None

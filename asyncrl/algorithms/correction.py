@@ -81,6 +81,11 @@ BOUNDS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
 }
 
 
+def _bound_weights(w: Tensor, c: Correction, level: str) -> Tensor:
+    lo, hi = DEFAULT_BOUNDS.get(level, (0.0, torch.inf))
+    return BOUNDS[c.bound](w, lo if c.lo is None else c.lo, hi if c.hi is None else c.hi)
+
+
 def compute_score_center(
     logs: Tensor, sampled_logs: Tensor, c: Correction, top: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -97,9 +102,7 @@ def compute_score_center(
     """
 
     def bound(w: Tensor) -> Tensor:
-        lo, hi = DEFAULT_BOUNDS["token"]
-        lo, hi = lo if c.lo is None else c.lo, hi if c.hi is None else c.hi
-        return torch.ones_like(w) if c.level == "none" else BOUNDS[c.bound](w, lo, hi)
+        return torch.ones_like(w) if c.level == "none" else _bound_weights(w, c, "token")
 
     p, q = logs.exp(), sampled_logs.exp()
     factor = bound((logs - sampled_logs).clamp(-CLAMP, CLAMP).exp()) * q
@@ -287,27 +290,19 @@ def find_m2_threshold(log_rho: Tensor, mask: Tensor, limit: float = 0.04) -> Ten
 
 
 @dataclass
-class WeightStatistics:
-    """Statistics of the whole batch that weights need, scalars or None.
-
-    mean: the divisor of self-normalization.
-    """
-
-    mean: Tensor | None = None
-
-
-@dataclass
 class ImportanceWeights:
     """Weights of a batch or a part of it.
 
     weight: [N], 0 where dropped.
     kept: bool [N], neither rejected nor vetoed.
     vetoed: bool [N].
+    mean: a scalar, the divisor of self-normalization; None: without it.
     """
 
     weight: Tensor
     kept: Tensor
     vetoed: Tensor
+    mean: Tensor | None = None
 
 
 def correct(
@@ -317,7 +312,7 @@ def correct(
     seq: Tensor,
     n: int,
     c: Correction,
-    stats: WeightStatistics | None = None,
+    mean: Tensor | None = None,
     adv: Tensor | None = None,
 ) -> ImportanceWeights:
     """Compute importance weights for whole samples by the config section `c`.
@@ -331,29 +326,22 @@ def correct(
         mask: bool [N].
         seq: int64 [N].
         n: number of samples.
-        stats: of the whole batch, when these tokens are a part of it; None: they are the batch.
+        mean: that of the whole batch, when these tokens are a part of it; None: they are the batch.
         adv: [N], for reject_when = negative.
     """
-    lo, hi = DEFAULT_BOUNDS.get(c.level, (0.0, torch.inf))
-    token = log_rho.clamp(-CLAMP, CLAMP)
     if c.function:
-        w = torch.as_tensor(
-            import_function(c.function, "correction.function")(token, mask, seq, n, c)
-        ).detach()
+        own = import_function(c.function, "correction.function")
+        token = log_rho.clamp(-CLAMP, CLAMP)
+        w = torch.as_tensor(own(token, mask, seq, n, c)).detach()
     else:
-        w = BOUNDS[c.bound](
-            compute_weights(log_rho, mask, seq, n, c.level),
-            lo if c.lo is None else c.lo,
-            hi if c.hi is None else c.hi,
-        )
+        w = _bound_weights(compute_weights(log_rho, mask, seq, n, c.level), c, c.level)
     veto = find_vetoed(c.veto, c.veto_below, log_rho, log_prox, mask=mask, seq=seq, n=n)
     kept = ~veto
     if c.reject_at == "proximal":
         kept = kept & find_unrejected(log_rho, log_prox, mask, seq, n, c=c, adv=adv)
-    stats = stats or WeightStatistics()
     w = where(kept, w, 0.0)
     if c.self_normalize:
-        if stats.mean is None:
-            stats.mean = compute_mean_weight(w, mask & kept, seq, n, c.level)
-        w = w / stats.mean
-    return ImportanceWeights(w, kept, veto)
+        if mean is None:
+            mean = compute_mean_weight(w, mask & kept, seq, n, c.level)
+        w = w / mean
+    return ImportanceWeights(w, kept, veto, mean)

@@ -166,7 +166,7 @@ class StepPlan:
     """
 
     factor: Tensor
-    stats: correction.WeightStatistics
+    mean: Tensor | None = None  # of the weights of the whole batch
     reshape: reshape.ReshapeStatistics | None = None
     # share of the learning rate; 0 skips the remaining steps of the batch
     lr_scale: float = 1.0
@@ -351,7 +351,7 @@ def _correct(
     config: Settings,
     *,
     adv: Tensor,
-    stats: correction.WeightStatistics | None = None,
+    mean: Tensor | None = None,
 ) -> correction.ImportanceWeights:
     """Compute the importance weights of the tokens `part`.
 
@@ -360,7 +360,7 @@ def _correct(
         proximal: [n], log pi_prox (log pi_theta for surrogate = reinforce).
         valid: bool [n], the mask.
         adv: [n], the advantage.
-        stats: of the whole batch; None: computed from these tokens.
+        mean: of the whole batch's weights; None: computed from these tokens.
     """
     log_rho = ratios.subtract(proximal, batch.behavior[part])
     return correction.correct(
@@ -370,7 +370,7 @@ def _correct(
         batch.seq[part],
         n=batch.count,
         c=config.correction,
-        stats=stats,
+        mean=mean,
         adv=adv,
     )
 
@@ -410,7 +410,7 @@ def begin_step(prep: PreparedBatch, samples: Tensor, current: Tensor | None = No
     if c.loss.reduction == "seq-mean-token-sum-norm":
         length = float(c.loss.norm_length or c.generator.max_new_tokens)
     factor = compute_factors(counted_tokens, batch.seq, batch.count, c.loss.reduction, length)
-    step = StepPlan(factor.to(batch.behavior.dtype), correction.WeightStatistics())
+    step = StepPlan(factor.to(batch.behavior.dtype))
     _fill_statistics(prep, step, current)
     if c.correction.m2:
         assert current is not None
@@ -490,7 +490,7 @@ def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: Tensor | None
     stop = c.stop
     name = c.loss.surrogate
     if name == "reinforce" and current is not None and c.correction.self_normalize:
-        _correct(batch, slice(None), current, prep.valid, c, adv=prep.advantage, stats=step.stats)
+        step.mean = _correct(batch, slice(None), current, prep.valid, c, adv=prep.advantage).mean
     stops = stop.action == "slow" or stop.ess_min > 0
     if current is None or not (name == "reshape" or stops):
         return
@@ -602,7 +602,7 @@ def compute_micro_loss(
         known = None if c.loss.surrogate == "reinforce" else b.proximal
         proximal = target if known is None else known[part]
         adv = prep.advantage[part]
-        weights = _correct(b, part, proximal, valid, c, adv=adv, stats=step.stats)
+        weights = _correct(b, part, proximal, valid, c, adv=adv, mean=step.mean)
     else:
         weights = correction.ImportanceWeights(
             weights.weight[part], weights.kept[part], weights.vetoed[part]

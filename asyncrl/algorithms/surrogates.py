@@ -172,10 +172,17 @@ def _apply_log_probability(t: SurrogateTokens, c: settings.Loss) -> SurrogateTer
     return build_unclipped(t.adv.clone(), t.lp * t.adv)
 
 
+def clip_ratio(r: Tensor, adv: Tensor, lo: Any, hi: Any) -> SurrogateTerm:
+    """min(r A, clip(r, lo, hi) A), with numbers or scalars for bounds."""
+    clipped = mark_sides((adv < 0) & (r < lo), (adv > 0) & (r > hi))
+    value = torch.minimum(r * adv, r.clamp(lo, hi) * adv)
+    return SurrogateTerm(where(clipped == OPEN, r * adv, 0.0), value, clipped)
+
+
 def compute_ppo(
     log_r: Tensor, adv: Tensor, *, low: float = 0.2, high: float = 0.2, dual: float = 0.0
 ) -> SurrogateTerm:
-    """min(r A, clip(r, 1-low, 1+high) A) (Schulman et al. 2017, arXiv 1707.06347).
+    """`clip_ratio` at 1 - low and 1 + high (Schulman et al. 2017, arXiv 1707.06347).
 
     dual > 1: dual clip (arXiv 1912.09729). With importance weights prox / mu this is decoupled PPO
     (Hilton et al. 2021, arXiv 2110.00641). high = 0.28 is DAPO's clip-higher.
@@ -184,14 +191,12 @@ def compute_ppo(
         log_r: [N].
         adv: [N].
     """
-    r = log_r.exp()
-    value = torch.minimum(r * adv, r.clamp(1 - low, 1 + high) * adv)
-    clipped = mark_sides((adv < 0) & (r < 1 - low), (adv > 0) & (r > 1 + high))
+    coefficient, value, clipped = clip_ratio(log_r.exp(), adv, 1 - low, 1 + high)
     if dual > 0:
         floor = (adv < 0) & (value < dual * adv)
-        value = where(floor, dual * adv, value)
-        clipped = where(floor, DUAL, clipped)
-    return SurrogateTerm(where(clipped == OPEN, r * adv, 0.0), value, clipped)
+        coefficient = where(floor, 0.0, coefficient)
+        value, clipped = where(floor, dual * adv, value), where(floor, DUAL, clipped)
+    return SurrogateTerm(coefficient, value, clipped)
 
 
 def compute_cispo(log_r: Tensor, t: SurrogateTokens, *, lo: float, hi: float) -> SurrogateTerm:
@@ -498,14 +503,6 @@ def _find_bapo_bounds(b: StepBatch, c: settings.BapoLoss) -> dict[str, Tensor]:
     return {"lo": bounds[0], "hi": bounds[1]}
 
 
-def _apply_bapo(t: SurrogateTokens, c: settings.BapoLoss) -> SurrogateTerm:
-    """min(w A, clip(w, lo, hi) A), with the scalar bounds of `_find_bapo_bounds`."""
-    w, lo, hi = t.log_r.exp(), t.prepass["lo"], t.prepass["hi"]
-    value = torch.minimum(w * t.adv, torch.minimum(torch.maximum(w, lo), hi) * t.adv)
-    clipped = mark_sides((t.adv < 0) & (w < lo), (t.adv > 0) & (w > hi))
-    return SurrogateTerm(where(clipped == 0, w * t.adv, 0.0), value, clipped)
-
-
 # ---- by name -------------------------------------------------------------------------------------
 
 
@@ -580,7 +577,8 @@ SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
     "oapl": _apply_oapl,
     "band": _apply_band,
     "gepo": _apply_gepo,
-    "bapo": _apply_bapo,
+    # at the bounds of `_find_bapo_bounds`
+    "bapo": lambda t, c: clip_ratio(t.log_r.exp(), t.adv, t.prepass["lo"], t.prepass["hi"]),
     "minpro": _apply_minpro,
     "gmpo": _apply_gmpo,
     "ipo": _apply_ipo,

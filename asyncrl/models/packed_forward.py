@@ -207,25 +207,23 @@ class _Rotate(Function):
     """`rotate` without copies of the halves; its backward applies the inverse rotation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
         half = x.shape[-1] // 2
-        ctx.save_for_backward(cos, sin)
         product = x * cos
         s = sin[..., half:]
-        product[..., :half].addcmul_(x[..., half:], s, value=-1)
-        product[..., half:].addcmul_(x[..., :half], s)
+        product[..., :half].addcmul_(x[..., half:], s, value=-sign)
+        product[..., half:].addcmul_(x[..., :half], s, value=sign)
         return product
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _Rotate._turn(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        g = grads[0]
-        half = grads[0].shape[-1] // 2
-        gx = g * cos
-        s = sin[..., half:]
-        gx[..., :half].addcmul_(g[..., half:], s)
-        gx[..., half:].addcmul_(g[..., :half], s, value=-1)
-        return gx, None, None
+        return _Rotate._turn(grads[0], cos, sin, -1), None, None
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -338,10 +336,13 @@ def count_logit_rows(head: Tensor) -> int:
     return max(1024, total // (32 * 4 * 4 * len(head)))
 
 
-def _compute_logs(hidden: Tensor, head: Tensor, scale: Tensor) -> Tensor:
-    """Log-probabilities [n, V] in float32."""
-    logits = exact_operators.multiply(hidden, head.T).float()
-    return log_softmax(logits.mul_(scale[:, None]), -1)
+def _compute_logs(
+    part: slice, hidden: Tensor, head: Tensor, scale: Tensor, support: SupportTable | None = None
+) -> Tensor:
+    """Log-probabilities [n, V] of the positions `part` in float32, over their support."""
+    logits = exact_operators.multiply(hidden[part], head.T).float()
+    logs = log_softmax(logits.mul_(scale[part, None]), -1)
+    return logs if support is None else support.renormalize(logs, part.start)
 
 
 class _PickedLogprobs(Function):
@@ -369,7 +370,7 @@ class _PickedLogprobs(Function):
         saved_logs = []
         for at in range(0, n, step):
             s = slice(at, at + step)
-            logs = _compute_logs(hidden[s], weight, scale[s])
+            logs = _compute_logs(s, hidden, weight, scale)
             picked = logs if support is None else support.renormalize(logs, at)
             lp[s] = picked.gather(1, targets[s, None])[:, 0]
             if want_entropy:
@@ -388,10 +389,7 @@ class _PickedLogprobs(Function):
         gw = torch.zeros_like(weight)
         for at in range(0, hidden.shape[0], ctx.step):
             s = slice(at, at + ctx.step)
-            if saved_logs:
-                logs = saved_logs[0]
-            else:
-                logs = _compute_logs(hidden[s], weight, scale[s])
+            logs = saved_logs[0] if saved_logs else _compute_logs(s, hidden, weight, scale)
             p = logs.exp()
             supported = p if ctx.support is None else ctx.support.renormalize(logs, at).exp()
             d = supported * -grads[0][s, None]
@@ -420,11 +418,10 @@ class _VocabularySum(Function):
         s: slice, tensors: Sequence[Tensor], support: SupportTable | None, term: VocabularyTerm
     ) -> tuple[Tensor, Tensor]:
         hidden, weight, other_hidden, other_weight, scale = tensors
-        a = _compute_logs(hidden[s], weight, scale[s])
-        b = _compute_logs(other_hidden[s], other_weight, scale[s])
-        if support is not None:
-            a, b = (support.renormalize(logs, s.start) for logs in (a, b))
-        return term(a, b)
+        return term(
+            _compute_logs(s, hidden, weight, scale, support),
+            _compute_logs(s, other_hidden, other_weight, scale, support),
+        )
 
     @staticmethod
     def forward(
@@ -488,9 +485,7 @@ def compute_squared_probabilities(
     rows = count_logit_rows(weight)
     for start in range(0, len(hidden), rows):
         chunk = slice(start, start + rows)
-        logs = _compute_logs(hidden[chunk], weight, scale[chunk])
-        if support is not None:
-            logs = support.renormalize(logs, start)
+        logs = _compute_logs(chunk, hidden, weight, scale, support)
         squares[chunk] = logs.exp().square().sum(-1)
     return squares
 

@@ -148,8 +148,7 @@ def test_self_normalised_weights_of_what_is_kept_have_mean_one() -> None:
     raw = torch.where(keep, x.exp(), 0.0)
     assert torch.allclose(got.weight[:3], (raw / (raw.sum() / 3))[:3]) and float(got.weight[4]) == 0
     assert float(got.weight[keep].mean()) == pytest.approx(1)
-    mean = correction.WeightStatistics(mean=vec(4)[0])
-    again = correction.correct(x[:2], x[:2], m[:2], seq[:2], 3, c, mean)
+    again = correction.correct(x[:2], x[:2], m[:2], seq[:2], 3, c, vec(4)[0])
     assert torch.allclose(again.weight, x[:2].exp() / 4)  # a part of a batch takes the batch's mean
 
 

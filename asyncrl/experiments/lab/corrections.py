@@ -117,8 +117,8 @@ class StaleSamples:
     def compute_weights(self, c: Correction) -> Tensor:
         """Return the weight of every token, with the statistics of an infinite batch: [N]."""
         s = self.space
-        stats = correction.WeightStatistics(torch.ones((), dtype=torch.float64))
-        w = correction.correct(self.log_rho, self.lp, self.mask, s.seq, n=s.n, c=c, stats=stats)
+        one = torch.ones((), dtype=torch.float64)
+        w = correction.correct(self.log_rho, self.lp, self.mask, s.seq, n=s.n, c=c, mean=one)
         if not c.self_normalize:
             return w.weight
         if c.level == "token":
