@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bad_input_kit import refused
@@ -25,6 +24,9 @@ from buffer.ledger import LedgerSums, read_bins
 pytestmark = pytest.mark.slow
 
 
+CLI = (sys.executable, "-m", "asyncrl.cli")
+
+
 class Hand:
     """Terminals: `start` leaves a process running, `type_` waits for its end."""
 
@@ -34,40 +36,32 @@ class Hand:
 
     def argv(self, part: str, *words: str) -> list[str]:
         sets = [f"model.path={str(self.model)!r}", *SMALL, *(w for w in words if "=" in w)]
-        flags = [w for w in words if "=" not in w]
-        return [
-            sys.executable,
-            "-m",
-            "asyncrl.cli",
-            part,
-            "configs/demo.toml",
-            "--run-dir",
-            str(self.dir),
-            *flags,
-            *(x for s in sets for x in ("--set", s)),
-        ]
+        flags = ["--run-dir", str(self.dir), *(w for w in words if "=" not in w)]
+        return [*CLI, part, "configs/demo.toml", *flags, *(x for s in sets for x in ("--set", s))]
 
     def start(self, name: str, *words: str) -> subprocess.Popen[str]:
         part, _, index = name.partition("-")
         argv = self.argv(part, *words, *(["--index", index] if index else []))
-        self.all[name] = subprocess.Popen(
-            argv,
-            cwd=ROOT,
-            env=ENV,
-            stdout=subprocess.DEVNULL,
-            stderr=(self.tmp_path / f"{name}.err").open("w"),
-            text=True,
-        )
+        streams = {
+            "stdout": subprocess.DEVNULL,
+            "stderr": (self.tmp_path / f"{name}.err").open("w"),
+        }
+        self.all[name] = subprocess.Popen(argv, cwd=ROOT, env=ENV, text=True, **streams)
         return self.all[name]
 
-    def type_(self, *argv: str) -> Ended:
-        return run_command(argv)
+    def refuse(self, code: int, said: str, part: str, *words: str) -> None:
+        refused(run_command(self.argv(part, *words)), code, said)
+
+    def stop(self, *names: str) -> None:
+        for name in names:
+            self.all[name].send_signal(signal.SIGINT)
+            assert self.all[name].wait(timeout=600) == 130, self.said(name)[-2000:]
 
     def said(self, name: str) -> str:
         return (self.tmp_path / f"{name}.err").read_text()
 
     def doctor(self) -> Ended:
-        return self.type_(sys.executable, "-m", "asyncrl.cli", "doctor", str(self.dir), "--json")
+        return run_command([*CLI, "doctor", str(self.dir), "--json"])
 
     def heard(self) -> set[str]:
         """Those of whom the buffer has heard."""
@@ -112,32 +106,20 @@ def test_it_ends_as_under_a_supervisor_and_who_comes_later_is_told(hand: Hand) -
     assert hand.codes() == {"generator-0": 0, "learner": 0, "buffer": 0}, [
         hand.said(n)[-2000:] for n in hand.all
     ]
-    names = (
-        "summary.json",
-        "report.html",
-        "trace.json",
-        "model/model.safetensors",
-        "weights_digest",
-    )
-    assert all((hand.dir / name).exists() for name in names)
+    names = "summary.json report.html trace.json model/model.safetensors weights_digest"
+    assert all((hand.dir / name).exists() for name in names.split())
     # one of them wrote it, once
     assert [hand.said(n).count(f"report: {hand.dir}") for n in hand.all].count(1) == 1
     summary = json.loads((hand.dir / "summary.json").read_text())
     assert summary["steps"] == 6 and summary["weights_digest"]
     assert summary["heldout_end"] is not None and summary["seed"] == 0
-    lanes = {
-        e["args"]["name"]
-        for e in json.loads((hand.dir / "trace.json").read_text())["traceEvents"]
-        if e["ph"] == "M"
-    }
+    events = json.loads((hand.dir / "trace.json").read_text())["traceEvents"]
+    lanes = {e["args"]["name"] for e in events if e["ph"] == "M"}
     assert lanes >= {"generator-0", "learner"} and left(hand.dir) == []
     for part in ("generator", "learner", "buffer"):
-        refused(hand.type_(*hand.argv(part)), 6, "has ended")
-    refused(
-        hand.type_(*hand.argv("learner", "learner.lr=0.5")),
-        2,
-        "--set learner.lr=0.5: the run has learner.lr = 0.003, not 0.5",
-    )
+        hand.refuse(6, "has ended", part)
+    said = "--set learner.lr=0.5: the run has learner.lr = 0.003, not 0.5"
+    hand.refuse(2, said, "learner", "learner.lr=0.5")
     after = hand.doctor()
     assert after.code == 0 and after.json["ended"] and after.json["committed"] == 6
 
@@ -150,16 +132,9 @@ def test_a_generator_may_leave_and_all_may_be_stopped(hand: Hand) -> None:
     wait_until(lambda: steps_done(hand.dir) >= 3, hand.all["learner"])
     # whom the buffer has heard has said that it lives, and ends when it is told to
     wait_until(lambda: {"generator-0", "generator-1"} <= hand.heard(), hand.all["learner"])
-    refused(
-        hand.type_(*hand.argv("generator", *words, "--index", "1")),
-        2,
-        f"generator-1 of {hand.dir} is running already as process",
-    )
-    refused(
-        hand.type_(*hand.argv("buffer", *words)),
-        2,
-        f"buffer of {hand.dir} is running already as process {hand.all['buffer'].pid}",
-    )
+    said = f"of {hand.dir} is running already as process"
+    hand.refuse(2, f"generator-1 {said}", "generator", *words, "--index", "1")
+    hand.refuse(2, f"buffer {said} {hand.all['buffer'].pid}", "buffer", *words)
     leaver = hand.all.pop("generator-1")
     leaver.send_signal(signal.SIGINT)
     assert leaver.wait(timeout=600) == 130
@@ -167,9 +142,7 @@ def test_a_generator_may_leave_and_all_may_be_stopped(hand: Hand) -> None:
     # past all that it can have held
     wait_until(lambda: steps_done(hand.dir) >= at + 20, hand.all["learner"])
     assert "generator-1" not in {w["on"] for w in hand.doctor().json["waits"]}
-    for name in ("learner", "generator-0", "buffer"):
-        hand.all[name].send_signal(signal.SIGINT)
-        assert hand.all[name].wait(timeout=600) == 130, hand.said(name)[-2000:]
+    hand.stop("learner", "generator-0", "buffer")
     summary = json.loads((hand.dir / "summary.json").read_text())
     assert at + 20 <= summary["steps"] < 4000 and not (hand.dir / "model").exists()
     assert f"continue with: asyncrl run --resume {hand.dir}" in hand.said("buffer")
@@ -185,13 +158,12 @@ def test_a_generator_may_leave_and_all_may_be_stopped(hand: Hand) -> None:
 def test_a_buffer_that_was_killed_is_started_again(hand: Hand) -> None:
     """In `memory` mode nothing is left of it: one line says what to do, in every terminal."""
     words = ("learner.steps=4000", "wires.lease_s=600", "learner.checkpoint_every=2")
-    hand.start("buffer", *words)
-    hand.start("learner", *words)
-    hand.start("generator-3", *words)
+    for name in ("buffer", "learner", "generator-3"):
+        hand.start(name, *words)
     wait_until(lambda: steps_done(hand.dir) >= 3, hand.all["learner"])
     doctor = hand.doctor().json
     assert {p["name"] for p in doctor["processes"]} == {"buffer", "learner", "generator-3"}
-    listed = hand.type_(sys.executable, "-m", "asyncrl.cli", "ls", str(hand.dir.parent), "--json")
+    listed = run_command([*CLI, "ls", str(hand.dir.parent), "--json"])
     assert [run["state"] for run in listed.json["runs"]] == ["running"]
     hand.all["buffer"].kill()
     hand.all.pop("buffer").wait()
@@ -201,7 +173,7 @@ def test_a_buffer_that_was_killed_is_started_again(hand: Hand) -> None:
     line = "start learner and generators again, and the run continues from its last checkpoint"
     assert all(hand.said(name).count(line) == 1 for name in (*ended, "buffer"))
     assert "refused" not in hand.said("buffer")
-    shown = hand.type_(sys.executable, "-m", "asyncrl.cli", "doctor", str(hand.dir)).out
+    shown = run_command([*CLI, "doctor", str(hand.dir)]).out
     advice = [row for row in shown.splitlines() if "start it: " in row]
     assert len(advice) == 1 and "asyncrl learner " in advice[0] and "--index 3" in advice[0]
     assert "To try: add a generator" not in shown and "asyncrl buffer" not in advice[0]
@@ -211,13 +183,7 @@ def test_a_buffer_that_was_killed_is_started_again(hand: Hand) -> None:
     wait_until(lambda: steps_done(hand.dir) > before, hand.all["learner"])
     assert "connected to the buffer at" in hand.said("generator-3")
     assert "trains batch" in hand.said("learner")
-    for name in ("learner", "generator-3", "buffer"):
-        hand.all[name].send_signal(signal.SIGINT)
-        assert hand.all[name].wait(timeout=600) == 130, hand.said(name)[-2000:]
-
-
-def line(store: Any, name: str) -> dict[str, float]:
-    return dict(store.sum_ledger()[name])
+    hand.stop("learner", "generator-3", "buffer")
 
 
 def test_mask_and_drop_say_how_long_the_answers_were() -> None:
@@ -226,14 +192,14 @@ def test_mask_and_drop_say_how_long_the_answers_were() -> None:
     store.deliver(sample(a, 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
     groups, _ = store.ask(1, 2)
     assert groups and store.commit(2, Label(1, 3), "d3")
-    assert read_bins(line(store, "masked_stale"), "upto_") == {8: 3}
+    assert read_bins(store.sum_ledger()["masked_stale"], "upto_") == {8: 3}
     # two fresh answers of 4 before it
-    assert read_bins(line(store, "trained"), "upto_") == {4: 8, 8: 3}
+    assert read_bins(store.sum_ledger()["trained"], "upto_") == {4: 8, 8: 3}
     store, (a, b) = stale("drop")
     store.deliver(sample(b, 0, (Label(1, 0), 17)), 0.0)
     store.deliver(sample(a, 0, (Label(1, 0), 1)), 0.0)
     assert store.ask(1, 2)[0] == []
-    assert read_bins(line(store, "dropped_stale"), "upto_") == {1: 1, 32: 17}
+    assert read_bins(store.sum_ledger()["dropped_stale"], "upto_") == {1: 1, 32: 17}
 
 
 def test_the_report_shows_each_length_with_its_shares() -> None:
@@ -258,20 +224,9 @@ def test_the_report_shows_each_length_with_its_shares() -> None:
 def test_real_runs_keep_what_each_choice_promises(
     on_exceed: str, limit: str, asyncrl: Callable[..., Ended]
 ) -> None:
-    s = (
-        asyncrl(
-            "run",
-            "learner.steps=12",
-            "learner.groups=4",
-            "learner.group_size=4",
-            "evaluation.every=0",
-            f"staleness.max_lag={limit}",
-            f"staleness.on_exceed='{on_exceed}'",
-            "name='x'",
-        )
-        .check()
-        .json
-    )
+    words = "learner.steps=12 learner.groups=4 learner.group_size=4 evaluation.every=0 name='x' "
+    words += f"staleness.max_lag={limit} staleness.on_exceed='{on_exceed}'"
+    s = asyncrl("run", *words.split()).check().json
     ledger = s["ledger"]
     assert s["steps"] == 12
     assert sum(v for k, v in ledger.items() if k != "generated") == ledger["generated"]
@@ -282,10 +237,7 @@ def test_real_runs_keep_what_each_choice_promises(
         if name != "lost_with_process":
             assert sum(read_bins(x, "upto_").values()) <= x["tokens"]
             assert name != "trained" or sum(read_bins(x, "upto_").values()) == x["tokens"]
-    rows = run_view.build_length_ledger(
-        json.loads((Path(s["run_dir"]) / "summary.json").read_text())
-    )
-    assert len(rows) > 1
-    assert all(
-        f">{row[0]}</td>" in (Path(s["run_dir"]) / "report.html").read_text() for row in rows[1:]
-    )
+    run_dir = Path(s["run_dir"])
+    rows = run_view.build_length_ledger(json.loads((run_dir / "summary.json").read_text()))
+    report = (run_dir / "report.html").read_text()
+    assert len(rows) > 1 and all(f">{row[0]}</td>" in report for row in rows[1:])

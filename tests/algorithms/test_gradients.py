@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from algorithms_catalogue_kit import answers, vec, yes
@@ -117,12 +118,8 @@ def test_a_restored_learner_knows_the_gradient_before(model_dir: Path, tmp_path:
 
 def test_norms_of_answers_are_those_of_their_gradients(model_dir: Path) -> None:
     """Against one backward pass by hand of three answers; tokens outside the mask do not count."""
-    learner = core(
-        model_dir,
-        advantage={"name": "opob"},
-        loss={"surrogate": "reinforce"},
-        correction={"level": "sequence"},
-    )
+    made = {"loss": {"surrogate": "reinforce"}, "correction": {"level": "sequence"}}
+    learner = core(model_dir, advantage={"name": "opob"}, **made)
     packed = pack(batch())
     packed.mask[:2] = False
     learner._add_gradient_norms(packed)
@@ -184,16 +181,11 @@ def test_a_learner_trains_with_the_optimal_baseline(model_dir: Path) -> None:
 @pytest.mark.parametrize("name", methods.FOR_OLD_SAMPLES)
 def test_every_method_trains(model_dir: Path, name: str) -> None:
     """As `sweep` and `compare` set it: two steps on a batch, finite, and not nothing."""
-    sets = [
-        f"method={name}",
-        f"model.path={str(model_dir)!r}",
-        "model.warm_start=false",
-        "model.device=cpu",
-        f"learner.groups={GROUPS}",
-        f"learner.group_size={SIZE}",
-        "learner.epochs=2",
-        "learner.micro_batch_tokens=40",
-    ]
+    text = (
+        f"method={name} model.warm_start=false model.device=cpu learner.groups={GROUPS} "
+        f"learner.group_size={SIZE} learner.epochs=2 learner.micro_batch_tokens=40"
+    )
+    sets = [f"model.path={str(model_dir)!r}", *text.split()]
     learner = LearnerCore(load.load("configs/rle.toml", sets), model_dir)
     before = weights(learner)
     row = learner.train(batch())
@@ -224,16 +216,11 @@ def test_a_learner_remembers_each_prompts_rewards(model_dir: Path, tmp_path: Pat
     other = batch(1)  # the same prompts
     for sample in other.samples:
         sample.reward = 1.0
+    lengths = np.array([sample.length for sample in other.samples])
+    expected = ((1 - np.repeat(means, SIZE)) * lengths).sum() / lengths.sum()
     for one in (learner, again):
         row = one.train(other)
-        assert row["advantage/mean"] == pytest.approx(
-            sum(
-                (1 - mean) * sample.length
-                for mean, group in zip(means, range(GROUPS), strict=True)
-                for sample in other.samples[group * SIZE : (group + 1) * SIZE]
-            )
-            / sum(sample.length for sample in other.samples)
-        )
+        assert row["advantage/mean"] == pytest.approx(expected)
         assert list(one.state.prompts.values()) == pytest.approx([0.75 * x + 0.25 for x in means])
     assert not core(model_dir).state.prompts
 
@@ -293,12 +280,8 @@ def test_at_learning_rate_zero_nothing_ever_stops(
 ) -> None:
     """The batch arrives far from the policy (0.05 nats a token), as stale batches do."""
     for action in ("skip", "slow"):
-        c = core(
-            model_dir,
-            learner={"lr": 0.0, **layout},
-            stop={"kl_max": 1e-6, "against": against, "action": action},
-            **anchor,
-        )
+        stop = {"kl_max": 1e-6, "against": against, "action": action}
+        c = core(model_dir, learner={"lr": 0.0, **layout}, stop=stop, **anchor)
         metrics = c.train(batch())
         assert metrics["optim/steps"] == layout.get("epochs", 1) * layout.get("minibatches", 1)
         assert metrics["optim/early_stops"] == 0
@@ -395,11 +378,8 @@ def test_with_one_step_a_pass_the_two_rules_are_one(model_dir: Path) -> None:
 def test_a_batch_below_the_ess_floor_is_left_out(model_dir: Path, deepspeed_order: bool) -> None:
     """Neither weights nor Adam's moments move, in the first step too; it is counted, and its
     metrics are all there."""
-    how: dict[str, Any] = {
-        "learner": {"optimizer": "adamw", "epochs": 2, "weight_decay": 0.1},
-        "stop": {"ess_min": 1.0},
-    }
-    c = core(model_dir, **how)
+    adam: dict[str, Any] = {"optimizer": "adamw", "epochs": 2, "weight_decay": 0.1}
+    c = core(model_dir, learner=adam, stop={"ess_min": 1.0})
     c.backend.stops_first = deepspeed_order
     passes: list[Any] = []
     real = c.backend.accumulate
@@ -411,16 +391,13 @@ def test_a_batch_below_the_ess_floor_is_left_out(model_dir: Path, deepspeed_orde
     assert metrics["optim/early_stops"] == 1 and metrics["optim/steps"] == 0
     assert metrics["optim/grad_norm"] == 0 and metrics["optim/skipped"] == 0
     assert metrics["optim/lr_scale"] == 0 and metrics["optim/stop_ess"] < 1
-    assert bool(passes) != deepspeed_order, (
-        "what accumulates gradients by itself is given none that no step would take"
-    )
-    plain = core(model_dir, learner=how["learner"] | {"epochs": 1}).train(batch())
+    # what accumulates gradients by itself is given none that no step would take
+    assert bool(passes) != deepspeed_order
+    plain = core(model_dir, learner=adam | {"epochs": 1}).train(batch())
     for name in ("loss/policy", "is/ess", "kl/behavior_start_k3"):
         assert metrics[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-7)
     assert all(p.grad is None for p in c.model.hf.parameters())
-    low = core(
-        model_dir, learner=how["learner"], stop={"ess_min": metrics["optim/stop_ess"] - 0.01}
-    )
+    low = core(model_dir, learner=adam, stop={"ess_min": metrics["optim/stop_ess"] - 0.01})
     assert low.train(batch())["optim/steps"] >= 1
 
 
@@ -436,18 +413,17 @@ def test_a_step_beyond_the_budget_is_not_made(model_dir: Path, stop: dict[str, A
     assert "action" in stop or metrics["optim/stop_kl"] > stop["kl_max"]
     assert all(p.grad is None for p in three.model.hf.parameters())
     assert torch.equal(weights(one), weights(three))
-    for a, b in zip(one.model.hf.parameters(), three.model.hf.parameters(), strict=True):
-        assert torch.equal(
-            one.backend.optimizer.state[a]["exp_avg"], three.backend.optimizer.state[b]["exp_avg"]
-        )
+    moments = [
+        [each.backend.optimizer.state[p]["exp_avg"] for p in each.model.hf.parameters()]
+        for each in (one, three)
+    ]
+    assert all(map(torch.equal, *moments))
 
 
 def test_a_budget_slows_before_it_stops(model_dir: Path) -> None:
     """The share of the learning rate is `KLBudget`'s of the KL measured from the start."""
-    # after two steps
-    limit = core(model_dir, learner={"epochs": 3}, stop={"kl_max": 1e9}).train(batch())[
-        "optim/stop_kl"
-    ]
+    free = core(model_dir, learner={"epochs": 3}, stop={"kl_max": 1e9})
+    limit = free.train(batch())["optim/stop_kl"]  # after two steps
     c = core(model_dir, learner={"epochs": 3}, stop={"kl_max": limit, "action": "slow"})
     seen: list[float] = []
     real = sl.KLBudget.compute_next_share
@@ -489,36 +465,27 @@ def test_the_adaptive_coefficient_is_the_controllers(model_dir: Path, tmp_path: 
 
 
 def test_the_running_mean_follows_rewards_as_they_were_used(model_dir: Path) -> None:
-    how = {
-        "name": "reinforce",
-        "baseline": "ema",
-        "ema_decay": 0.75,
-        "truncated": "fixed",
-        "truncation_penalty": 1.0,
-    }
+    how = {"name": "reinforce", "baseline": "ema", "ema_decay": 0.75}
+    how |= {"truncated": "fixed", "truncation_penalty": 1.0}
     c, b = core(model_dir, advantage=how), batch()
     for s in b.samples[::3]:
         s.finish = "length"
-    used = [-1.0 if s.finish == "length" else s.reward for s in b.samples]
-    mean = sum(used) / len(used)
+    used = np.array([-1.0 if s.finish == "length" else s.reward for s in b.samples])
+    lengths = np.array([s.length for s in b.samples])
+    mean = used.mean()
     first = c.train(b)
-    assert first["advantage/mean"] == pytest.approx(
-        sum(u * s.length for u, s in zip(used, b.samples, strict=True))
-        / sum(s.length for s in b.samples),
-        abs=1e-6,
-    )
+    expected = (used * lengths).sum() / lengths.sum()
+    assert first["advantage/mean"] == pytest.approx(expected, abs=1e-6)
     assert c.state.baseline == pytest.approx(mean, abs=1e-6)
     b = msgspec.structs.replace(b, number=1)
     for s in b.samples:
         s.finish = "stop"
     second = c.train(b)
-    plain = sum(s.reward for s in b.samples) / len(b.samples)
-    assert c.state.baseline == pytest.approx(0.75 * mean + 0.25 * plain, abs=1e-6)
-    assert second["reward/used_mean"] == pytest.approx(plain, abs=1e-6)
-    assert second["advantage/mean"] == pytest.approx(
-        sum((s.reward - mean) * s.length for s in b.samples) / sum(s.length for s in b.samples),
-        abs=1e-6,
-    )
+    rewards = np.array([s.reward for s in b.samples])
+    assert c.state.baseline == pytest.approx(0.75 * mean + 0.25 * rewards.mean(), abs=1e-6)
+    assert second["reward/used_mean"] == pytest.approx(rewards.mean(), abs=1e-6)
+    expected = ((rewards - mean) * lengths).sum() / lengths.sum()
+    assert second["advantage/mean"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_clip_cov_has_the_batchs_number(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

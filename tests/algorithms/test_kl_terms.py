@@ -56,12 +56,8 @@ def test_the_keys_of_before_name_those_of_now(line: str, said: str, tmp_path: Pa
 
 
 def terms(c: Config) -> tuple[float, str, float, str]:
-    return (
-        c.kl.reward.coefficient,
-        c.kl.reward.estimator,
-        c.kl.loss.coefficient,
-        c.kl.loss.estimator,
-    )
+    reward, loss = c.kl.reward, c.kl.loss
+    return reward.coefficient, reward.estimator, loss.coefficient, loss.estimator
 
 
 def test_defaults_and_presets(tmp_path: Path) -> None:
@@ -71,25 +67,16 @@ def test_defaults_and_presets(tmp_path: Path) -> None:
     assert of("") == (0, "k1", 0, "k3") and of('kl.preset = "grpo"\n') == (0, "k1", 0.04, "k3")
     assert of('kl.preset = "dr_grpo"\n') == (0, "k1", 0, "k3")
     assert of('kl.preset = "rloo"\n') == (0.05, "k1", 0, "k3")
-    assert of('[kl]\npreset = "grpo"\n[kl.loss]\ncoefficient = 0.5\n') == (0, "k1", 0.5, "k3"), (
-        "what is given stays"
-    )
-    assert of('[kl]\npreset = "grpo"\n[kl.reward]\ncoefficient = 0.5\n') == (
-        0.5,
-        "k1",
-        0.04,
-        "k3",
-    ), "both at once"
+    grpo = '[kl]\npreset = "grpo"\n'  # what is given stays; both at once
+    assert of(f"{grpo}[kl.loss]\ncoefficient = 0.5\n") == (0, "k1", 0.5, "k3")
+    assert of(f"{grpo}[kl.reward]\ncoefficient = 0.5\n") == (0.5, "k1", 0.04, "k3")
 
 
 def test_a_preset_on_the_command_line_replaces_the_files_terms(tmp_path: Path) -> None:
     """A resolved file gives every key; a preset's give way, those of the command line do not."""
-    path = written(
-        tmp_path,
-        '[kl.reward]\ncoefficient = 0.5\nestimator = "k2"\ncontroller = "adaptive"\ntarget = 3.0\n'
-        "[kl.loss]\ncoefficient = "
-        '0.3\nestimator = "abs"\n',
-    )
+    reward = 'coefficient = 0.5\nestimator = "k2"\ncontroller = "adaptive"\ntarget = 3.0\n'
+    loss = 'coefficient = 0.3\nestimator = "abs"\n'
+    path = written(tmp_path, f"[kl.reward]\n{reward}[kl.loss]\n{loss}")
     path.write_text(load.dump(load.load(path)))
     assert terms(load.load(path)) == (0.5, "k2", 0.3, "abs")
     assert terms(load.load(path, ["kl.preset=grpo"])) == (0, "k1", 0.04, "k3")
@@ -117,10 +104,8 @@ def test_both_at_once_are_the_sum_of_each_alone() -> None:
     assert torch.allclose(both[1] - none[1], (one[1] - none[1]) + (other[1] - none[1]), atol=1e-12)
     assert min(float((x[1] - none[1]).abs().max()) for x in (one, other)) > 1e-3
     assert "loss/kl" in both[2] and "loss/kl" not in one[2]
-    assert torch.allclose(
-        other[1] - none[1],
-        torch.where(b.mask, 0.3 * (lp - b.reference).detach(), 0.0) / b.mask.sum(),
-    )
+    pull = torch.where(b.mask, 0.3 * (lp - b.reference).detach(), 0.0) / b.mask.sum()
+    assert torch.allclose(other[1] - none[1], pull)
 
 
 def test_each_is_towards_its_own_reference() -> None:
@@ -135,26 +120,16 @@ def test_each_is_towards_its_own_reference() -> None:
     b.reference, b.reward_reference = far, None
     both_far = gradient(b, config(kl=kl), lp)[1]
     b.reference, b.reward_reference = far + 1.0, far
-    inside = b.mask.sum()
-    assert torch.allclose(both_far - apart, torch.where(b.mask, 0.3, 0.0).to(lp.dtype) / inside), (
-        "k2 pulls by a nat more"
-    )
+    more = torch.where(b.mask, 0.3, 0.0).to(lp.dtype) / b.mask.sum()
+    assert torch.allclose(both_far - apart, more), "k2 pulls by a nat more"
     assert float((apart - same).abs().max()) > 1e-3, "longer answers are charged more"
     p = sl.prepare(b, config(kl=kl))
-    x = torch.where(b.mask, b.start - far, 0.0)
-    assert p.metrics["kl/answer"] == pytest.approx(
-        float(x.sum()) / len(set(b.seq[b.mask].tolist()))
-    )
-
-
-def test_it_needs_the_start() -> None:
-    b = drawn(7)
+    total = float(torch.where(b.mask, b.start - far, 0.0).sum())
+    assert p.metrics["kl/answer"] == pytest.approx(total / len(set(b.seq[b.mask].tolist())))
     b.start, b.proximal = None, b.behavior
-    kl = {"reward": {"coefficient": 0.2}}
-    with pytest.raises(
-        ConfigError, match=r"kl\.reward\.coefficient: the batch has no log-probabilities"
-    ):
-        sl.prepare(b, config(kl=kl, correction={"proximal": "behavior"}))
+    said = r"kl\.reward\.coefficient: the batch has no log-probabilities"
+    with pytest.raises(ConfigError, match=said):
+        sl.prepare(b, config("kl.reward.coefficient=0.2 correction.proximal=behavior"))
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +138,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for n, name in enumerate("mab"):
         build_model(root / name, "abcdefgh", hidden=32, layers=1, seed=n)
     return {name: root / name for name in "mab"}
+
+
+BYPASS = {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}}
 
 
 def learner(models: dict[str, Path], *, reference: str = "", **sections: Any) -> LearnerCore:
@@ -202,11 +180,8 @@ def test_a_reference_is_in_memory_once(
 ) -> None:
     seen: list[str] = []
     real = learner_step.load_learner_policy
-    monkeypatch.setattr(
-        learner_step,
-        "load_learner_policy",
-        lambda path, *a, **k: (seen.append(Path(path).name), real(path, *a, **k))[1],
-    )
+    spy = lambda path, *a, **k: (seen.append(Path(path).name), real(path, *a, **k))[1]  # noqa: E731
+    monkeypatch.setattr(learner_step, "load_learner_policy", spy)
     c = learner(models, reference=reference, kl=kl(models, reward, loss))
     assert seen == ["m", *loaded] and (c.reward_reference is None) == (reward is None)
     assert (c.reference is None) == (reward is None and loss is None)
@@ -215,12 +190,7 @@ def test_a_reference_is_in_memory_once(
 
 def test_two_references_in_one_run(models: dict[str, Path]) -> None:
     """The metrics are of the loss's reference, the charge of its own.  Start is not mu."""
-    c = learner(
-        models,
-        kl=kl(models, "a", "b"),
-        correction={"proximal": "behavior"},
-        loss={"surrogate": "ppo"},
-    )
+    c = learner(models, kl=kl(models, "a", "b"), **BYPASS)
     packed, everyone = pack(batch()), range(GROUPS * SIZE)
     a = learner(models, kl=kl(models, "a", None)).reference
     b = learner(models, kl=kl(models, None, "b")).reference
@@ -231,15 +201,9 @@ def test_two_references_in_one_run(models: dict[str, Path]) -> None:
     assert m["kl/target_ref_k1"] == pytest.approx(float((start - to_b).mean()), rel=1e-4)
     assert m["kl/beta"] == 0.2 and m["kl/loss_beta"] == 0.2
     assert m["kl/gradient_share"] > 1e-3 and m["kl/reward_gradient_share"] > 1e-3
-    same = learner(
-        models,
-        kl=kl(models, "b", "b"),
-        correction={"proximal": "behavior"},
-        loss={"surrogate": "ppo"},
-    )
-    assert same.train(batch())["kl/answer"] == pytest.approx(
-        float((start - to_b).sum()) / (GROUPS * SIZE), rel=1e-4
-    )
+    same = learner(models, kl=kl(models, "b", "b"), **BYPASS)
+    expected = float((start - to_b).sum()) / (GROUPS * SIZE)
+    assert same.train(batch())["kl/answer"] == pytest.approx(expected, rel=1e-4)
     assert not torch.equal(weights(c), weights(same))
 
 
@@ -248,23 +212,17 @@ def test_what_the_start_costs_under_a_bypass(
     models: dict[str, Path], at: str, forwards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One forward of the policy beside the reference's; none where the recorded one will do."""
-    c = learner(
-        models,
-        kl={"reward": {"coefficient": 0.2, "at": at}},
-        correction={"proximal": "behavior"},
-        loss={"surrogate": "ppo"},
-        record={"kl_moved": 0, "split_every": 0},  # which have passes of their own
-    )
+    alone = {"kl_moved": 0, "split_every": 0}  # which have passes of their own
+    c = learner(models, kl={"reward": {"coefficient": 0.2, "at": at}}, **BYPASS, record=alone)
     seen: list[Any] = []
     real = c._forward
     monkeypatch.setattr(c, "_forward", lambda model, *a: (seen.append(model), real(model, *a))[1])
     packed = pack(batch())
-    if at == "behavior":
-        by = packed.behavior.double()
-    else:
-        by = real(c.model, packed, range(GROUPS * SIZE)).double()
+    by = packed.behavior
+    if at == "start":
+        by = real(c.model, packed, range(GROUPS * SIZE))
     own = learner(models)  # the reference is the initial model
-    x = by - own._forward(own.model, packed, range(GROUPS * SIZE)).double()
+    x = by.double() - own._forward(own.model, packed, range(GROUPS * SIZE)).double()
     m = c.train(batch())
     assert len(seen) == forwards and c.reference in seen
     assert m["kl/answer"] == pytest.approx(float(x.sum()) / (GROUPS * SIZE), rel=1e-3, abs=1e-5)

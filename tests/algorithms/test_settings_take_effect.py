@@ -37,9 +37,8 @@ def test_downweight_halves_a_token_for_each_half_life_above_the_limit() -> None:
     b = batch(11)
     b.token_lag = torch.arange(len(b.seq)) % 7
     lp = theta(b)
-    got = gradient(
-        b, config(staleness={"max_lag": 2, "on_exceed": "downweight", "half_life": 2.0}), lp
-    )[1]
+    c = config("staleness.max_lag=2 staleness.on_exceed=downweight staleness.half_life=2.0")
+    got = gradient(b, c, lp)[1]
     factor = vec(1, 1, 1, math.sqrt(0.5), 0.5, 0.5 * math.sqrt(0.5), 0.25)[b.token_lag]
     plain = gradient(b, config(), lp)[1]
     assert torch.allclose(got, plain * factor) and float(plain[b.token_lag == 6].abs().max()) > 0
@@ -86,11 +85,10 @@ def test_the_value_loss_has_its_own_coefficient_and_stays_behind_the_mask() -> N
     loss, sums = with_terms(b, c, theta(b), values_now=now)
     returns = b.rewards[b.seq]  # lam = gamma = 1 and nothing to bootstrap
     inside = b.mask.to(D) / b.mask.sum()
-    assert torch.allclose(
-        torch.autograd.grad(loss, now)[0], 0.5 * (now.detach() - returns) * inside
-    )
-    got = float(sums["loss/value"])
-    assert got == (pytest.approx(float((0.5 * (now.detach() - returns).square() * inside).sum())))
+    off = now.detach() - returns
+    assert torch.allclose(torch.autograd.grad(loss, now)[0], 0.5 * off * inside)
+    expected = float((0.5 * off.square() * inside).sum())
+    assert float(sums["loss/value"]) == pytest.approx(expected)
 
 
 def scaled(c: Any, kl: float) -> sl.StepPlan:
@@ -141,9 +139,8 @@ def two_groups(name: str, **keys: Any) -> torch.Tensor:
     """Advantages of two groups of two answers: 1, 2 | 1, 2 tokens, rewards 3, 1 | 7, 5."""
     more = {"values": keys.pop("values", None), "bootstrap": vec(0, 0, 0, 0)}
     b = answers([1, 2, 1, 2], [3, 1, 7, 5], groups=[0, 0, 1, 1], **more)
-    return advantages.compute_advantage(
-        b, b.mask, config(advantage={"name": name, **keys}), 0.0, 0.0
-    )[0]
+    c = config(advantage={"name": name, **keys})
+    return advantages.compute_advantage(b, b.mask, c, 0.0, 0.0)[0]
 
 
 def test_gae_can_be_whitened_and_cut_after_k_residuals() -> None:
@@ -151,19 +148,14 @@ def test_gae_can_be_whitened_and_cut_after_k_residuals() -> None:
     v = vec(*[0.5] * 6)
     whole = vec(2.5, 0.5, 0.5, 6.5, 4.5, 4.5)
     assert torch.allclose(two_groups("gae", lam=1.0, values=v), whole)
-    assert torch.allclose(
-        two_groups("gae", lam=1.0, values=v, k_step=1), vec(2.5, 0, 0.5, 6.5, 0, 4.5)
-    )
+    first = two_groups("gae", lam=1.0, values=v, k_step=1)
+    assert torch.allclose(first, vec(2.5, 0, 0.5, 6.5, 0, 4.5))
     assert torch.allclose(two_groups("gae", lam=1.0, values=v, k_step=2), whole)
     # the second residual counts half: 0 + 0.5 (r - 0.5)
     half = vec(2.5, 0.25, 0.5, 6.5, 2.25, 4.5)
     assert torch.allclose(two_groups("gae", lam=0.5, values=v, k_step=2), half)
-    assert torch.allclose(
-        two_groups("gae", lam=1.0, values=v, whiten=True), (whole - whole.mean()) / whole.std()
-    )
-
-
-def test_advantages_of_answers_can_be_whitened() -> None:
+    got = two_groups("gae", lam=1.0, values=v, whiten=True)
+    assert torch.allclose(got, (whole - whole.mean()) / whole.std())
     # rloo of 3, 1 | 7, 5; std over answers 4 / sqrt 3
     a = vec(2, -2, 2, -2)[torch.tensor([0, 1, 1, 2, 3, 3])]
     assert torch.allclose(two_groups("rloo", whiten=True), a / (4 / math.sqrt(3)))
@@ -188,15 +180,10 @@ def test_cispos_upper_bound_is_relative_unless_it_is_said_to_be_absolute() -> No
     lp = (b.behavior + math.log(4.0)).requires_grad_(True)
     adv = advantages.compute_rloo(b.rewards, b.groups)[b.seq]
     part = -torch.where(b.mask, adv, 0.0) / b.mask.sum()
-    for keys, bound in (
-        ({"eps_high": 1.5}, 2.5),
-        ({"eps_high": 1.5, "cispo_absolute": True}, 1.5),
-        ({}, 1.2),
-    ):
-        assert torch.allclose(
-            gradient(b, config(loss={"surrogate": "cispo", **keys}, **EVERYWHERE), lp)[1],
-            bound * part,
-        )
+    absolute = {"eps_high": 1.5, "cispo_absolute": True}
+    for keys, bound in (({"eps_high": 1.5}, 2.5), (absolute, 1.5), ({}, 1.2)):
+        c = config(loss={"surrogate": "cispo", **keys}, **EVERYWHERE)
+        assert torch.allclose(gradient(b, c, lp)[1], bound * part)
 
 
 SURROGATES: list[tuple[str, dict[str, Any]]] = [
@@ -234,15 +221,13 @@ def test_each_surrogate_is_given_its_own_settings(name: str, keys: dict[str, Any
         chosen = surrogates.sample_by_covariance(cov, b.mask, 0.3, -1.0, 1.0, 0)
     trust = term(name, lp.detach() - b.proximal, adv, lp.detach(), b.mask, b.seq, chosen, **keys)
     got = gradient(b, config(loss={"surrogate": name, **keys}, **EVERYWHERE), lp)
-    assert torch.allclose(
-        got[1], torch.where(b.mask, -trust.coefficient, 0.0) / b.mask.sum(), rtol=1e-9
-    )
+    expected = torch.where(b.mask, -trust.coefficient, 0.0) / b.mask.sum()
+    assert torch.allclose(got[1], expected, rtol=1e-9)
     assert float(got[2]["loss/policy"]) == pytest.approx(-float(trust.objective[b.mask].mean()))
     shown = sl.finish(got[2])
-    for side, mark in ((s, getattr(surrogates, s.upper())) for s in ("low", "high", "dual")):
-        assert shown[f"clip/{side}"] == pytest.approx(
-            float((trust.clipped == mark)[b.mask].double().mean())
-        )
+    for side in ("low", "high", "dual"):
+        cut = (trust.clipped == getattr(surrogates, side.upper()))[b.mask]
+        assert shown[f"clip/{side}"] == pytest.approx(float(cut.double().mean()))
 
 
 def test_a_veto_by_probability_looks_at_the_anchor_and_not_at_the_ratio() -> None:
