@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,8 @@ def test_prompts_have_the_tokens_of_their_images(llava: Path, small_model: Path)
     g = tokenizer.encode("g=", add_special_tokens=False)
     assert ids("g=") == g and ids("g=", 1) == ids("<image>g=", 1) == [token] * 9 + g
     assert ids("<image>g=<image>", 2) == [token] * 9 + g + [token] * 9
-    assert image_tokens.contract(ids("<image>g=<image>", 2), tokenizer.image_shape).tolist() == [
-        token,
-        *g,
-        token,
-    ]
+    contracted = image_tokens.contract(ids("<image>g=<image>", 2), tokenizer.image_shape)
+    assert contracted.tolist() == [token, *g, token]
     for text, count in (("<image>g=", 0), ("<image>g=", 2)):
         with pytest.raises(ConfigError, match=rf"prompt 7 has {count} images and 1 image tokens"):
             ids(text, count)
@@ -143,11 +141,7 @@ def test_arrays_with_other_images_than_tokens_are_refused(llava: Path) -> None:
         row([9, 9, 1], [2, 9, 9], [name, name], b"\1\0\0"), "it", ModelShape(12, None, shape)
     )
     for bad, read, said in (
-        (
-            row([9, 9], [1], [], b"\1"),
-            shape,
-            "it has 2 image tokens and 0 images, each of 2 tokens",
-        ),
+        (row([9, 9], [1], [], b"\1"), shape, "it has 2 image tokens and 0 images, each of 2 tok"),
         (row([9, 9], [1], [name] * 2, b"\1"), shape, "it has 2 image tokens and 2 images"),
         (row([1], [9, 9], [name], b"\0\1"), shape, "an image token was sampled"),
         (row([9, 9], [1], ["x"], b"\1"), shape, "a digest of an image has another form"),
@@ -165,20 +159,10 @@ def generate(model: policy.PolicyModel, *, fixed: bool) -> list[Completion]:
     engine = GenericEngine(model, slots=4, context=CONTEXT, fixed=fixed)
     engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "one")
     shown = ([token] * length + [3, 4], [token] * 2 * length + [5], [6, 7, 8])
+    hows = [(1.0, 1.0), (0.7, 1.0), (1.3, 0.8)]  # temperature and top-p
     engine.add(
-        CompletionRequest(
-            (n, s, 1),
-            np.array(ids, np.int32),
-            n,
-            5,
-            temperature=(1.0, 0.7, 1.3)[n],
-            top_p=(1.0, 1.0, 0.8)[n],
-            top_k=0,
-            stop=(1,),
-            seed=s,
-            images=SHOWN[n],
-        )
-        for n, ids in enumerate(shown)
+        CompletionRequest((n, s, 1), prompt, n, 5, *hows[n], 0, (1,), seed=s, images=SHOWN[n])
+        for n, prompt in enumerate(np.array(ids, np.int32) for ids in shown)
         for s in range(3)
     )
     found = engine.step(2)
@@ -204,10 +188,8 @@ def test_engine_learner_and_transformers_agree(llava: Path) -> None:
     found = generate(model, fixed=False)
     assert len(found) == 9
     ours = relogged(model, found).detach()
-    assert (
-        float((ours - torch.from_numpy(np.concatenate([x.logprobs for x in found]))).abs().max())
-        < 1e-5
-    )
+    sampled = torch.from_numpy(np.concatenate([x.logprobs for x in found]))
+    assert float((ours - sampled).abs().max()) < 1e-5
     token, _ = model.vision.shape
     assert not any((one.tokens == token).any() for one in found)
     at = 0
@@ -257,12 +239,8 @@ def test_the_images_decide_and_the_vision_tower_learns(llava: Path) -> None:
         relogged(model, [one for one in found if one.key[0] == 1])
     assert calls == [2]  # for three rows of two images each
     other = [one for one in found if one.key[0] == 0]
-    swapped = model.logprobs(
-        [one.prompt for one in other],
-        [one.tokens for one in other],
-        torch.ones(len(other)),
-        images=[(picture(9),)] * len(other),
-    ).logprobs
+    rows = [one.prompt for one in other], [one.tokens for one in other], torch.ones(len(other))
+    swapped = model.logprobs(*rows, images=[(picture(9),)] * len(other)).logprobs
     length = sum(len(one.tokens) for one in other)
     assert float((swapped - before[:length]).detach().abs().max()) > 1e-4
 
@@ -292,18 +270,16 @@ def test_a_swap_encodes_the_images_again(llava: Path, tmp_path: Path) -> None:
     assert model.vision is not None
     token, length = model.vision.shape
     prompt = np.array([token] * length + [3], np.int32)
-    asked = CompletionRequest(
-        (0, 0, 1), prompt, 0, 6, 1.0, 1.0, 0, (), seed=0, images=(picture(0),)
-    )
+    more = {"seed": 0, "images": (picture(0),)}
+    asked = CompletionRequest((0, 0, 1), prompt, 0, 6, 1.0, 1.0, 0, (), **more)
     engine.add([asked])
     engine.step(2)
     engine.load(dict(policy.list_named_weights(other)), Label(1, 1), "two")
     (one,) = engine.step(4)
     assert [(s.label.number, s.start, s.end) for s in one.spans] == [(0, 0, 2), (1, 2, 6)]
     after = other.logprobs([prompt], [one.tokens], torch.ones(1), images=[(picture(0),)]).logprobs
-    torch.testing.assert_close(
-        after[2:].detach(), torch.from_numpy(one.logprobs[2:]), atol=1e-5, rtol=0
-    )
+    sampled = torch.from_numpy(one.logprobs[2:])
+    torch.testing.assert_close(after[2:].detach(), sampled, atol=1e-5, rtol=0)
     engine.add([asked])
     engine.step(1)
     engine.abort([asked.key])
@@ -321,8 +297,6 @@ def test_an_export_keeps_the_image_processor(llava: Path, tmp_path: Path) -> Non
 
 
 def test_directories_that_do_not_fit_are_refused(llava: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(llava, tmp_path / "m")
     file = tmp_path / "m" / "config.json"
     raw = json.loads(file.read_text())

@@ -2,9 +2,9 @@
 
 import json
 import math
+import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from process_kit import run_command
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.models import layout, policy, without_transformers
+from asyncrl.models import layout, policy, tokenizer, without_transformers
 from asyncrl.models.packed_attention import AttentionRows, AttentionSide
 from asyncrl.models.tokenizer import PlainTokenizer, encode_prompt, load_tokenizer
 from asyncrl.models.trainer import PlainAdamW
@@ -122,20 +122,15 @@ def test_chunked_head_equals_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_flat_weights_come_back_and_have_a_digest(tmp_path: Path) -> None:
     model = policy.build_model(tmp_path / "a", "abc", seed=1)
     other = policy.build_model(tmp_path / "b", "abc", seed=2)
-    layout = policy.build_manifest(model)
+    layout, digest_of = policy.build_manifest(model), policy.compute_weights_digest
     buffer = bytearray(policy.count_flat_bytes(layout))
     policy.write_flat(model, memoryview(buffer))
-    assert (
-        policy.compute_weights_digest(other)
-        != policy.compute_digest(buffer)
-        == policy.compute_weights_digest(model)
-    )
+    digest = policy.compute_digest(buffer)
+    assert digest_of(other) != digest == digest_of(model)
     policy.load_weights(other, policy.read_flat(memoryview(buffer), layout))
-    assert policy.compute_weights_digest(other) == policy.compute_digest(buffer)
+    assert digest_of(other) == digest
     policy.export(other, tmp_path / "c")
-    assert policy.compute_weights_digest(
-        policy.load_policy(tmp_path / "c")
-    ) == policy.compute_digest(buffer)
+    assert digest_of(policy.load_policy(tmp_path / "c")) == digest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,11 +155,8 @@ def test_flat_weights_come_with_a_bound_of_the_largest(tmp_path: Path, dtype: to
         with torch.no_grad():
             weights[1, 2] = last
         assert not bound() < 1e6
-
-
-def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        policy.load_policy(tmp_path)
+        policy.load_policy(tmp_path / "none")
 
 
 def test_a_model_is_written_without_deepspeed(tmp_path: Path) -> None:
@@ -249,17 +241,18 @@ def test_a_learners_row_is_held_to_what_it_says(
 TEXTS = ["932849=", "", "x9 y", "<eos>12<pad>3", "9<unk>", "αβ=1", " 1 ", "1\n2"]
 
 
+def add_tensors(path: Path, added: dict[str, torch.Tensor]) -> None:
+    file = path / "model.safetensors"
+    tensors = added | safetensors.torch.load_file(file)
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+
+
 def biased(path: Path) -> None:
     """Give the Llama in `path` every bias that its config can ask for, with values."""
     edit(path, "config.json", attention_bias=True, mlp_bias=True)
-    tensors = safetensors.torch.load_file(path / "model.safetensors")
     shapes = layout.list_shapes(json.loads((path / "config.json").read_text()))
     torch.manual_seed(1)
-    safetensors.torch.save_file(
-        {n: tensors.get(n, torch.randn(s)) for n, s in shapes.items()},
-        path / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    add_tensors(path, {name: torch.randn(shape) for name, shape in shapes.items()})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -275,16 +268,8 @@ def test_a_bare_model_is_transformers_model(
     if "biases" in family:
         biased(path)
     if "older" in family:  # as published models have it
-        edit(
-            path,
-            "config.json",
-            rope_parameters=None,
-            rope_theta=1e6,
-            rope_scaling=None,
-            dtype=None,
-            torch_dtype="float32",
-            layer_types=None,
-        )
+        gone = dict.fromkeys(("rope_parameters", "rope_scaling", "dtype", "layer_types"))
+        edit(path, "config.json", **gone, rope_theta=1e6, torch_dtype="float32")
         (path / "generation_config.json").unlink()
     ours = policy.load_policy(path, dtype, "cpu")
     theirs = policy.load_policy(path, dtype, "cpu", with_modules=True)
@@ -294,12 +279,8 @@ def test_a_bare_model_is_transformers_model(
     assert [*dict(ours.hf.named_parameters())] == [*dict(theirs.hf.named_parameters())]
     assert list(ours.hf.state_dict()) == list(theirs.hf.state_dict())
     assert policy.compute_weights_digest(ours) == policy.compute_weights_digest(theirs)
-    for a, b in zip(
-        ours.fast.compute_rope(torch.arange(300)),
-        theirs.fast.compute_rope(torch.arange(300)),
-        strict=True,
-    ):
-        assert torch.equal(a, b)
+    rope = [each.fast.compute_rope(torch.arange(300)) for each in (ours, theirs)]
+    assert all(map(torch.equal, *rope))
     assert all(p.data_ptr() % policy.ALIGN == 0 for m in (ours, theirs) for p in m.hf.parameters())
     prompts, responses, owner = sample_batch(11)
     found = []
@@ -314,65 +295,47 @@ def test_a_bare_model_is_transformers_model(
     ids = torch.tensor([[3, 4, 5, 6]])
     with torch.no_grad():
         assert torch.equal(ours.hf(input_ids=ids).logits, theirs.hf(input_ids=ids).logits)
-    assert all(
-        a is b
-        for a, b in zip(ours.hf.parameters(), ours.hf.get_full_model().parameters(), strict=True)
-    )
+    full = ours.hf.get_full_model()
+    assert [*map(id, ours.hf.parameters())] == [*map(id, full.parameters())]
 
     # And it is written as transformers writes it.
-    policy.export(ours, tmp_path / "ours")
-    policy.export(theirs, tmp_path / "theirs")
-    assert {p.name for p in (tmp_path / "theirs").iterdir()} - {
-        p.name for p in (tmp_path / "ours").iterdir()
-    } <= {"generation_config.json"}
-    got = (tmp_path / "ours" / "model.safetensors").read_bytes()
-    assert got == ((tmp_path / "theirs" / "model.safetensors").read_bytes())
-    configs = [
-        transformers.AutoConfig.from_pretrained(tmp_path / n).to_dict() for n in ("ours", "theirs")
-    ]
-    assert {k: v for k, v in configs[0].items() if k != "_name_or_path"} == {
-        k: v for k, v in configs[1].items() if k != "_name_or_path"
-    }
-    assert policy.compute_weights_digest(
-        policy.load_policy(tmp_path / "ours", dtype, "cpu", with_modules=True)
-    ) == policy.compute_weights_digest(ours)
+    written = []
+    for name, model in (("ours", ours), ("theirs", theirs)):
+        policy.export(model, tmp_path / name)
+        names = {p.name for p in (tmp_path / name).iterdir()}
+        config = transformers.AutoConfig.from_pretrained(tmp_path / name).to_dict()
+        weights = (tmp_path / name / "model.safetensors").read_bytes()
+        written.append((names, weights, config | {"_name_or_path": ""}))
+    assert written[1][0] - written[0][0] <= {"generation_config.json"}
+    assert written[0][1:] == written[1][1:]
+    again = policy.load_policy(tmp_path / "ours", dtype, "cpu", with_modules=True)
+    assert policy.compute_weights_digest(again) == policy.compute_weights_digest(ours)
 
 
-def extra_tensor(path: Path) -> None:
-    tensors = safetensors.torch.load_file(path / "model.safetensors") | {
-        "model.more.weight": torch.zeros(1)
-    }
-    safetensors.torch.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-
-
-UNUSUAL: dict[str, Callable[[Path], None]] = {
-    "a sliding window": lambda p: edit(
-        p, "config.json", use_sliding_window=True, sliding_window=16
-    ),
-    "scaled rotary embeddings": lambda p: edit(
-        p, "config.json", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-    ),
-    "quantized": lambda p: edit(p, "config.json", quantization_config={"bits": 4}),
-    "another architecture": lambda p: edit(
-        p, "config.json", architectures=["Qwen3ForSequenceClassification"]
-    ),
-    "a key left to its default": lambda p: edit(p, "config.json", head_dim=None),
-    "a tensor too many": extra_tensor,
-    "another shape": lambda p: edit(p, "config.json", intermediate_size=96),
-    "weights cut short": lambda p: (
-        (p / "model.safetensors").write_bytes((p / "model.safetensors").read_bytes()[:500]) and None
-    ),  # type: ignore[func-returns-value]
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+# another file of weights, keys of config.json, or its text
+UNUSUAL: dict[str, Any] = {
+    "a sliding window": {"use_sliding_window": True, "sliding_window": 16},
+    "scaled rotary embeddings": {"rope_parameters": LINEAR},
+    "quantized": {"quantization_config": {"bits": 4}},
+    "another architecture": {"architectures": ["Qwen3ForSequenceClassification"]},
+    "a key left to its default": {"head_dim": None},
+    "a tensor too many": lambda p: add_tensors(p, {"model.more.weight": torch.zeros(1)}),
+    "another shape": {"intermediate_size": 96},
+    "weights cut short": lambda p: os.truncate(p / "model.safetensors", 500),
     "no safetensors": lambda p: (p / "model.safetensors").unlink(),
-    # type: ignore[func-returns-value]
-    "a config that is no JSON": lambda p: (p / "config.json").write_text("{") and None,
+    "a config that is no JSON": lambda p: (p / "config.json").write_text("{"),
 }
 
 
 @pytest.mark.parametrize("what", UNUSUAL)
 def test_the_unusual_is_left_to_transformers(what: str, tmp_path: Path, small_model: Path) -> None:
-    path = shutil.copytree(small_model, tmp_path / "m")
+    path, change = shutil.copytree(small_model, tmp_path / "m"), UNUSUAL[what]
     assert without_transformers.load(path, "float32") is not None
-    UNUSUAL[what](path)
+    if callable(change):
+        change(path)
+    else:
+        edit(path, "config.json", **change)
     assert without_transformers.load(path, "float32") is None
 
 
@@ -380,11 +343,7 @@ def test_the_bare_tokenizer_is_transformers(small_model: Path, tmp_path: Path) -
     ours = load_tokenizer(small_model)
     theirs = transformers.AutoTokenizer.from_pretrained(small_model)
     assert isinstance(ours, PlainTokenizer)
-    assert (
-        (ours.eos_token_id, ours.pad_token_id)
-        == (theirs.eos_token_id, theirs.pad_token_id)
-        == (1, 0)
-    )
+    assert all((t.eos_token_id, t.pad_token_id) == (1, 0) for t in (ours, theirs))
     for text in TEXTS:
         ids = theirs.encode(text, add_special_tokens=False)
         assert ours.encode(text, add_special_tokens=False) == ids
@@ -394,11 +353,9 @@ def test_the_bare_tokenizer_is_transformers(small_model: Path, tmp_path: Path) -
             assert got == (theirs.decode([*ids, 1, 0], skip_special_tokens=skip))
     path = shutil.copytree(small_model, tmp_path / "m")
     (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
-    turns = Prompt(
-        0, "", messages=[{"role": "user", "content": "12"}, {"role": "user", "content": "3"}]
-    )
-    got = encode_prompt(load_tokenizer(path), turns)
-    assert got.tolist() == (theirs.encode("12=3=", add_special_tokens=False))
+    turns = [{"role": "user", "content": content} for content in ("12", "3")]
+    got = encode_prompt(load_tokenizer(path), Prompt(0, "", messages=turns))
+    assert got.tolist() == theirs.encode("12=3=", add_special_tokens=False)
 
 
 QWEN = """
@@ -412,13 +369,16 @@ print(json.dumps([type(t).__name__, t.encode("12 low<|im_end|>", add_special_tok
 """
 
 
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}1{% endif %}"
+)
+
+
 def test_a_chat_template_is_rendered_without_torch(small_model: Path, tmp_path: Path) -> None:
     """torch would cost a gateway 330 MiB at its first call by messages."""
     path = shutil.copytree(small_model, tmp_path / "m")
-    (path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}1{% endif %}"
-    )
+    (path / "chat_template.jinja").write_text(TEMPLATE)
     done = run_command([sys.executable, "-c", QWEN, str(path), "932"]).check()
     theirs = transformers.AutoTokenizer.from_pretrained(path)
     ids = theirs.encode("12 low<|im_end|>", add_special_tokens=False)
@@ -429,26 +389,15 @@ def test_a_chat_template_is_rendered_without_torch(small_model: Path, tmp_path: 
 def test_a_qwen_tokenizer_is_transformers_without_torch(small_model: Path, tmp_path: Path) -> None:
     path = shutil.copytree(small_model, tmp_path / "m")
     vocab = {c: i for i, c in enumerate(["l", "o", "w", "1", "2", "Ġ", "lo", "low"])}
-    made = transformers.Qwen2Tokenizer(
-        vocab=vocab,
-        merges=[("l", "o"), ("lo", "w")],
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-    )
-    made.chat_template = (
-        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}1{% endif %}"
-    )
+    ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    made = transformers.Qwen2Tokenizer(vocab=vocab, merges=[("l", "o"), ("lo", "w")], **ends)
+    made.chat_template = TEMPLATE
     made.save_pretrained(path)
     done = run_command([sys.executable, "-c", QWEN, str(path), "low"]).check()
     theirs = transformers.AutoTokenizer.from_pretrained(path)
     ids = theirs.encode("12 low<|im_end|>", add_special_tokens=False)
-    turns = theirs.apply_chat_template(
-        [{"role": "user", "content": "low"}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-    )
+    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    turns = theirs.apply_chat_template([{"role": "user", "content": "low"}], **how)
     assert json.loads(done.out) == ["Qwen2Tokenizer", ids, theirs.eos_token_id, False, turns]
     assert type(theirs).__name__ == "Qwen2Tokenizer" and 7 in ids and turns[-1] == 3
 
@@ -467,12 +416,9 @@ def test_a_qwen_tokenizer_is_transformers_without_torch(small_model: Path, tmp_p
 def test_a_tokenizer_that_transformers_would_change_is_left_to_it(
     file: str, keys: dict[str, Any], tmp_path: Path, small_model: Path
 ) -> None:
-    from asyncrl.models import tokenizer
-
     path = shutil.copytree(small_model, tmp_path / "m")
     assert tokenizer.read_plain_settings(path) is not None
-    (path / file).touch()
-    if not (path / file).read_text():
+    if not (path / file).exists():
         (path / file).write_text("{}")
     edit(path, file, **keys)
     assert tokenizer.read_plain_settings(path) is None
@@ -491,9 +437,8 @@ def test_the_optimizer_is_torchs_bit_by_bit_and_so_are_its_states() -> None:
             optimizer.zero_grad(set_to_none=True)
             if n == 2:  # through a checkpoint of the other kind
                 state = optimizer.state_dict()
-                optimizer = (torch.optim.AdamW if kind is PlainAdamW else PlainAdamW)(
-                    parameters, lr=1.0, fused=True
-                )
+                other = torch.optim.AdamW if kind is PlainAdamW else PlainAdamW
+                optimizer = other(parameters, lr=1.0, fused=True)
                 optimizer.load_state_dict(state)
         pairs.append((parameters, optimizer.state_dict()))
     (a, sa), (b, sb) = pairs
@@ -539,10 +484,8 @@ from asyncrl.config import load
 from asyncrl.supervise import run
 run.preflight(load.load("configs/demo.toml", [f"model.path={sys.argv[1]!r}"]))
 """
-SHOW = (
-    "print([m for m in ('transformers', 'torch._dynamo', 'sympy', 'scipy', 'torch') if m "
-    "in sys.modules])"
-)
+NEVER = ("transformers", "torch._dynamo", "sympy", "scipy", "torch")
+SHOW = f"print([m for m in {NEVER} if m in sys.modules])"
 
 
 @pytest.mark.parametrize(

@@ -35,15 +35,9 @@ TOLERANCE = 1e-4  # nats a token, float32
 
 
 def asyncrl(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "asyncrl.cli", *words],
-        cwd=ROOT,
-        env=ENV | env,
-        capture_output=True,
-        text=True,
-        timeout=3600,
-        check=False,
-    )
+    argv = [sys.executable, "-m", "asyncrl.cli", *words]
+    how = {"capture_output": True, "text": True, "timeout": 3600, "check": False}
+    return subprocess.run(argv, cwd=ROOT, env=ENV | env, **how)
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +94,8 @@ def test_the_packed_forward_is_transformers(directory: Path, model: PolicyModel)
     answers = [draw.integers(3, 49_152, n).astype(np.int32) for _, n in sizes]
     with torch.no_grad():
         ours = model.logprobs(prompts, answers, torch.ones(4), groups=[0, 0, 1, 2]).logprobs
-        for prompt, answer, found in zip(
-            prompts, answers, ours.split([n for _, n in sizes]), strict=True
-        ):
+        found_rows = ours.split([n for _, n in sizes])
+        for prompt, answer, found in zip(prompts, answers, found_rows, strict=True):
             ids = torch.from_numpy(np.concatenate([prompt, answer])).long()[None]
             logits = model.hf(ids).logits[0, len(prompt) - 1 : -1].float()
             want = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
@@ -234,7 +227,6 @@ def test_a_run_fetches_a_name_of_the_hub_once(
     assert load.load(ROOT / "configs" / "demo.toml", words).model.path == resolved.model.path
     bare = load.load(ROOT / "configs" / "demo.toml")
     assert preflight.localize(bare) is bare and preflight.localize_sets(bare, ["a"]) == ["a"]
+    none = load.load(ROOT / "configs" / "demo.toml", ["model.path='hf://org/none'"])
     with pytest.raises(ConfigError, match="hf://org/none: the hub does not provide it"):
-        preflight.localize(
-            load.load(ROOT / "configs" / "demo.toml", ["model.path='hf://org/none'"])
-        )
+        preflight.localize(none)

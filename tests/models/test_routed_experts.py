@@ -118,10 +118,8 @@ def test_malformed_ids_are_refused_at_the_door() -> None:
         ids[3, 1, at] = value
         return RoutedExperts(ids, 8).encode()
 
-    arrays.check_sequence_numbers(row(good.encode()), "it", ModelShape(9, shape))
-    arrays.check_sequence_numbers(
-        row(RoutedExperts.make_unrecorded(4, shape).encode()), "it", ModelShape(9, shape)
-    )
+    for fit in (good, RoutedExperts.make_unrecorded(4, shape)):
+        arrays.check_sequence_numbers(row(fit.encode()), "it", ModelShape(9, shape))
     arrays.check_sequence_numbers(row(b""), "it", ModelShape(9))
     one_expert = RoutedExperts(good.ids[:, :, :1], 8).encode()
     for data, said in (
@@ -299,12 +297,16 @@ def test_a_swap_keeps_the_samplers_experts(model: Path, in_flight: str, fixed: b
         assert worst == 0 if fixed else worst < 1e-4
 
 
+def keeping(model: policy.PolicyModel, length: int) -> EmbeddedEngine:
+    sizes = {"slots": 4, "context": 64, "max_new_tokens": length, "kept_tokens": 512}
+    e = EmbeddedEngine(model, **sizes, record_routing=True)
+    e.load(dict(policy.list_named_weights(model)), Label(1, 0), "d0")
+    return e
+
+
 def test_a_later_call_repeats_the_experts_of_the_keys_that_it_reuses(model: Path) -> None:
     ours = load(model)
-    e = EmbeddedEngine(
-        ours, slots=4, context=64, max_new_tokens=20, kept_tokens=512, record_routing=True
-    )
-    e.load(dict(policy.list_named_weights(ours)), Label(1, 0), "d0")
+    e = keeping(ours, 20)
     (first,) = run(e, [request(0, 0, list(range(3, 24)))]).values()
     longer = [*first.prompt.tolist(), *first.tokens.tolist(), 5, 6, 7]
     (second,) = run(e, [request(1, 0, longer, 8)]).values()
@@ -318,19 +320,19 @@ def test_a_later_call_repeats_the_experts_of_the_keys_that_it_reuses(model: Path
 def test_a_model_of_one_layer_records_no_prompt(tmp_path: Path) -> None:
     path = build(tmp_path / "m", "qwen3_moe", hidden=32, intermediate=16, layers=1)
     ours = load(path)
-    e = EmbeddedEngine(
-        ours, slots=4, context=64, max_new_tokens=8, kept_tokens=512, record_routing=True
-    )
-    e.load(dict(policy.list_named_weights(ours)), Label(1, 0), "d0")
+    e = keeping(ours, 8)
     for call in range(2):
         prompt = list(range(3, 24 + call))
         (a,) = run(e, [request(call, 0, prompt, 8)]).values()
         assert a.routed is not None and e.hits == call
         assert (a.routed.ids[: len(prompt) - 1] == 8).all()
         wanted = own_choice(ours, np.concatenate([prompt, a.tokens])[:-1])
-        assert np.array_equal(
-            np.sort(a.routed.ids, -1)[len(prompt) - 1 :], wanted[len(prompt) - 1 :]
-        )
+        found = np.sort(a.routed.ids, -1)
+        assert np.array_equal(found[len(prompt) - 1 :], wanted[len(prompt) - 1 :])
+
+
+SIZES = {"vocab_size": 29, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+SIZES |= {"num_experts_per_tok": 2, "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module")
@@ -339,17 +341,8 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> policy.PolicyModel:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.OlmoeConfig(
-        vocab_size=29,
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_experts=8,
-        num_experts_per_tok=2,
-        initializer_range=0.3,
-        pad_token_id=0,
-    )
+    more = {"num_attention_heads": 4, "num_experts": 8, "initializer_range": 0.3}
+    config = transformers.OlmoeConfig(**SIZES, **more)
     hf = transformers.AutoModelForCausalLM.from_config(config).eval()
     return policy.PolicyModel(hf, str(tmp_path_factory.mktemp("olmoe")))
 
@@ -408,33 +401,18 @@ def test_a_load_balancing_loss_keeps_its_own_statistics(olmoe: policy.PolicyMode
     torch.testing.assert_close(replayed.aux_loss, 8 * (chosen.mean(0) * shares.mean(0)).sum())
 
 
-def test_routers_that_choose_in_several_steps_are_refused(olmoe: policy.PolicyModel) -> None:
+def test_routers_that_choose_in_several_steps_and_dense_models_are_refused(
+    olmoe: policy.PolicyModel, tmp_path: Path
+) -> None:
     import transformers
 
     assert olmoe.require_replayable_routing() == (2, 8, 2)
-    config = transformers.DeepseekV3Config(
-        vocab_size=29,
-        hidden_size=32,
-        intermediate_size=16,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        first_k_dense_replace=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=4,
-        topk_group=2,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        pad_token_id=0,
-    )
+    more = {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_attention_heads": 2}
+    more |= {"num_key_value_heads": 2, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+    config = transformers.DeepseekV3Config(**SIZES, **more, q_lora_rank=8, kv_lora_rank=8)
     other = policy.PolicyModel(transformers.AutoModelForCausalLM.from_config(config), "d")
     with pytest.raises(ConfigError, match=r"routers of a deepseek_v3 choose .* by 3 calls"):
         other.require_replayable_routing()
-
-
-def test_models_without_experts_are_refused(tmp_path: Path) -> None:
     dense = policy.build_model(tmp_path / "d", "ab", hidden=32)
     assert dense.routing is None
     with pytest.raises(ConfigError, match=r"replay_routing: .* is a dense qwen3, it has no"):

@@ -160,13 +160,8 @@ def sequences(vocabulary: int) -> tuple[Any, ...]:
         kept[-2] = np.zeros(0, np.int64)  # all
         responses.append(np.array([draw.choice(x) if len(x) else 5 for x in kept], np.int32))
         supports.append(SampledSupport.from_lists(kept, vocabulary))
-    return (
-        prompts,
-        responses,
-        torch.tensor([1.0, 0.7, 1.3]),
-        [0, 0, 1],
-        [supports[0], None, supports[2]],
-    )
+    supports[1] = None
+    return prompts, responses, torch.tensor([1.0, 0.7, 1.3]), [0, 0, 1], supports
 
 
 def by_hand(model: policy.PolicyModel, given: tuple[Any, ...]) -> tuple[Any, Any, Any]:
@@ -222,9 +217,9 @@ def test_every_forward_is_the_definition_in_value_and_gradient(
     got = gradient(model, (out.logprobs * weights).sum() + 0.3 * out.entropy.sum())
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-4)
     with torch.no_grad():
-        plain = model.logprobs(prompts, responses, temperature, groups=groups)
-        none = model.logprobs(
-            prompts, responses, temperature, groups=groups, supports=[None] * len(prompts)
+        plain, none = (
+            model.logprobs(prompts, responses, temperature, groups=groups, supports=untruncated)
+            for untruncated in (None, [None] * len(prompts))
         )
     assert torch.equal(plain.logprobs, none.logprobs)
     assert float((plain.logprobs - out.logprobs).detach().abs().max()) > 0.1
@@ -285,15 +280,11 @@ def test_an_engine_records_the_tokens_that_it_kept(model: policy.PolicyModel, ki
             assert not r.top_k or a.support.sizes.max() <= r.top_k
             assert a.support.vocabulary == model.hf.config.vocab_size
     recorded = torch.from_numpy(np.concatenate([a.logprobs for a in every]))
-    apart = []
+    apart, temperature = [], torch.tensor([r.temperature for r in requests])
     for supports in ([a.support for a in every], None):
         with torch.no_grad():
-            out = model.logprobs(
-                [a.prompt for a in every],
-                [a.tokens for a in every],
-                torch.tensor([r.temperature for r in requests]),
-                supports=supports,
-            )
+            rows = [a.prompt for a in every], [a.tokens for a in every]
+            out = model.logprobs(*rows, temperature, supports=supports)
         apart.append(out.logprobs - recorded)
     k3 = [float((torch.expm1(x) - x).mean()) for x in apart]
     assert k3[0] < 1e-10 and k3[1] > 1e-2, k3
