@@ -41,8 +41,7 @@ from learner.step import LearnerCore
 
 VARIANTS: list[dict[str, Any]] = [
     {},
-    {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}},
-    {"correction": {"proximal": "interpolate", "preset": "tis"}},
+    *ANCHORS[:2],
     {"correction": {"preset": "icepop"}},
     {"loss": {"surrogate": "gspo"}},
     {"kl": {"loss": {"coefficient": 0.1, "estimator": "k3"}}},
@@ -88,11 +87,7 @@ def test_groups_stand_together_where_a_prompt_is_encoded_once(model_dir: Path) -
 def test_what_a_batch_moved_is_measured_and_changes_nothing(model_dir: Path) -> None:
     """kl/moved is KL(before || after) by k3 on the batch's tokens, each weighed by before /
     behaviour, at most 2."""
-    how: dict[str, Any] = {
-        "learner": {"minibatches": 2},
-        "correction": {"proximal": "behavior"},
-        "loss": {"surrogate": "ppo"},
-    }
+    how: dict[str, Any] = {"learner": {"minibatches": 2}, **ANCHORS[0]}
     c = core(model_dir, record={"kl_moved": 2, "split_every": 1}, **how)
     plain = core(model_dir, record={"split_every": 0}, **how)
     packed = pack(batch())
@@ -143,10 +138,8 @@ def test_bad_loss_is_skipped_and_a_third_saves_the_batch(model_dir: Path, tmp_pa
 
 
 def test_same_batch_same_seed_bitwise(model_dir: Path) -> None:
-    runs = [
-        core(model_dir, learner={"minibatches": 2, "epochs": 2, "optimizer": "adamw"})
-        for _ in range(2)
-    ]
+    learner = {"minibatches": 2, "epochs": 2, "optimizer": "adamw"}
+    runs = [core(model_dir, learner=learner) for _ in range(2)]
     for n in range(3):
         assert runs[0].train(batch(n, seed=n)) == runs[1].train(batch(n, seed=n))
     assert torch.equal(weights(runs[0]), weights(runs[1]))
@@ -215,14 +208,10 @@ def test_score_centering_is_the_formula_on_both_models_logits(
         corrected |= {} if bound == "truncate" else {"lo": 0.98}
     moved = []
     for keys in ({}, {"center": center} | ({"center_top": 3} if center == "top" else {})):
-        c = core(
-            model_dir,
-            loss={"surrogate": "reinforce", **keys},
-            correction=corrected,
-            advantage={"name": "reinforce", "baseline": "none"},
-            staleness={"max_lag": 1},
-            learner={"epochs": epochs, "micro_batch_tokens": 40},
-        )
+        sections: dict[str, Any] = {"loss": {"surrogate": "reinforce", **keys}}
+        sections |= {"advantage": {"name": "reinforce", "baseline": "none"}}
+        sections |= {"learner": {"epochs": epochs, "micro_batch_tokens": 40}}
+        c = core(model_dir, correction=corrected, staleness={"max_lag": 1}, **sections)
         c.measure.read_weights = lambda label, digest: flat
         before = weights(c)
         c.train(made)
@@ -252,7 +241,7 @@ def test_score_centering_is_the_formula_on_both_models_logits(
     assert torch.allclose(moved[1] - moved[0], -0.1 * exact, atol=1e-6) == (epochs == 1)
 
 
-def test_score_centering_is_refused_where_it_cannot_work(model_dir: Path) -> None:
+def test_score_centering_and_prefix_full_are_refused_where_they_cannot_work() -> None:
     on = ["loss.surrogate=reinforce", "loss.center=exact", "correction.proximal=recompute"]
     for more, message in (
         (["learner.backend=fsdp2", "learner.ranks=2"], "hidden states in one process, which"),
@@ -267,13 +256,9 @@ def test_score_centering_is_refused_where_it_cannot_work(model_dir: Path) -> Non
             load.load("configs/demo.toml", [*on, *more])
     assert load.load("configs/demo.toml", on).reads_versions
 
-
-def test_prefix_full_is_refused_where_it_cannot_work() -> None:
     on = ["kl.loss.coefficient=0.1", "kl.loss.off_policy=prefix_full"]
-    with pytest.raises(
-        ConfigError,
-        match=r"prefix_full reads both models' last hidden states, which needs learner\.backend",
-    ):
+    said = r"prefix_full reads both models' last hidden states, which needs learner\.backend"
+    with pytest.raises(ConfigError, match=said):
         load.load("configs/demo.toml", [*on, "learner.backend=deepspeed", "learner.ranks=2"])
     assert load.load("configs/demo.toml", on).kl.loss.off_policy == "prefix_full"
 
@@ -374,12 +359,8 @@ def test_the_start_is_measured_under_every_anchor(model_dir: Path, how: dict[str
 
 def test_m2po_masks_each_minibatch_anew(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second optimizer step is masked by the policy after the first, on its own samples."""
-    c = core(
-        model_dir,
-        learner={"minibatches": 2, "lr": 5.0},
-        loss={"surrogate": "vanilla"},
-        correction={"proximal": "behavior", "m2": 0.01},
-    )
+    made = {"loss": {"surrogate": "vanilla"}, "correction": {"proximal": "behavior", "m2": 0.01}}
+    c = core(model_dir, learner={"minibatches": 2, "lr": 5.0}, **made)
     packed = pack(batch())
     begin_step, masks = step_loss.begin_step, []
 
@@ -407,12 +388,7 @@ def test_m2po_masks_each_minibatch_anew(model_dir: Path, monkeypatch: pytest.Mon
 def test_several_minibatches_measure_the_first_ones_answers(model_dir: Path) -> None:
     """Only the first optimizer step's forward is the learner's start; the later ones' answers are
     left out, not taken for it."""
-    c = core(
-        model_dir,
-        learner={"minibatches": 3, "lr": 5.0},
-        correction={"proximal": "behavior"},
-        loss={"surrogate": "ppo"},
-    )
+    c = core(model_dir, learner={"minibatches": 3, "lr": 5.0}, **ANCHORS[0])
     packed = pack(batch())
     start = c._forward(c.model, packed, range(GROUPS * SIZE)).double()
     first = packed.find_token_positions(c._choose_minibatches(packed, 0)[0])
@@ -426,27 +402,22 @@ def lengths(b: Batch) -> list[int]:
     return [s.length for s in b.samples]
 
 
-def test_a_batch_that_is_used_up_leaves_nothing_unused(model_dir: Path) -> None:
-    c = core(model_dir, learner={"minibatches": 3, "epochs": 2})
-    c.train(batch())
-    assert c.unused == []
+STOPPED = {"stop": {"kl_max": 1e-12}}
+ADAM = {"optimizer": "adamw", "lr": 0.01}
 
 
 def test_minibatches_that_early_stopping_leaves_out_are_counted_whole(model_dir: Path) -> None:
     b = batch()
-    c = core(
-        model_dir,
-        learner={"optimizer": "adamw", "lr": 0.01, "minibatches": 3},
-        stop={"kl_max": 1e-12},
-    )
+    used_up = core(model_dir, learner={"minibatches": 3, "epochs": 2})
+    used_up.train(batch())
+    assert used_up.unused == []
+    c = core(model_dir, learner={**ADAM, "minibatches": 3}, **STOPPED)
     assert c.train(b)["optim/steps"] == 1
     c.state.number = b.number  # the permutation is the batch's
     (made, *_) = c._choose_minibatches(pack(b), 0)
     assert len(made) == len(b.samples) // 3
     assert c.unused == [(0, 0) if i in made else (n, 0) for i, n in enumerate(lengths(b))]
-    again = core(
-        model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 3}, stop={"kl_max": 1e-12}
-    )
+    again = core(model_dir, learner={**ADAM, "epochs": 3}, **STOPPED)
     # its first pass had used all of it
     assert again.train(batch())["optim/early_stops"] == 1 and again.unused == []
 
@@ -462,13 +433,8 @@ def test_rejected_tokens_are_those_that_no_step_weighed(model_dir: Path) -> None
 
 
 def test_a_baseline_that_is_not_trained_on_is_not_counted_as_unused(model_dir: Path) -> None:
-    c = core(
-        model_dir,
-        advantage={"name": "remax"},
-        learner={"optimizer": "adamw", "lr": 0.01, "minibatches": 3},
-        stop={"kl_max": 1e-12},
-    )
-    b = batch()
+    learner, b = {**ADAM, "minibatches": 3}, batch()
+    c = core(model_dir, advantage={"name": "remax"}, learner=learner, **STOPPED)
     c.train(b)
     assert all(x == (0, 0) for x, s in zip(c.unused, b.samples, strict=True) if s.sample == 0)
     assert sum(n for n, _ in c.unused) > 0
@@ -482,9 +448,7 @@ def test_the_present_coefficient_is_charged_not_configs(model_dir: Path, tmp_pat
     build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
     kl = {"reward": {"coefficient": 0.1, "reference": str(tmp_path / "ref")}}
     plain = core(model_dir)
-    none = core(model_dir, kl=kl)
-    once = core(model_dir, kl=kl)
-    twice = core(model_dir, kl=kl)
+    none, once, twice = (core(model_dir, kl=kl) for _ in range(3))
     none.state.beta, twice.state.beta = 0.0, 0.2
     without, at_zero = plain.train(batch()), none.train(batch())
     assert torch.equal(weights(plain), weights(none))
@@ -492,11 +456,8 @@ def test_the_present_coefficient_is_charged_not_configs(model_dir: Path, tmp_pat
     a, b = once.train(batch()), twice.train(batch())
     assert b["kl/reward_gradient_share"] == pytest.approx(2 * a["kl/reward_gradient_share"])
     assert (a["kl/beta"], b["kl/beta"]) == (0.1, 0.2)
-    assert (
-        b["reward/mean"] - b["reward/used_mean"]
-        == pytest.approx(2 * (a["reward/mean"] - a["reward/used_mean"]), rel=1e-3)
-        != 0
-    )
+    charged, doubly = (row["reward/mean"] - row["reward/used_mean"] for row in (a, b))
+    assert doubly == pytest.approx(2 * charged, rel=1e-3) != 0
 
 
 def test_other_ranks_are_told_of_the_batch_before_anything_else(model_dir: Path) -> None:
@@ -512,11 +473,8 @@ def test_exact_runs_end_at_the_first_difference(model_dir: Path) -> None:
     c = core(model_dir)
     c.config = msgspec.structs.replace(c.config, exact=True)
     packed = pack(batch())
-    off = (
-        (c._forward(c.model, packed, range(len(packed.responses))) - packed.behavior)
-        .abs()[packed.token_lag == 0]
-        .max()
-    )
+    apart = c._forward(c.model, packed, range(len(packed.responses))) - packed.behavior
+    off = apart.abs()[packed.token_lag == 0].max()
     with pytest.raises(AsyncrlError) as e:
         c.train(batch(3))
     assert str(e.value) == (
