@@ -9,10 +9,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 import warm_python
 from lib import memory_arithmetic as sums
 from models_kit import model_fixture
@@ -25,6 +28,7 @@ from asyncrl.config import load, rules
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models.policy import build_character_tokenizer
 from learner import checkpoint
+from learner.distributed.ranks import reserve_port
 
 pytestmark = pytest.mark.slow
 
@@ -73,9 +77,8 @@ def whole(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
         name = json.dumps(learner)
         if name not in made:
             saved = tmp_path_factory.mktemp("whole")
-            save = (
-                {"save": [STEPS, str(saved)]} if learner in (zero(3), TORCH, FSDP2, COPIES) else {}
-            )
+            is_resumed = learner in (zero(3), TORCH, FSDP2, COPIES)
+            save = {"save": [STEPS, str(saved)]} if is_resumed else {}
             done = trained(model_dir, learner, STEPS, **TRAINED, **save, launcher=launcher)
             made[name] = *done, saved / f"number_{STEPS}"
         return made[name]
@@ -166,13 +169,8 @@ def test_adapters_are_trained_published_and_kept_alone(
     mine, others = trained(model_dir, two, batches=4, save=[2, str(tmp_path)], sections=ADAPTERS)
     runs = [(mine, 0)]
     if stage != 0:
-        again, _ = trained(
-            model_dir,
-            two | {"ranks": 1},
-            batches=4,
-            restore=str(tmp_path / "number_2"),
-            sections=ADAPTERS,
-        )
+        how = {"restore": str(tmp_path / "number_2"), "sections": ADAPTERS}
+        again, _ = trained(model_dir, two | {"ranks": 1}, batches=4, **how)
         assert again["held"] == plain["held"]
         runs.append((again, 2))
     adapters = sum(file.stat().st_size for file in tmp_path.rglob("adapter_model.safetensors"))
@@ -196,9 +194,8 @@ def test_early_stops_leave_weights_and_moments_alone(two: dict[str, Any], model_
     """With a bound that any step passes, four epochs end as one does: in this batch and, by the
     moments, in the next ones."""
     one, _ = trained(model_dir, two, batches=2)
-    four, _ = trained(
-        model_dir, two | {"epochs": 4}, batches=2, sections={"stop": {"kl_max": 1e-12}}
-    )
+    stop = {"stop": {"kl_max": 1e-12}}
+    four, _ = trained(model_dir, two | {"epochs": 4}, batches=2, sections=stop)
     assert [n[0] for n in four["numbers"]] == [1, 1]
     assert four["weights"] == pytest.approx(one["weights"], abs=1e-7)
 
@@ -207,12 +204,7 @@ def test_early_stops_leave_weights_and_moments_alone(two: dict[str, Any], model_
     ("two", "elsewhere", "other", "said"),
     [
         (zero(3), [zero(3, ranks=1)], zero(1), "is of 2 ranks at ZeRO stage 3"),
-        (
-            FSDP2,
-            [FSDP2 | {"ranks": 3}, COPIES],
-            {"backend": "torch"},
-            "the optimizer of learner.backend = fsdp2",
-        ),
+        (FSDP2, [FSDP2 | {"ranks": 3}, COPIES], {"backend": "torch"}, "learner.backend = fsdp2"),
         (COPIES, [FSDP2], {"backend": "torch"}, "the optimizer of learner.backend = fsdp2"),
         (TORCH, [TORCH | {"ranks": 1}], FSDP2, "the optimizer of learner.backend = torch"),
     ],
@@ -238,9 +230,8 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
         found, _ = trained(model_dir, learner, STEPS, **restore)
         assert found["losses"] == pytest.approx(made["losses"][STEPS:], abs=1e-5)
         assert found["weights"] == pytest.approx(made["weights"], abs=1e-5)
-        assert found["held"] * shards(learner) == pytest.approx(
-            made["held"] * shards(two), rel=0.05
-        )
+        held = made["held"] * shards(two)
+        assert found["held"] * shards(learner) == pytest.approx(held, rel=0.05)
     assert [x.name for x in saved.parent.iterdir()] == [saved.name]
     # DeepSpeed loads nothing from a path that is not there, and says nothing
     assert checkpoint.verify(saved) == ""
@@ -248,13 +239,8 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
         folders = shutil.ignore_patterns("deepspeed", "fsdp2")
         shutil.copytree(saved, tmp_path / "torn", ignore=folders)
         assert "has no bytes" in checkpoint.verify(tmp_path / "torn")
-    job = {
-        "model": str(model_dir),
-        "batches": STEPS,
-        "restore": str(saved),
-        "config": {"learner": LEARNER | other},
-    }
-    code, _, err = forked(job)
+    job = {"model": str(model_dir), "batches": STEPS, "restore": str(saved)}
+    code, _, err = forked(job | {"config": {"learner": LEARNER | other}})
     assert code != 0 and said in err
 
 
@@ -278,15 +264,13 @@ def test_bfloat16_stages_agree_despite_an_old_lock(model_dir: Path, tmp_path: Pa
 
 
 def test_the_ports_at_which_ranks_meet_are_nobody_elses() -> None:
-    import torch.distributed as dist
-
-    from learner.distributed.ranks import reserve_port
-
     with reserve_port() as meet:
         port = meet.getsockname()[1]
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store = torch.distributed.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False
+        )
         store.set("key", "value")
         assert store.get("key") == b"value"
 
@@ -296,14 +280,10 @@ def ranks_of(pid: int, word: bytes = b"ranks_program") -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            try:
-                if (
-                    int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid
-                    and word in (entry / "cmdline").read_bytes()
-                ):
+            with suppress(OSError):
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                if parent == pid and word in (entry / "cmdline").read_bytes():
                     found.append(int(entry.name))
-            except OSError:
-                continue
     return found
 
 
@@ -320,15 +300,8 @@ def test_a_rank_that_hangs_is_said(two: dict[str, Any], model_dir: Path, tmp_pat
     subject of the whole run below.  Until it is stopped nobody is impatient."""
     learner = LEARNER | two | {"steps": 10**6}
     stopped = tmp_path / "stopped"
-    p = start(
-        {
-            "model": str(model_dir),
-            "batches": 10**6,
-            "save": [3, str(tmp_path)],
-            "stand": [str(stopped), 5.0],
-            "config": {"learner": learner},
-        }
-    )
+    job = {"model": str(model_dir), "batches": 10**6, "save": [3, str(tmp_path)]}
+    p = start(job | {"stand": [str(stopped), 5.0], "config": {"learner": learner}})
     try:
         deadline = time.monotonic() + 7200
         while not stopped.with_suffix(".there").exists():
@@ -365,14 +338,8 @@ def test_a_killed_rank_costs_the_run_only_its_time_and_the_run_resumes_and_expor
     tmp_path: Path,
     sort_model: Path,
 ) -> None:
-    words = (
-        *sets,
-        *FEW,
-        "learner.checkpoint_every=3",
-        f"learner.rank_timeout_s={PATIENT_S}",
-        "learner.steps=6",
-        "name='two'",
-    )
+    patience = f"learner.rank_timeout_s={PATIENT_S}"
+    words = (*sets, *FEW, patience, "learner.checkpoint_every=3", "learner.steps=6", "name='two'")
     run_dir = tmp_path / "runs" / "two"
     process = start_run(tmp_path, sort_model, *words, hold=5, config=config)
     wait_until(lambda: steps_done(run_dir) >= 4, process)
@@ -385,8 +352,6 @@ def test_a_killed_rank_costs_the_run_only_its_time_and_the_run_resumes_and_expor
     assert "of the learner has ended" in (tmp_path / "stderr").read_text()
     more = asyncrl("run", "--resume", str(run_dir), "learner.steps=8", "learner.ranks=1")
     assert more.code == 0 and more.json["steps"] == 8, more.err[-3000:]
-    import transformers
-
     transformers.AutoModelForCausalLM.from_pretrained(run_dir / "model")
 
 
@@ -406,9 +371,8 @@ print("and went on")
 
 
 def test_a_rank_that_has_followed_to_the_end_leaves_without_the_interpreters_own() -> None:
-    done = run_command(
-        [sys.executable, "-c", warm_python.FORKED + OTHER_RANK], env=ENV | {"RANK": "1"}
-    )
+    argv = [sys.executable, "-c", warm_python.FORKED + OTHER_RANK]
+    done = run_command(argv, env=ENV | {"RANK": "1"})
     assert (done.code, done.out) == (0, "followed"), done.err[-3000:]
 
 
@@ -421,25 +385,18 @@ def test_a_rank_that_has_followed_to_the_end_leaves_without_the_interpreters_own
         (COPIES | {"ranks": 3}, {}, "2 copies of 2 ranks are not the 3 of"),
         ({"backend": "fsdp2", "mesh": {"shard": 2}}, {}, "1 copies of 2 ranks are not the 1 of"),
         ({"backend": "deepspeed", "zero_stage": 0}, {"dtype": "bfloat16"}, "use 1 or higher"),
-        (
-            {"backend": "deepspeed", "zero_stage": 0, "offload": True},
-            {},
-            r"learner\.offload: needs",
-        ),
+        (zero(0, ranks=1, offload=True), {}, r"learner\.offload: needs"),
         ({"offload": True}, {}, r"learner\.offload: needs"),
     ],
 )
 def test_what_cannot_work_is_refused(
     learner: dict[str, Any], model: dict[str, Any], said: str
 ) -> None:
+    raw = {"model": {"path": "m", **model}, "task": {"name": "sort"}, "learner": learner}
     with pytest.raises(ConfigError, match=said):
-        load.convert(
-            {"model": {"path": "m", **model}, "task": {"name": "sort"}, "learner": learner},
-            "c.toml",
-        )
+        load.convert(raw, "c.toml")
 
 
-TWO = {"backend": "fsdp2", "ranks": 2}
 WHOLE = {"backend": "torch", "ranks": 2}
 FULL_KL = {"coefficient": 0.1, "off_policy": "prefix_full"}
 METHODS: dict[str, dict[str, Any]] = {
@@ -461,19 +418,16 @@ def compare(
     model: Path,
     sections: dict[str, Any],
     save: Path | None = None,
-    backend: dict[str, Any] = TWO,
+    backend: dict[str, Any] = FSDP2,
     **more: Any,
 ) -> tuple[Any, Any]:
     """(what torch printed, what two ranks printed) of two batches; the latter save."""
     learner = sections.get("learner", {})
     rest = {name: section for name, section in sections.items() if name != "learner"}
-    plain, two = (
-        trained(model, learner | one, batches=2, sections=rest, **more, **saves)[0]
-        for one, saves in (
-            ({"backend": "torch"}, {}),
-            (backend, {"save": [1, str(save)]} if save else {}),
-        )
-    )
+    how = {"batches": 2, "sections": rest, **more}
+    saves = {"save": [1, str(save)]} if save else {}
+    plain, _ = trained(model, learner | {"backend": "torch"}, **how)
+    two, _ = trained(model, learner | backend, **how, **saves)
     assert two["losses"] == pytest.approx(plain["losses"], abs=1e-5)
     assert two["weights"] == pytest.approx(plain["weights"], abs=1e-5)
     assert two["metrics"].keys() == plain["metrics"].keys()
@@ -481,7 +435,7 @@ def compare(
     return plain, two
 
 
-@pytest.mark.parametrize("backend", [TWO, WHOLE], ids=["fsdp2", "torch"])
+@pytest.mark.parametrize("backend", [FSDP2, WHOLE], ids=["fsdp2", "torch"])
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_that_deepspeed_refuses_are_those_of_torch(
     method: str, backend: dict[str, Any], model_dir: Path, tmp_path: Path
@@ -492,34 +446,23 @@ def test_methods_that_deepspeed_refuses_are_those_of_torch(
     plain, _ = compare(model_dir, sections, tmp_path if resumes else None, backend)
     if resumes:
         rest = {name: section for name, section in sections.items() if name != "learner"}
-        one, _ = trained(
-            model_dir,
-            sections.get("learner", {}) | backend | {"ranks": 1},
-            batches=2,
-            restore=str(tmp_path / "number_1"),
-            sections=rest,
-        )
+        learner = sections.get("learner", {}) | backend | {"ranks": 1}
+        how = {"restore": str(tmp_path / "number_1"), "sections": rest}
+        one, _ = trained(model_dir, learner, batches=2, **how)
         assert one["weights"] == pytest.approx(plain["weights"], abs=1e-5)
+
+
+NARROW = {"loss": {"surrogate": "decoupled_ppo", "eps_low": 0.01, "eps_high": 0.01}}
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["whole", "adapters"])
 def test_rank_0_runs_the_versions_of_tokens_without_the_others(rank: int, model_dir: Path) -> None:
     """As proximal policies: pi_v / mu is 1, and the clip sees the lag; split and KL to the base."""
-    sections = {
-        "lora": {"rank": rank},
-        "correction": {"proximal": "version"},
-        "loss": {"surrogate": "decoupled_ppo", "eps_low": 0.01, "eps_high": 0.01},
-        "weights": {"slots": 8},
-        "record": {"split_every": 1, "reference_kl_every": 1},
-    }
+    sections = NARROW | {"correction": {"proximal": "version"}, "weights": {"slots": 8}}
+    sections |= {"lora": {"rank": rank}, "record": {"split_every": 1, "reference_kl_every": 1}}
     plain, *others = (
         trained(model_dir, backend, batches=2, held=True, sections=sections)[0]
-        for backend in (
-            {"backend": "torch"},
-            TWO,
-            WHOLE,
-            {"backend": "deepspeed", "ranks": 2, "zero_stage": 2},
-        )
+        for backend in ({"backend": "torch"}, FSDP2, WHOLE, zero(2))
     )
     assert plain["metrics"]["clip/share"] > 0.05
     for made in (plain, *others):
@@ -532,13 +475,10 @@ def test_rank_0_runs_the_versions_of_tokens_without_the_others(rank: int, model_
         assert made["weights"] == pytest.approx(plain["weights"], abs=1e-5)
 
 
-@pytest.mark.parametrize("two", [TWO, WHOLE, {"backend": "deepspeed", "ranks": 2, "zero_stage": 3}])
+@pytest.mark.parametrize("two", [FSDP2, WHOLE, zero(3)])
 def test_each_rank_averages_its_part(two: dict[str, Any], model_dir: Path, tmp_path: Path) -> None:
     """As torch does; a resumed learner of the same ranks has the same bits."""
-    sections = {
-        "correction": {"proximal": "ema"},
-        "loss": {"surrogate": "decoupled_ppo", "eps_low": 0.01, "eps_high": 0.01},
-    }
+    sections = NARROW | {"correction": {"proximal": "ema"}}
     plain = trained(model_dir, {"backend": "torch"}, batches=3, sections=sections)[0]
     made = trained(model_dir, two, batches=3, sections=sections, save=[2, str(tmp_path)])[0]
     assert made["norms"] == pytest.approx(plain["norms"], rel=1e-4)
@@ -557,32 +497,20 @@ def test_each_rank_averages_its_part(two: dict[str, Any], model_dir: Path, tmp_p
 def test_experts_that_no_token_of_a_rank_chose(family: str, tmp_path: Path) -> None:
     """Through the packed forward and through transformers' modules, whose layers are computed
     again; a checkpoint holds a model directory."""
-    import torch
-    import transformers
-
     tokenizer = build_character_tokenizer("abcdefgh")
     more = {"Qwen3Moe": {"head_dim": 8}, "Qwen2Moe": {"shared_expert_intermediate_size": 16}}
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        moe_intermediate_size=16,
-        num_experts=8,
-        num_experts_per_tok=1,
-        max_position_embeddings=64,
-        **more[family],
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts": 8}
+    sizes |= {"num_experts_per_tok": 1, "max_position_embeddings": 64, **more[family]}
+    config = getattr(transformers, f"{family}Config")(vocab_size=len(tokenizer), **sizes)
     torch.manual_seed(0)
     model = tmp_path / "moe"
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
     tokenizer.save_pretrained(model)
     sections = {"learner": {"gradient_checkpointing": family == "Qwen2Moe"}}
     _, two = compare(model, sections, tmp_path / "saved")
-    saved = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "saved" / "number_1" / "model"
-    )
+    directory = tmp_path / "saved" / "number_1" / "model"
+    saved = transformers.AutoModelForCausalLM.from_pretrained(directory)
     assert type(saved).__name__ == f"{family}ForCausalLM"
     numbers = torch.cat([p.detach().flatten() for p in saved.parameters()])
     assert numbers.abs().sum() > 0
@@ -594,9 +522,9 @@ def test_a_weight_without_gradients_is_resumed_by_another_number_of_ranks(
 ) -> None:
     """Its moments are not in the checkpoint, which torch's own loading refuses."""
     how: dict[str, Any] = {"batches": 2, "frozen": "model.layers.0.mlp.up_proj.weight"}
-    two, _ = trained(model_dir, TWO, **how, save=[1, str(tmp_path)])
+    two, _ = trained(model_dir, FSDP2, **how, save=[1, str(tmp_path)])
     saved = str(tmp_path / "number_1")
-    three, others = trained(model_dir, TWO | {"ranks": 3}, **how, restore=saved)
+    three, others = trained(model_dir, FSDP2 | {"ranks": 3}, **how, restore=saved)
     assert three["losses"] == pytest.approx(two["losses"][1:], abs=1e-5)
     assert three["weights"] == pytest.approx(two["weights"], abs=1e-5)
     held = three["held"] + sum(other["held"] for other in others.values())
@@ -606,10 +534,10 @@ def test_a_weight_without_gradients_is_resumed_by_another_number_of_ranks(
 def test_a_rank_holds_what_the_arithmetic_says(model_dir: Path) -> None:
     """Of weights, gradient and moments; and, while a layer runs, that layer and the embeddings."""
     shape = sums.Shape(32, 2, 4, 4, 8, 64, 11, norms=True)
-    one, _ = trained(model_dir, TWO | {"ranks": 1}, batches=1)
+    one, _ = trained(model_dir, FSDP2 | {"ranks": 1}, batches=1)
     assert one["parameters"] == shape.parameters
     for ranks in (2, 4):
-        mine, others = trained(model_dir, TWO | {"ranks": ranks}, batches=1)
+        mine, others = trained(model_dir, FSDP2 | {"ranks": ranks}, batches=1)
         bytes_held = sums.learner(shape, "float32", stage="fsdp2", ranks=ranks)
         padding = 4 * 32 * ranks
         assert len(others) == ranks - 1

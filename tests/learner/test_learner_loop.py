@@ -71,9 +71,8 @@ class Buffer:
 
     def send(self, message: m.FromPeer) -> None:
         self.sent.append(message)
-        self.seen[type(message).__name__] = [
-            n for n in ("model/config.json", "weights_digest") if (self.run_dir / n).exists()
-        ]
+        files = ("model/config.json", "weights_digest")
+        self.seen[type(message).__name__] = [n for n in files if (self.run_dir / n).exists()]
         if isinstance(message, m.LearnerHello):
             self.inbox.append(m.Welcome(message.epoch, 0))
         if isinstance(message, m.LearnerGoodbye):
@@ -117,14 +116,9 @@ class ServingBuffer(Buffer):
 
 
 def made(epoch: int, number: int) -> m.Batch:
-    return msgspec.structs.replace(
-        batch(number, seed=number),
-        epoch=epoch,
-        next_ticket=10 * number + 6,
-        ledger=LEDGER,
-        trained_above=[number],
-        limit=2,
-    )
+    more = {"next_ticket": 10 * number + 6, "trained_above": [number], "limit": 2}
+    one = batch(number, seed=number)
+    return msgspec.structs.replace(one, epoch=epoch, ledger=LEDGER, **more)
 
 
 Made = Callable[..., tuple[Learner, ServingBuffer]]
@@ -136,14 +130,8 @@ def life(tmp_path: Path, small_model: Path) -> Iterator[Made]:
     begun: list[Learner] = []
 
     def make(*sets: str, lose: tuple[type, ...] = ()) -> tuple[Learner, ServingBuffer]:
-        words = [
-            f"model.path={str(small_model)!r}",
-            f"learner.steps={STEPS}",
-            "learner.threads=1",
-            "learner.checkpoint_every=3",
-            "wires.retry_s=0.001",
-            *sets,
-        ]
+        text = f"learner.steps={STEPS} learner.threads=1 learner.checkpoint_every=3"
+        words = [f"model.path={str(small_model)!r}", *text.split(), "wires.retry_s=0.001", *sets]
         config = load.load(ROOT / "configs" / "demo.toml", words)
         rundir.ensure(config, "", tmp_path / "run")
         one = Learner(config, tmp_path / "run")
@@ -195,9 +183,8 @@ def test_a_life_from_hello_to_goodbye(life: Made) -> None:
     at = {type(x).__name__ + str(getattr(x, "number", "")): n for n, x in enumerate(buffer.sent)}
     assert all(at[f"BatchRequest{n + 1}"] < at[f"Commit{n}"] for n in range(STEPS - 1))
     commits = buffer.of(m.Commit)
-    assert [(c.epoch, c.number, c.label) for c in commits] == [
-        (1, n, Label(1, n + 1)) for n in range(STEPS)
-    ]
+    made_by = [(c.epoch, c.number, c.label) for c in commits]
+    assert made_by == [(1, n, Label(1, n + 1)) for n in range(STEPS)]
     # published before it is told of
     assert [c.digest for c in commits] == [buffer.held[c.label] for c in commits]
     assert len({start, *(c.digest for c in commits)}) == STEPS + 1
@@ -227,10 +214,21 @@ def test_what_a_commit_says_of_its_step(life: Made) -> None:
         assert t["throughput/learner_tokens_per_s"] * t["time/step"] == pytest.approx(tokens)
         assert t["weights/bytes"] == t["weights/full_bytes"] == one.publisher.ring.size
         assert t["weights/bytes"] == len(flat(one)) and 50 < t["memory/learner_mb"] < 100_000
-        assert t["reward/mean"] == pytest.approx(
-            np.mean([s.reward for s in made(1, commit.number).samples]), rel=1e-5
-        )
+        rewards = [s.reward for s in made(1, commit.number).samples]
+        assert t["reward/mean"] == pytest.approx(np.mean(rewards), rel=1e-5)
     assert sum(c.metrics["time/step"] for c in buffer.of(m.Commit)) < whole
+
+
+def train_three(one: Learner) -> list[bytes]:
+    """The weights before each batch and after the last."""
+    one.send_hello()
+    versions = [flat(one)]
+    for _ in range(3):
+        ready = one.wait_for_batch()
+        assert ready is not None
+        one.step(ready)
+        versions.append(flat(one))
+    return versions
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -240,11 +238,7 @@ def test_a_longer_run_reports_what_its_schedule_does_to_the_learning_rate(
     """Both in the learner's log and by `asyncrl run --resume`; not where nothing changes."""
     keys = ["learner.lr=0.1", "learner.checkpoint_every=1", f"learner.steps={STEPS}"]
     one, _ = life(*keys, "learner.schedule=linear")
-    one.send_hello()
-    for _ in range(3):
-        ready = one.wait_for_batch()
-        assert ready is not None
-        one.step(ready)
+    train_three(one)
     one.close()
     longer = STEPS if kept else 2 * STEPS
     run_dir = one.run_dir
@@ -264,11 +258,7 @@ def test_a_resumed_learner_goes_on_from_its_checkpoint_and_its_own_version_has_n
     life: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, first = life()
-    one.send_hello()
-    for _ in range(3):
-        ready = one.wait_for_batch()
-        assert ready is not None
-        one.step(ready)
+    train_three(one)
     assert one.number == 3
     two, second = life()
     said = capsys.readouterr().err
@@ -519,11 +509,8 @@ def test_a_run_that_ended_without_it_is_done(life: Made, welcomed: bool, number:
 def test_without_prefetch_one_batch_is_asked_for_at_a_time(life: Made) -> None:
     one, buffer = life("learner.prefetch=0", "learner.steps=2")
     one.run_batches()
-    order = [
-        (type(x).__name__, x.number)
-        for x in buffer.sent
-        if isinstance(x, m.BatchRequest | m.Commit)
-    ]
+    sent = [x for x in buffer.sent if isinstance(x, m.BatchRequest | m.Commit)]
+    order = [(type(x).__name__, x.number) for x in sent]
     assert order == [("BatchRequest", 0), ("Commit", 0), ("BatchRequest", 1), ("Commit", 1)]
 
 
@@ -593,24 +580,16 @@ def test_injected_versions_survive_a_resume(life: Made) -> None:
     sets = ("staleness.max_lag=2", "staleness.inject=2", "learner.checkpoint_every=1")
     one, buffer = life(*sets)
     assert one.publisher.depth == 2
-    one.send_hello()
-    made_before = {0: flat(one)}
-    for n in range(3):
-        ready = one.wait_for_batch()
-        assert ready is not None
-        one.step(ready)
-        made_before[n + 1] = flat(one)
-    assert set(one.publisher.read_earlier_versions(3)) == {1, 2}, (
-        "as far as the injection names them"
-    )
+    made_before = train_three(one)
+    # as far as the injection names them
+    assert set(one.publisher.read_earlier_versions(3)) == {1, 2}
     two, second = life(*sets)
     two.send_hello()
     (hello,) = second.of(m.LearnerHello)
     digests = {c.label.number: c.digest for c in buffer.of(m.Commit)}
     assert hello.ring == [(Label(2, n), digests[n]) for n in (1, 2)]
-    assert {n: two.publisher.read_weights(Label(2, n), "") for n in (1, 2, 3)} == {
-        n: made_before[n] for n in (1, 2, 3)
-    }
+    for n in (1, 2, 3):
+        assert two.publisher.read_weights(Label(2, n), "") == made_before[n]
     assert two.publisher.read_weights(Label(2, 0), "") == b""
     # answers of before the resume name the first life's labels: their weights are known by digest
     assert two.publisher.read_weights(Label(1, 2), digests[2]) == made_before[2]
@@ -703,9 +682,8 @@ def test_weights_without_logprobs_stay_private(life: Made, monkeypatch: pytest.M
     )
     assert one.publisher.ring.list_labels() == before
     # a forward decides about large weights, where one process holds them all
-    monkeypatch.setattr(
-        policy, "compute_probe_logprobs", lambda model: np.array([0.0, np.nan], np.float32)
-    )
+    lost = np.array([0.0, np.nan], np.float32)
+    monkeypatch.setattr(policy, "compute_probe_logprobs", lambda model: lost)
     assert with_first(float(kept.view(-1)[0])) == ""
     assert with_first(publisher.LARGE) == "are up to 1.0e+03, too large for finite logprobs,"
     assert with_first(2e3) == "are up to 2.0e+03, too large for finite logprobs,"
@@ -724,9 +702,8 @@ def test_a_learner_told_to_stop_while_it_waits_has_no_batch(life: Made) -> None:
 
     def stop(timeout: float) -> Any:
         one.stopping = True
-        return (
-            recv(timeout) if not buffer.inbox or not isinstance(buffer.inbox[0], m.Batch) else None
-        )
+        is_batch = buffer.inbox and isinstance(buffer.inbox[0], m.Batch)
+        return None if is_batch else recv(timeout)
 
     buffer.recv = stop
     buffer.inbox.clear()
@@ -801,10 +778,8 @@ def test_other_ranks_follow_the_first(
     with pytest.raises(SystemExit):
         loop.main(config, Path("run"))
     assert made.mock_calls == [call(config, "m", Path("run"))]
-    assert [one for one in core.mock_calls if one[0] in ("train", "save")] == [
-        call.train("b"),
-        call.save(Path("new")),
-    ]
+    own = [one for one in core.mock_calls if one[0] in ("train", "save")]
+    assert own == [call.train("b"), call.save(Path("new"))]
     done = [one for one in backend.method_calls if one[0] != "receive_broadcast"]
     gathered = call.gather_full_parameters()
     assert done == [call.probe(), call.write_flat(None), gathered, gathered, call.close()]
@@ -823,12 +798,8 @@ def test_a_life_that_is_overtaken_before_its_welcome_starts_over(
     assert lives(LearnerFenced("overtaken"), LearnerFenced("overtaken at once"), finish) is True
     assert len(FakeLearner.made) == 3 and all(one.closed for one in FakeLearner.made)
     assert capsys.readouterr().err.count("starting over from the newest checkpoint") == 2
-    assert (
-        lives(
-            LearnerFenced("overtaken"), LearnerFenced("again"), LearnerFenced("and again"), finish
-        )
-        is True
-    )
+    fenced = map(LearnerFenced, ("overtaken", "again", "and again"))
+    assert lives(*fenced, finish) is True
     assert len(FakeLearner.made) == loop.TRIES
     assert "and again; this one ends" in capsys.readouterr().err
 
@@ -939,9 +910,8 @@ def test_a_recording_that_reaches_its_bound_says_so_once_and_the_run_goes_on(
 def test_a_recording_that_cannot_hold_the_first_weights_is_refused(life: Made) -> None:
     one, _ = life("record.stream=true", "record.stream_mib=1")
     one.send_hello()
-    one.config = msgspec.structs.replace(
-        one.config, record=msgspec.structs.replace(one.config.record, stream_mib=0)
-    )
+    record = msgspec.structs.replace(one.config.record, stream_mib=0)
+    one.config = msgspec.structs.replace(one.config, record=record)
     with pytest.raises(AsyncrlError, match=r"0 MiB do not hold the first weights"):
         loop.Recorder(one.config, one.run_dir, 1, one.core, one.digest)
 

@@ -35,6 +35,9 @@ CHATML = (
 )
 
 
+ROLES = ("user", "assistant")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"
@@ -52,10 +55,8 @@ def written(path: Path, rows: list[Any]) -> Path:
 @pytest.fixture
 def config(tmp_path: Path, model: Path) -> configs.SftConfig:
     draw = random.Random(0)
-    rows = [
-        {"prompt": f"{a}+{b}=", "answer": str(a + b)}
-        for a, b in ((draw.randrange(10), draw.randrange(100)) for _ in range(60))
-    ]
+    pairs = [(draw.randrange(10), draw.randrange(100)) for _ in range(60)]
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
     written(tmp_path / "train.jsonl", rows[:50])
     written(tmp_path / "heldout.jsonl", rows[50:])
     (tmp_path / "my.toml").write_text(
@@ -74,26 +75,14 @@ def trained(config: configs.SftConfig, log: sft.Log = lambda _: None) -> dict[st
 
 
 def test_every_assistant_turn_follows_the_turns_before_it(tmp_path: Path, model: Path) -> None:
-    turns = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "yes?"},
-        {"role": "user", "content": "more"},
-        {"role": "assistant", "content": "no"},
-    ]
-    path = written(
-        tmp_path / "d.jsonl",
-        [
-            {"messages": turns},
-            {"messages": turns[:1], "answer": "ok"},
-            {"prompt": "1+1=", "answer": "2"},
-        ],
-    )
+    contents = ("hi", "yes?", "more", "no")
+    turns = [{"role": role, "content": x} for role, x in zip(ROLES * 2, contents, strict=True)]
+    rows = [{"messages": turns}, {"messages": turns[:1], "answer": "ok"}]
+    path = written(tmp_path / "d.jsonl", [*rows, {"prompt": "1+1=", "answer": "2"}])
     tokenizer = load_tokenizer(model)
     rows = fit.read_pairs(str(path), tokenizer, SftData(train=str(path)), 256, model).rows
-    assert [
-        (tokenizer.decode(row.prompt.tolist()), tokenizer.decode(row.answer.tolist()))
-        for row in rows
-    ] == [
+    decode = lambda ids: tokenizer.decode(ids.tolist())  # noqa: E731
+    assert [(decode(row.prompt), decode(row.answer)) for row in rows] == [
         ("<user>hi|<assistant>", "yes?<eos>"),
         ("<user>hi|<assistant>yes?|<user>more|<assistant>", "no<eos>"),
         ("<user>hi|<assistant>", "ok<eos>"),
@@ -154,9 +143,8 @@ def test_a_template_that_fails_on_an_answer_is_named(tmp_path: Path) -> None:
     model = chatting(tmp_path / "m", REFUSING + ENDED + ASKING)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path = written(tmp_path / "d.jsonl", [{"messages": turns}])
-    with pytest.raises(
-        ConfigError, match=r"d.jsonl:1: the chat template fails on the answer: .*no"
-    ):
+    said = r"d.jsonl:1: the chat template fails on the answer: .*no"
+    with pytest.raises(ConfigError, match=said):
         fit.read_pairs(str(path), load_tokenizer(model), SftData(train=str(path)), 256, model)
 
 
@@ -174,17 +162,12 @@ def test_runs_end_answers_as_learned(tmp_path: Path, forked: Callable[..., dict[
     )
     left = Path(trained(configs.read(str(tmp_path / "my.toml"), ("name='end'",)))["model"])
     file = written(tmp_path / "prompts.jsonl", rows)
-    run = forked(
-        tmp_path / "run",
-        f"model.path='{left}'",
-        "task.name='file'",
-        f"task.prompts='{file}'",
-        "evaluation.ood_prompts=0",
-        "reward.function=''",
-        "generator.context=40",
-        "learner.steps=2",
-        "record.samples_every=1",
+    text = (
+        "task.name='file' evaluation.ood_prompts=0 reward.function='' generator.context=40 "
+        "learner.steps=2 record.samples_every=1"
     )
+    sets = (f"model.path='{left}'", f"task.prompts='{file}'", *text.split())
+    run = forked(tmp_path / "run", *sets)
     samples = jsonl.read(run["run_dir"] / "samples.jsonl")
     asked = [sample for sample in samples if sample["prompt"] in "abcdefgh"]
     assert asked and all(sample["text"] == "no" for sample in asked)
@@ -218,23 +201,20 @@ BAD = [
 def test_a_bad_line_is_named(tmp_path: Path, model: Path, line: str, why: str) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n' + line + "\n")
+    data = SftData(train=str(path), context=20)
     with pytest.raises(ConfigError) as error:
-        fit.read_pairs(
-            str(path), load_tokenizer(model), SftData(train=str(path), context=20), 256, model
-        )
+        fit.read_pairs(str(path), load_tokenizer(model), data, 256, model)
     assert why in str(error.value) and "\n" not in str(error.value)
 
 
 def test_too_long_rows_are_left_out_where_that_is_asked_for(tmp_path: Path, model: Path) -> None:
-    path = written(
-        tmp_path / "d.jsonl", [{"prompt": "1", "answer": "2"}, {"prompt": "1" * 20, "answer": "2"}]
-    )
+    rows = [{"prompt": "1" * length, "answer": "2"} for length in (1, 20)]
+    path = written(tmp_path / "d.jsonl", rows)
     tokenizer = load_tokenizer(model)
     data = SftData(train=str(path), too_long="skip")
-    found = fit.read_pairs(str(path), tokenizer, data, 22, model)
-    assert (len(found.rows), found.skipped) == (2, 0)  # 22 tokens fit
-    found = fit.read_pairs(str(path), tokenizer, data, 21, model)
-    assert (len(found.rows), found.skipped) == (1, 1)
+    for limit, kept in ((22, 2), (21, 1)):  # 22 tokens fit
+        found = fit.read_pairs(str(path), tokenizer, data, limit, model)
+        assert (len(found.rows), found.skipped) == (kept, 2 - kept)
     with pytest.raises(ConfigError, match=r"d.jsonl:2: 22 tokens are more than the model's 21"):
         fit.read_pairs(str(path), tokenizer, SftData(train=str(path)), 21, model)
     with pytest.raises(ConfigError, match="has no usable rows"):
@@ -244,23 +224,19 @@ def test_too_long_rows_are_left_out_where_that_is_asked_for(tmp_path: Path, mode
 
 
 def test_without_a_template_messages_are_refused_by_line(tmp_path: Path) -> None:
-    build_model(tmp_path / "bare", "ab", hidden=32, heads=2)
-    path = written(
-        tmp_path / "d.jsonl", [{"messages": [{"role": "user", "content": "a"}], "answer": "b"}]
-    )
+    bare = tmp_path / "bare"
+    build_model(bare, "ab", hidden=32, heads=2)
+    rows = [{"messages": [{"role": "user", "content": "a"}], "answer": "b"}]
+    path = written(tmp_path / "d.jsonl", rows)
     with pytest.raises(ConfigError, match=r"d.jsonl:1: has `messages`, and the tokenizer in"):
-        fit.read_pairs(
-            str(path), load_tokenizer(tmp_path / "bare"), SftData(train=""), 99, tmp_path / "bare"
-        )
+        fit.read_pairs(str(path), load_tokenizer(bare), SftData(train=""), 99, bare)
 
 
 def rows_of(lengths: list[tuple[int, int]]) -> list[FitExample]:
     draw = np.random.default_rng(1)
     return [
-        FitExample(
-            draw.integers(3, 40, p).astype(np.int32), draw.integers(3, 40, a).astype(np.int32)
-        )
-        for p, a in lengths
+        FitExample(*(draw.integers(3, 40, length).astype(np.int32) for length in pair))
+        for pair in lengths
     ]
 
 
@@ -278,9 +254,8 @@ def test_packed_passes_give_the_gradient_of_one_row_at_a_time(model: Path) -> No
     gradients = []
     for most in (1, 40, 1 << 30):
         policy = load_policy(model, device="cpu")
-        fitter = fit.ModelFitter(
-            policy, SftTraining(micro_batch_tokens=most, lr=0.0, clip_norm=0.0)
-        )
+        training = SftTraining(micro_batch_tokens=most, lr=0.0, clip_norm=0.0)
+        fitter = fit.ModelFitter(policy, training)
         loss = fitter.step(rows)
         assert loss == pytest.approx(fitter.measure_loss(rows), abs=1e-6)
         gradients.append(torch.cat([p.grad.flatten() for p in policy.hf.parameters()]))
@@ -334,12 +309,10 @@ def test_the_warm_start_is_bit_for_bit_what_a_plain_loop_makes(tmp_path: Path) -
     task = get_task(config.task)
     policy = build_model(tmp_path / "plain", task.symbols, seed=config.seed)
     tokenizer = load_tokenizer(tmp_path / "plain")
-    optimizer = torch.optim.AdamW(
-        policy.hf.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0, fused=True
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda s: min((s + 1) / 20, max(0.05, 1 - s / 4))
-    )
+    how = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.0, "fused": True}
+    optimizer = torch.optim.AdamW(policy.hf.parameters(), **how)
+    share = lambda s: min((s + 1) / 20, max(0.05, 1 - s / 4))  # noqa: E731
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
     shown = task.make_demonstrations(4 * 64, config.seed)
     for step in range(4):
         prompts, answers = zip(*shown[step * 64 : (step + 1) * 64], strict=True)
