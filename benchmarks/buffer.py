@@ -117,7 +117,7 @@ class Buffer:
         config = load.load(HERE.parent / "configs" / "demo.toml", sets)
         name = name or mode
         self.dir = work / name
-        rundir.ensure(config, load.dump(config), self.dir)
+        rundir.ensure(load.dump(config), self.dir)
         argv = [
             sys.executable,
             "-m",

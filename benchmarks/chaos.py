@@ -162,7 +162,7 @@ class Run:
         self.notes = self.dir / "chaos"
         self.steps = steps
         self.memory = mode == "memory"
-        rundir.prepare(self.config, load.dump(self.config), self.dir)
+        rundir.prepare(load.dump(self.config), self.dir)
         self.notes.mkdir()
         self.board = b.Board()
         self.hook = points.Hook(

@@ -68,7 +68,7 @@ def status(name: str) -> int:
 def publisher(core: Any, conf: Config, run_dir: Path) -> Any:
     from learner.publisher import Publisher
 
-    rundir.ensure(conf, load.dump(conf), run_dir)
+    rundir.ensure(load.dump(conf), run_dir)
     return Publisher(conf, run_dir, 1, core)
 
 

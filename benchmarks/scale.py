@@ -68,7 +68,7 @@ class Loop:
     def __init__(self, work: Path, mode: str, many: int) -> None:
         config = a_config(mode, LAG)
         self.dir = work / f"{mode}-{many}"
-        rundir.ensure(config, load.dump(config), self.dir)
+        rundir.ensure(load.dump(config), self.dir)
         self.service = BufferService(config, self.dir)
         self.service.socket.send = self.hear  # type: ignore[method-assign]
         self.inbox: deque[tuple[bytes, Any]] = deque()

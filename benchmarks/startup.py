@@ -96,7 +96,7 @@ class Case:
         server = None
         if part != "buffer":  # its run is in every message
             config = load.load(CONFIG, sets)
-            rundir.ensure(config, load.dump(config), run_dir)
+            rundir.ensure(load.dump(config), run_dir)
             server = sockets.BufferSocket(address, run=rundir.read_run_id(run_dir))
         words = [word for each in sets for word in ("--set", each)]
         began = time.perf_counter()

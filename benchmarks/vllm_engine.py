@@ -149,7 +149,7 @@ class Ours:
             f"runs={str(run_dir.parent)!r}",
         ]
         config = load.load("configs/vllm.toml", sets)
-        rundir.prepare(config, load.dump(config), run_dir)
+        rundir.prepare(load.dump(config), run_dir)
         turn.collect_stop_tokens = lambda *_: ()  # every answer is of the same length
         self.generator = g.Generator(config, run_dir, 0, g.build_engine(config))
         self.engine: Any = self.generator.engine

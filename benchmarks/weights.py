@@ -90,7 +90,7 @@ class Pair:
             layout=policy.build_manifest(model),
             backend=TorchBackend(settings, model),
         )
-        rundir.ensure(settings, load.dump(settings), work / "run")
+        rundir.ensure(load.dump(settings), work / "run")
         self.run_dir = work / "run"
         self.publisher = Publisher(settings, self.run_dir, 1, core)
         self.receiver = WeightsReceiver(settings, "generator-0")

@@ -246,7 +246,7 @@ def emit(values: dict[str, Any], text: str = "") -> None:
     The lines leave out missing values and long tables, and round numbers.
     """
     if result.as_json:
-        return result.print_result(values)
+        return result.put_result(values)
     if text:
         return print(text)
     for key, value in values.items():

@@ -51,7 +51,7 @@ def compare(
     settings = comparison.describe()
     html = page.write(directory, directory.name, cells, found, settings, base)
     if result.as_json:
-        return result.print_result(page_kit.clean(found))
+        return result.put_result(page_kit.clean(found))
     page.print_comparison(found, f"{directory.name}: {seeds} seed(s)", settings)
     print_progress(f"report: {html}")
 
@@ -119,7 +119,7 @@ def sweep(
     lag = f"{'injected' if inject else 'natural'} lag, {seeds} seed(s), {shape}"
     html = page.write_sweep(directory, directory.name, found, descriptions, lag)
     if result.as_json:
-        return result.print_result(page_kit.clean(found))
+        return result.put_result(page_kit.clean(found))
     rows = page.format_cells(found)
     page.print_table(page.SWEEP_HEAD, rows, page.SWEPT, f"{directory.name}: {seeds} seed(s)")
     page.print_other_measures(

@@ -74,27 +74,21 @@ def check(source: str, sets: tuple[str, ...]) -> None:
     (called once), packages, devices, disk and memory.  A model of the hub (hf://ORG/NAME) is
     downloaded.  Exit code 2 if a check fails.
     """
+    import msgspec
+
     from asyncrl.config import load, rules
     from asyncrl.supervise import preflight
 
     loaded = load.load(source, sets)
-    print_outcomes(loaded, rules.find_warnings(loaded), preflight)
-
-
-def print_outcomes(loaded: Any, warnings: list[str], preflight: Any) -> None:
-    """Print the outcomes of a config's checks.  Raises ConfigError if one failed."""
-    import msgspec
-
+    warnings = rules.find_warnings(loaded)
     outcomes = [preflight.CheckOutcome("settings", "note", warning) for warning in warnings]
-    results = preflight.run_checks(preflight.localize(loaded))
     shown = []
-    for outcome in chain(outcomes, results):
+    for outcome in chain(outcomes, preflight.run_checks(preflight.localize(loaded))):
         shown.append(outcome)
         if not result.as_json:
             print(outcome.as_line(), flush=True)
     failed = [outcome.check for outcome in shown if outcome.state == "failed"]
-    if result.as_json:
-        result.print_result({"ok": not failed, "checks": msgspec.to_builtins(shown)})
+    result.put_result({"ok": not failed, "checks": msgspec.to_builtins(shown)})
     if failed:
         raise ConfigError(f"{len(failed)} check(s) failed: {', '.join(failed)}")
 
@@ -102,9 +96,10 @@ def print_outcomes(loaded: Any, warnings: list[str], preflight: Any) -> None:
 @command
 def schema(kind: str) -> None:
     """Print the JSON schema of configs, for editors."""
-    from asyncrl.config import load, sft
+    from asyncrl.config import layers, load, sft
 
-    print(json.dumps(sft.build_schema() if kind == "sft" else load.build_schema(), indent=1))
+    described = layers.build_schema(sft.SftConfig) if kind == "sft" else load.build_schema()
+    print(json.dumps(described, indent=1))
 
 
 @command

@@ -48,8 +48,7 @@ def join(
         rundir.clean(place.run_dir)
     if code in (0, process_log.INTERRUPTED):
         shutil.rmtree(place.run_dir, ignore_errors=True)
-    if result.as_json:
-        result.print_result({"address": address, "generator": place.number})
+    result.put_result({"address": address, "generator": place.number})
     sys.exit(code)
 
 

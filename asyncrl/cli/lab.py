@@ -23,8 +23,7 @@ def run_experiment(name: str, out: Path, **settings: Any) -> None:
     numbers = findings.as_json()
     atomic_write.write(out / f"{name}.json", json.dumps(numbers))
     print_progress(f"numbers: {out / name}.json")
-    if result.as_json:
-        result.print_result(numbers)
+    result.put_result(numbers)
     if refuted := [text for text, holds in findings.claims if not holds]:
         raise AsyncrlError(f"lab {name}: {len(refuted)} claim(s) do not hold: {refuted[0]}")
 

@@ -36,12 +36,8 @@ def resolve_run(
         )
     if not (directory / "config.toml").exists():
         served = joins and config.wires.address.startswith("tcp://")
-        rundir.ensure(
-            config,
-            load.dump(config),
-            directory,
-            find_joined_run(config, directory) if served else "",
-        )
+        run = find_joined_run(config, directory) if served else ""
+        rundir.ensure(load.dump(config), directory, run)
     recorded = load.load(directory / "config.toml")
     load.require_same_config(config, recorded, sets, directory / "config.toml")
     if rundir.is_finished(directory, recorded.learner.steps):
@@ -204,8 +200,7 @@ def start_process(
     if int(os.environ.get("RANK", "0")) > 0:
         sys.exit(0 if run_process(name, config, directory, index) else process_log.INTERRUPTED)
     code = run_recorded(name, config, directory, index, moved=bool(take_over))
-    if result.as_json:
-        result.print_result({"run_dir": str(directory), "process": name})
+    result.put_result({"run_dir": str(directory), "process": name})
     sys.exit(code)
 
 

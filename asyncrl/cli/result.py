@@ -7,10 +7,11 @@ as_json = False  # whether the running command has --json
 printed: list[bool] = []
 
 
-def print_result(value: dict[str, Any]) -> None:
-    """Print the result."""
-    printed.append(True)
-    print(json.dumps(value))
+def put_result(value: dict[str, Any]) -> None:
+    """Print the result with --json."""
+    if as_json:
+        printed.append(True)
+        print(json.dumps(value))
 
 
 def put_error(reason: str, exit_code: int) -> None:

@@ -129,11 +129,10 @@ def _plan_cluster(config: Any) -> dict[str, Any]:
 def _split_gpus(source: str, sets: tuple[str, ...], count: int) -> tuple[str, ...]:
     """Return the `--set` items for `--gpus`, and print them with their reason."""
     from asyncrl.config import load
-    from asyncrl.config.tree import Config
     from asyncrl.models import devices
 
     # the rules on devices apply to the config with the split, not to this one
-    unchecked = load.load_as(load.ConfigSchema(Config, lambda _: []), source, sets)
+    unchecked = load.load_as(load.UNCHECKED, source, sets)
     split = devices.split_gpus(unchecked, count, sets)
     print_progress(f"--gpus {count}: {', '.join(split.sets)}: {split.reason}")
     return split.sets
@@ -185,29 +184,27 @@ def export(run_dir: Path, path: Path, push_to_hub: str, private: bool) -> None:
 
     if path.exists():
         raise ConfigError(f"{path} exists already; choose another path")
-    source = run_dir / "model"
-    if not source.is_dir() and not (run_dir / "checkpoints").is_dir():
-        raise ConfigError(f"{run_dir}: has no model and no checkpoint; is it a run directory?")
+    source, root = run_dir / "model", run_dir / "checkpoints"
+    missing = ConfigError(f"{run_dir}: has no model and no checkpoint; is it a run directory?")
+    if not source.is_dir() and not root.is_dir():
+        raise missing
     from asyncrl.config import load
     from asyncrl.models import fetch
     from asyncrl.supervise.report import model_card
     from learner import checkpoint
 
     if not source.is_dir():
-        root = run_dir / "checkpoints"
         claimed = checkpoint.list_epochs(root, claimed=True)
         newest = (
             checkpoint.find_newest_checkpoint(root / f"epoch_{claimed[-1]}") if claimed else None
         )
         if newest is None:
-            raise ConfigError(f"{run_dir}: has no model and no checkpoint; is it a run directory?")
+            raise missing
         source = newest / "model"
         if newest.name == "number_0":
             print(f"note: {run_dir} has made no step; this is its initial model", file=sys.stderr)
-    config = (
-        load.load(run_dir / "config.toml") if (source / "adapter_config.json").is_file() else None
-    )
-    if config is not None and config.export.lora == "merged":
+    has_adapter = (source / "adapter_config.json").is_file()
+    if has_adapter and (config := load.load(run_dir / "config.toml")).export.lora == "merged":
         from asyncrl.models import adapters, policy
 
         base = policy.load_policy(config.model.path, config.model.dtype, "cpu")
@@ -215,10 +212,10 @@ def export(run_dir: Path, path: Path, push_to_hub: str, private: bool) -> None:
     else:
         shutil.copytree(source, path)
     model_card.write(run_dir, path)
-    pushed = (
-        {"pushed": fetch.push_to_hub(path, push_to_hub, private=private)} if push_to_hub else {}
-    )
-    emit({"model": str(path), "from": str(source), **pushed})
+    exported = {"model": str(path), "from": str(source)}
+    if push_to_hub:
+        exported["pushed"] = fetch.push_to_hub(path, push_to_hub, private=private)
+    emit(exported)
 
 
 @command

@@ -37,6 +37,8 @@ class ConfigSchema(NamedTuple, Generic[Struct]):
 
 
 RUN: ConfigSchema[Config] = ConfigSchema(Config, rules.check)
+# without the rules that span several keys
+UNCHECKED: ConfigSchema[Config] = ConfigSchema(Config, lambda config: [])
 
 
 def load(
@@ -130,9 +132,7 @@ def convert(raw: RawTable, source: str, text: str = "", sets: Sequence[str] = ()
 
 def build(raw: RawTable, source: str = "config") -> Config:
     """Convert a raw table without the rules that span several keys."""
-    return _apply_layers(
-        ConfigSchema(Config, lambda config: []), raw, _ConfigSource(source, "", ())
-    )
+    return _apply_layers(UNCHECKED, raw, _ConfigSource(source, "", ()))
 
 
 def _apply_layers(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from asyncrl.algorithms.settings import Count, Decay, NonNegative, Positive, Section, Seed, Share
-from asyncrl.config import layers, load, rules
+from asyncrl.config import load, rules
 
 
 class SftModel(Section):
@@ -81,8 +81,3 @@ class SftConfig(Section, kw_only=True):
 def read(path: str, sets: tuple[str, ...] = ()) -> SftConfig:
     """Load the config in `path` with `sets` applied.  Raises ConfigError like `load.load`."""
     return load.load_as(load.ConfigSchema(SftConfig, rules.check_name_and_device), path, sets)
-
-
-def build_schema() -> dict[str, Any]:
-    """Return the JSON schema of the config for editors."""
-    return layers.build_schema(SftConfig)

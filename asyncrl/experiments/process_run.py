@@ -14,6 +14,7 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Numbers
 from asyncrl.experiments.serial_record import KEPT, RunRecord
 from asyncrl.records import jsonl, metrics, rundir
+from asyncrl.supervise.hosts import find_last_words, read_last_lines
 from buffer import training_log
 
 
@@ -67,10 +68,9 @@ def complete(
         ).returncode
     if rundir.is_finished(run_dir, steps):
         return
-    lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
     raise AsyncrlError(
-        f"run {run_dir.name} ended with exit code {code}: {' '.join(lines[-1:])} (log: {log}); "
-        f"{advice}"
+        f"run {run_dir.name} ended with exit code {code}: "
+        f"{find_last_words(read_last_lines(log, 100))} (log: {log}); {advice}"
     )
 
 

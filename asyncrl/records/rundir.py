@@ -25,7 +25,7 @@ LOOK_S = 2.0  # process_log.is_alive holds the lock of a process for an instant
 _POLL_S = 0.05
 
 
-def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
+def prepare(toml: str, run_dir: Path, run: str = "") -> None:
     """Create a run directory with the resolved config, the command and the commit.
 
     run: id of the run, if it exists elsewhere.  Raises ConfigError if the directory is in use."""
@@ -52,7 +52,7 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
     atomic_write.write(run_dir / "config.toml", toml, sync=True)
 
 
-def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
+def ensure(toml: str, run_dir: Path, run: str = "") -> None:
     """Create the run directory unless another process started by hand has done so."""
     try:
         atomic_write.create_directory(run_dir, 0o700)
@@ -62,7 +62,7 @@ def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
     with making as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (run_dir / "config.toml").exists():
-            prepare(config, toml, run_dir, run)
+            prepare(toml, run_dir, run)
 
 
 def make_unwritable_error(run_dir: Path, error: OSError) -> ConfigError:

@@ -259,6 +259,6 @@ def prepare(
         say(f"judge.url = {judge.url!a}: this machine sends prompts and answers there")
     runs = private.create_directory(private.create_directory(cache) / "runs")
     run_dir = Path(tempfile.mkdtemp(prefix=f"{reply.run}-{reply.producer}-", dir=runs))
-    rundir.ensure(config, load.dump(config), run_dir, reply.run)
+    rundir.ensure(load.dump(config), run_dir, reply.run)
     say(f"joining run {reply.run} at {address} as {reply.producer}")
     return GeneratorSetup(config, run_dir, parse_generator_number(reply.producer))

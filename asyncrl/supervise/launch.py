@@ -308,6 +308,7 @@ class Supervisor:
         assert child.process is not None
         refusal = child.process.read_refusal()
         last_lines = child.process.tail(20)
+        cause = self.explain_kill(child, code)
         if refusal is None:
             process_log.append_event(
                 self.run_dir,
@@ -315,12 +316,10 @@ class Supervisor:
                 child.process.pid,
                 "died",
                 code=code,
-                why=(self.explain_kill(child, code).strip(" ()") or find_last_words(last_lines))[
-                    :500
-                ],
+                why=(cause.strip(" ()") or find_last_words(last_lines))[:500],
                 **({"held_up": True} if child.held_up else {}),
             )
-        exit_text = describe_exit(code) + self.explain_kill(child, code)
+        exit_text = describe_exit(code) + cause
         if refusal is not None:  # a restart would fail in the same way
             self.say(f"{child.name} ended the run ({exit_text}); its log: {child.log}")
             raise refusal

@@ -237,7 +237,7 @@ def run_with_launcher(
     preflight(config)
     watcher = HealthWatcher(run_dir, say, collect_facts(config))
     if not resume:
-        rundir.prepare(config, load.dump(config), run_dir)
+        rundir.prepare(load.dump(config), run_dir)
         check_prompt_files(config, run_dir)
     watcher.report(find_task_signs(config), 0)
     say(

@@ -166,7 +166,7 @@ class Crowd:
     ) -> None:
         config = a_config(mode, lag, tokens)
         self.dir = work / f"{mode}-{lag}-{many}"
-        rundir.ensure(config, load.dump(config), self.dir)
+        rundir.ensure(load.dump(config), self.dir)
         words = [str(self.dir / "config.toml"), "--run-dir", str(self.dir)]
         with self.dir.with_suffix(".log").open("w") as log:
             self.process = subprocess.Popen(

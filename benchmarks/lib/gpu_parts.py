@@ -451,7 +451,7 @@ def make_publisher(setting: Setting, name: str, replaced: Sections = NO_SECTIONS
     core = LearnerCore(config, setting.model_directory())
     core.train(make_batch(setting))
     run_dir = setting.work / name
-    rundir.ensure(config, load.dump(config), run_dir)
+    rundir.ensure(load.dump(config), run_dir)
     return Publisher(config, run_dir, 1, core)
 
 

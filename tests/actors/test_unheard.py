@@ -83,7 +83,7 @@ class Life:
 
     def __init__(self, run_dir: Path) -> None:
         config = load.load(ROOT / "configs" / "demo.toml", [*SMALL, "durability.mode='process'"])
-        rundir.ensure(config, "", run_dir)
+        rundir.ensure("", run_dir)
         self.service = BufferService(config, run_dir)
         self.sent: list[Any] = []
         self.service.socket.send = lambda peer, message: self.sent.append(message)

@@ -34,7 +34,7 @@ def begun(tmp_path: Path) -> Iterator[Any]:
 
     def begin(*sets: str) -> BufferService:
         config = load.load(ROOT / "configs" / "demo.toml", [*SMALL, *sets])
-        rundir.ensure(config, "", tmp_path / "run")
+        rundir.ensure("", tmp_path / "run")
         made.append(BufferService(config, tmp_path / "run"))
         return made[-1]
 
@@ -182,7 +182,7 @@ def test_replies_to_who_does_not_read_are_dropped(monkeypatch: pytest.MonkeyPatc
 def test_stored_objects_are_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept up to a checkpoint is as many, and looking at them took a tenth of its time."""
     config = load.load(ROOT / "configs" / "demo.toml", [*SMALL])
-    rundir.ensure(config, "", tmp_path / "run")
+    rundir.ensure("", tmp_path / "run")
     looked: list[Any] = []
 
     def loop(service: BufferService) -> None:

@@ -202,7 +202,7 @@ def test_a_run_directory_that_is_named_is_whole(disk: Disk, tmp_path: Path) -> N
     config = load.load(Path(__file__).resolve().parents[2] / "configs" / "demo.toml")
     toml = load.dump(config)
     run_dir = tmp_path / "runs" / "one"
-    rundir.ensure(config, toml, run_dir)
+    rundir.ensure(toml, run_dir)
     left = disk.cut(tmp_path, tmp_path.parent / f"{tmp_path.name}-left") / "runs" / "one"
     assert (left / "config.toml").read_text() == toml
     assert rundir.read_run_id(left) == rundir.read_run_id(run_dir)

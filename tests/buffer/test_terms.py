@@ -312,7 +312,7 @@ class Wire:
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[BufferService]:
     config = load.load("demo", [*SMALL, "wires.address='tcp://127.0.0.1:*'"])
-    rundir.ensure(config, load.dump(config), tmp_path / "run")
+    rundir.ensure(load.dump(config), tmp_path / "run")
     made = BufferService(config, tmp_path / "run")
     made.socket = Wire(made.socket)  # type: ignore[assignment]
     yield made

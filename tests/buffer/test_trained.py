@@ -80,7 +80,7 @@ def test_what_was_handed_out_is_settled_at_the_hello_and_never_twice(tmp_path: P
 
 def test_a_copy_of_a_run_directory_has_a_socket_and_weights_of_its_own(tmp_path: Path) -> None:
     config = load.load(ROOT / "configs" / "demo.toml", [])
-    rundir.ensure(config, "", tmp_path / "run")
+    rundir.ensure("", tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     a, b = tmp_path / "run", tmp_path / "copy"
     assert rundir.read_run_id(a) == rundir.read_run_id(b)

@@ -538,7 +538,7 @@ def test_a_result_is_the_last_line_before_an_error(capsys: pytest.CaptureFixture
         @click.option("--json", "as_json", is_flag=True)
         def one(as_json: bool) -> None:
             if given:
-                result.print_result({"numbers": [1]})
+                result.put_result({"numbers": [1]})
             raise ConfigError("no")
 
         group = CommandGroup(commands={"one": one}, places={}, sections={})

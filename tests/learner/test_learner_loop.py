@@ -133,7 +133,7 @@ def life(tmp_path: Path, small_model: Path) -> Iterator[Made]:
         text = f"learner.steps={STEPS} learner.threads=1 learner.checkpoint_every=3"
         words = [f"model.path={str(small_model)!r}", *text.split(), "wires.retry_s=0.001", *sets]
         config = load.load(ROOT / "configs" / "demo.toml", words)
-        rundir.ensure(config, "", tmp_path / "run")
+        rundir.ensure("", tmp_path / "run")
         one = Learner(config, tmp_path / "run")
         one.socket.close()
         buffer = ServingBuffer(tmp_path / "run", lose)

@@ -16,7 +16,7 @@ from power import Disk
 from process_kit import ROOT
 
 from asyncrl.cli import main
-from asyncrl.config import load
+from asyncrl.config import layers, load
 from asyncrl.config import sft as configs
 from asyncrl.config.sft import SftData, SftTraining
 from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteError, NothingToDo
@@ -483,7 +483,7 @@ def test_another_models_checkpoint_is_refused(config: configs.SftConfig, tmp_pat
 
 def test_the_schema_for_editors_is_the_one_of_the_code() -> None:
     kept = json.loads((ROOT / "configs" / "sft.schema.json").read_text())
-    assert kept == json.loads(json.dumps(configs.build_schema())), (
+    assert kept == json.loads(json.dumps(layers.build_schema(configs.SftConfig))), (
         "stale: asyncrl config schema --of sft > configs/sft.schema.json"
     )
     assert Path(configs.read(str(ROOT / "configs" / "examples" / "sft.toml")).data.train).is_file()

@@ -430,7 +430,7 @@ SHOWN = {"link/ack_s": 0.5, "link/fetch_share": 0.4, "link/fetch_mb_per_s": 12.0
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[BufferService]:
     config = load.load(ROOT / "configs" / "demo.toml", [*SMALL, "learner.steps=9"])
-    rundir.ensure(config, load.dump(config), tmp_path / "run")
+    rundir.ensure(load.dump(config), tmp_path / "run")
     service = BufferService(config, tmp_path / "run")
     service.send = lambda *_: None  # type: ignore[method-assign]
     service.clock.start(1.0)  # the first ticket

@@ -43,7 +43,7 @@ def test_a_run_and_its_sockets_are_of_mode_0700(
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))  # a socket's path has 107 bytes
     config = load.load(ROOT / "configs" / "demo.toml")
     run_dir = tmp_path / "runs" / "one"
-    rundir.ensure(config, load.dump(config), run_dir)
+    rundir.ensure(load.dump(config), run_dir)
     address = rundir.get_buffer_address(config, run_dir)
     before = os.umask(0)
     try:
@@ -68,7 +68,7 @@ def test_a_directory_of_somebody_else_is_not_used(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     config = load.load(ROOT / "configs" / "demo.toml")
     run_dir = tmp_path / "run"
-    rundir.ensure(config, load.dump(config), run_dir)
+    rundir.ensure(load.dump(config), run_dir)
     foreign = tmp_path / f"asyncrl-{os.getuid()}" if what == "sockets" else tmp_path / "ring"
     foreign.mkdir(mode=0o777)
     os.chown(foreign, NOBODY, NOBODY)

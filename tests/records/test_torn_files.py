@@ -536,7 +536,7 @@ HOLD = (
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    rundir.ensure(config(), load.dump(config()), tmp_path / "r")
+    rundir.ensure(load.dump(config()), tmp_path / "r")
     return tmp_path / "r"
 
 

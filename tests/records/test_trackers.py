@@ -38,7 +38,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def begin(run_dir: Path) -> Path:
     config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}})
-    rundir.prepare(config, load.dump(config), run_dir)
+    rundir.prepare(load.dump(config), run_dir)
     add_rows(run_dir, 0)
     return run_dir
 

@@ -96,7 +96,7 @@ def test_a_batch_is_divided_among_the_generators_that_wait(
     sets = [*SMALL, "learner.groups=8", f"generators={many}", "evaluation.generators=1"]
     sets.append("evaluation.final_prompts=64")
     config = load.load(ROOT / "configs" / "demo.toml", sets)
-    rundir.ensure(config, "", tmp_path / "run")
+    rundir.ensure("", tmp_path / "run")
     made = BufferService(config, tmp_path / "run")
     sent: dict[bytes, m.TicketGrant] = {}
 
@@ -139,7 +139,7 @@ def test_batches_are_divided_where_that_takes_no_core_from_the_learner(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     sets = [*SMALL, "learner.groups=8", "generators=2"]
     config = load.load(ROOT / "configs" / "demo.toml", sets)
-    rundir.ensure(config, "", tmp_path / "run")
+    rundir.ensure("", tmp_path / "run")
     made = BufferService(config, tmp_path / "run")
     sent: list[m.TicketGrant] = []
     made.send = lambda _, message: sent.append(message)  # type: ignore[method-assign]
@@ -159,7 +159,7 @@ def test_batches_are_divided_where_that_takes_no_core_from_the_learner(
 @pytest.fixture
 def waiting(tmp_path: Path) -> Iterator[Any]:
     config = load.load(ROOT / "configs" / "demo.toml", [*SMALL, "learner.steps=9"])
-    rundir.ensure(config, "", tmp_path / "run")
+    rundir.ensure("", tmp_path / "run")
     made = BufferService(config, tmp_path / "run")
     sent: list[tuple[bytes, Any]] = []
     made.send = lambda peer, message: sent.append((peer, message))  # type: ignore[method-assign]

@@ -122,7 +122,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     source.write_text(order["config"])
     config = config_load.load(source)
     if not (run_dir / "config.toml").exists():
-        rundir.prepare(config, config_load.dump(config), run_dir)
+        rundir.prepare(config_load.dump(config), run_dir)
     stop = order.get("stop", 0)
     names = ["buffer", "learner", *(f"generator-{i}" for i in range(config.generators))]
     die, slow, deaths = dict(order.get("die", {})), order.get("slow", {}), []

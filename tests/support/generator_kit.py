@@ -132,7 +132,7 @@ def make(tmp_path: Path, small_model: Path) -> Iterator[Callable[..., Generator]
         config = config_load.load(
             ROOT / "configs" / "demo.toml", [f"model.path={str(small_model)!r}", *TINY, *sets]
         )
-        rundir.ensure(config, "", tmp_path / "run")
+        rundir.ensure("", tmp_path / "run")
         g = Generator(config, tmp_path / "run", 0, Engine())
         g.socket.close()
         g.socket, g.weights = Wire(), Weights()

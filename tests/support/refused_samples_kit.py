@@ -19,7 +19,7 @@ class Bench:
     def __init__(self, at: Path, *sets: str) -> None:
         self.config = load.load("demo", [*SMALL, "learner.groups=30", *sets])
         self.dir = at
-        rundir.ensure(self.config, "", at)
+        rundir.ensure("", at)
         self.service = BufferService(self.config, at)
         self.replies: list[m.FromBuffer] = []
         self.service.send = lambda peer, message: self.replies.append(message)

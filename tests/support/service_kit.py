@@ -50,7 +50,7 @@ class Run:
     def __init__(self, tmp_path: Path, *sets: str) -> None:
         self.config = load.load(ROOT / "configs" / "demo.toml", [*SMALL, *sets])
         self.dir = tmp_path / "run"
-        rundir.ensure(self.config, "", self.dir)
+        rundir.ensure("", self.dir)
         self.id, self.error, self.peers = rundir.read_run_id(self.dir), None, []
         self.service = BufferService(self.config, self.dir)
         self.thread = threading.Thread(target=self._loop)

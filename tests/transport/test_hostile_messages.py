@@ -263,7 +263,7 @@ def test_a_deadly_answer_is_refused(change: dict[str, Any], said: str, reason: s
 
 def test_a_refused_answer_leaves_its_lease_and_an_honest_one_ends_it(tmp_path: Path) -> None:
     config = load.load(ROOT / "configs" / "demo.toml", SMALL)
-    rundir.ensure(config, "", tmp_path / "run")
+    rundir.ensure("", tmp_path / "run")
     service = BufferService(config, tmp_path / "run")
     try:
         hello = honest(service, random.Random(0))
@@ -389,7 +389,7 @@ def test_no_message_ends_the_run(mode: str, tmp_path: Path) -> None:
             [*SMALL, "learner.steps=30", f"durability.mode='{mode}'"],
         )
         run_dir = tmp_path / str(seed)
-        rundir.ensure(config, "", run_dir)
+        rundir.ensure("", run_dir)
         service = BufferService(config, run_dir)
         # these end a run, and are meant to
         service.store.settings.error_budget = service.store.settings.machinery_budget = 1e9

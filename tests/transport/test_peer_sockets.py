@@ -56,7 +56,7 @@ class Peer(BufferPeer):
 def peer(tmp_path: Path) -> Peer:
     sets = ["wires.connect_s=100.0", "watchdog.floor_s=8.0", "learner.steps=5"]
     config = load.load(ROOT / "configs" / "demo.toml", sets)
-    rundir.ensure(config, "", tmp_path / "run")
+    rundir.ensure("", tmp_path / "run")
     made = Peer(config, tmp_path / "run", "generator-0")
     made.noted = []  # type: ignore[attr-defined]
     made.socket.close()

@@ -98,8 +98,7 @@ def check_exact_mode(source: Path | None) -> None:
     rows = exact_check.check_small_models() if config is None else exact_check.check(config)
     failure = exact_check.describe_failure(rows)
     print(exact_check.format_table(rows), file=sys.stderr if result.as_json else sys.stdout)
-    if result.as_json:
-        emit({"equal": not failure, "operators": [asdict(row) for row in rows]})
+    result.put_result({"equal": not failure, "operators": [asdict(row) for row in rows]})
     if failure:
         raise AsyncrlError(f"exact mode does not hold on this machine: {failure}")
 

@@ -65,7 +65,7 @@ def samples(run_dir: Path, color_by: str, **choice: Any) -> None:
         )
     numbers = store.find(SampleFilter(**choice))
     if result.as_json:
-        return result.print_result({"samples": [*map(store.read_row, numbers)]})
+        return result.put_result({"samples": [*map(store.read_row, numbers)]})
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for number in numbers:
         print(format_terminal(store.read_row(number), color_by, color) + "\n")

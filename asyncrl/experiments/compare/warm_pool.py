@@ -33,6 +33,7 @@ from asyncrl.experiments import process_run
 from asyncrl.experiments.compare.verdict import find_collapse
 from asyncrl.records import atomic_write
 from asyncrl.records.jsonl import JsonObject
+from asyncrl.supervise.hosts import find_last_words, read_last_lines
 
 # (cell, {"step", "accuracy"} while it runs or {"done": True})
 EventCallback = Callable[[str, JsonObject], None]
@@ -150,11 +151,9 @@ class CellStore:
             on_event(name, event)
             if "done" in event:
                 return ""
-        lines = [x for x in log.read_text(encoding="utf-8").splitlines() if x.strip()]
-        return (
-            f"its process ended ({describe_exit(process.wait())}) {' '.join(lines[-1:])} "
-            f"(log: {log})"
-        )
+        ending = describe_exit(process.wait())
+        last_words = find_last_words(read_last_lines(log, 100))
+        return f"its process ended ({ending}) {last_words} (log: {log})"
 
 
 def run_cells(directory: Path, abandon: bool) -> None:

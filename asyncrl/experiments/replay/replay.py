@@ -27,7 +27,7 @@ from asyncrl.contract.messages import Numbers
 from asyncrl.contract.printable import Say
 from asyncrl.contract.toml_writer import fill, find_differences, read_table
 from asyncrl.experiments.compare.arms import format_changes
-from asyncrl.experiments.compare.verdict import average, list_instabilities
+from asyncrl.experiments.compare.verdict import average, list_instabilities, list_values
 from asyncrl.experiments.model_evaluation import OfflineEvaluator
 from asyncrl.experiments.replay import diff
 from asyncrl.experiments.replay.diff import MetricsByStep
@@ -393,8 +393,8 @@ def summarize_ends(rows: MetricsByStep, evaluated: Sequence[int]) -> JsonObject:
     train = [rows[n] for n in sorted(rows) if "loss/policy" in rows[n]]
     tail = train[-max(1, len(train) // 10) :]
     rewards = [rows[n]["eval/heldout"] for n in evaluated]
-    watched = {name: [row[name] for row in tail if name in row] for name in WATCHED}
-    kls = [row["kl/behavior_target_k3"] for row in train if "kl/behavior_target_k3" in row]
+    watched = {name: list_values(tail, name) for name in WATCHED}
+    kls = list_values(train, "kl/behavior_target_k3")
     return {name: average(values) for name, values in watched.items() if values} | {
         "heldout_start": rewards[0] if rewards else None,
         "heldout_end": rewards[-1] if rewards else None,

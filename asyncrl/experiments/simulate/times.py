@@ -40,6 +40,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments import diagnose
 from asyncrl.models.devices import has_cuda
 from asyncrl.records import jsonl, metrics, process_log, rundir, trace
+from asyncrl.records.health_checks import list_values
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.trace import TraceSpan
 
@@ -473,7 +474,7 @@ def _fit_waits(
 def _fit_lengths(run_dir: Path, config: Config) -> JsonObject:
     """Fit group_lengths to the samples, otherwise lengths to samples or metrics; and no_spread."""
     rows = [row for row in metrics.read(run_dir) if "reward/mean" in row]
-    shares = [row["reward/no_spread_share"] for row in rows if "reward/no_spread_share" in row]
+    shares = list_values(rows, "reward/no_spread_share")
     fitted: JsonObject = {"no_spread": statistics.mean(shares)} if shares else {}
     groups: dict[int, list[int]] = {}
     for sample in jsonl.read(run_dir / "samples.jsonl"):
@@ -482,7 +483,7 @@ def _fit_lengths(run_dir: Path, config: Config) -> JsonObject:
     if len(complete) >= 2 * FEWEST:
         return fitted | {"group_lengths": complete}
     lengths = [*itertools.chain(*groups.values())]
-    means = [row["answer/length"] for row in rows if "answer/length" in row]
+    means = list_values(rows, "answer/length")
     if len(lengths) >= 2 * FEWEST:  # samples of some batches only: the metrics have the mean of all
         scale = statistics.mean(means) / statistics.mean(lengths) if means else 1.0
         return fitted | {"lengths": [round(scale * length, 2) for length in lengths]}

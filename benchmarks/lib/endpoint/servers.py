@@ -186,7 +186,7 @@ class Gateway(Server):
         super().__init__(work)
         run = work / "run"
         config = load.load("configs/calc.toml", settings(path, engine))
-        rundir.prepare(config, load.dump(config), run)
+        rundir.prepare(load.dump(config), run)
         self.run = run
         if engine == "drawn":
             from asyncrl.models.tokenizer import load_tokenizer
