@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from models_kit import model_fixture
-from process_kit import ROOT, RUN_SEED, Ended, run_cli
+from process_kit import ROOT, RUN_SEED, Ended, as_options, run_cli
 
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -42,7 +42,7 @@ def plan_rle(names: str, *limits: float, sets: Sequence[str] = ()) -> grid.Sweep
 
 def call(model: Path, out: Path, *words: str) -> Ended:
     sets = (*SMALL, f"model.path={str(model)!r}", f"seed={RUN_SEED}")
-    return run_cli("sweep", "configs/demo.toml", "--out", str(out), *words, sets=sets)
+    return run_cli("sweep", "configs/demo.toml", "--out", str(out), *as_options(sets), *words)
 
 
 def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path) -> None:
