@@ -87,7 +87,7 @@ def _bound_weights(w: Tensor, c: Correction, level: str) -> Tensor:
 
 
 def compute_score_center(
-    logs: Tensor, sampled_logs: Tensor, c: Correction, top: int = 0
+    logs: Tensor, sampled_logs: Tensor, c: Correction, top: int
 ) -> tuple[Tensor, Tensor]:
     """Return the center C [n] of score centering, and its gradient by the logits [n, V].
 
@@ -99,6 +99,7 @@ def compute_score_center(
 
     Args:
         logs, sampled_logs: [n, V], log p of the policy, log q of the weights that sampled.
+        top: 0: the vocabulary.
     """
 
     def bound(w: Tensor) -> Tensor:

@@ -26,22 +26,16 @@ def list_names(of_runs: bool = True) -> list[str]:
     return sorted(path.stem for path in (runs if of_runs else FOLDER.glob("examples/*.toml")))
 
 
-def find(path: str | Path) -> Path:
+def find(path: str | Path, of_runs: bool = True) -> Path:
     """Return `path` if it is a file, otherwise the bundled config that it names.
 
-    A name is `demo`, `demo.toml` or `configs/demo.toml`.  The name of a config in `examples/` is
-    `tinker_demo` or `configs/examples/tinker_demo.toml`.  Another `path` is returned unchanged."""
+    A name is `demo`, `demo.toml` or `configs/demo.toml`.  The name of a config of another command
+    is `tinker_demo` or `configs/examples/tinker_demo.toml`.  Another path is returned unchanged."""
     requested = Path(path)
-    if not requested.is_file() and requested.parent in (
-        Path(),
-        Path("configs"),
-        Path("configs/examples"),
-    ):
-        for folder in (FOLDER, FOLDER / "examples"):
-            bundled = folder / f"{requested.name.removesuffix('.toml')}.toml"
-            if bundled.is_file():
-                return bundled
-    return requested
+    folder = Path("configs") if of_runs else Path("configs/examples")
+    bundled = importing.HOME / folder / f"{requested.name.removesuffix('.toml')}.toml"
+    is_name = not requested.is_file() and requested.parent in (Path(), folder)
+    return bundled if is_name and bundled.is_file() else requested
 
 
 def substitute_here(value: Any, folder: Path) -> Any:

@@ -75,7 +75,7 @@ def load_as(
     origins: dict[str, str] | None = None,
 ) -> Struct:
     """Load another kind of config like `load`."""
-    path = bundled_configs.find(path)
+    path = bundled_configs.find(path, tree.root is Config)
     text = ""
     try:
         # some editors write a byte order mark
@@ -88,6 +88,10 @@ def load_as(
         hint = f" did you mean {matches[0]}?" if matches else ""
         raise ConfigError(
             f"{path}: no such config file;{hint} bundled configs, by name: {', '.join(names)}"
+        ) from error
+    except IsADirectoryError as error:
+        raise ConfigError(
+            f"{path}: is a folder, not a config; to continue a run: asyncrl run --resume {path}"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
@@ -332,13 +336,7 @@ def explain_unknown_key(key: str, root: Any, fields: Collection[str]) -> str:
     if guesses:
         return f"unknown key; did you mean {guesses[0]}?"
     if not fields:  # the key's prefix is not a section
-        sections = sorted(
-            {
-                other_key.partition(".")[0]
-                for other_key in layers.list_keys(root)
-                if "." in other_key
-            }
-        )
+        sections = sorted({x.partition(".")[0] for x in layers.map_sections(root) if x})
         return f"unknown key; there is no section {prefix}; sections: {', '.join(sections)}"
     return f"unknown key; keys of this section: {', '.join(fields)}"
 

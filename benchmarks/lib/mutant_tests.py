@@ -85,13 +85,17 @@ class Baseline:
         start, end = statement(text, first, last)
         here = self.lines.get(path, {})
         users: set[str] = set()
+        name = ""
         found = {t for n in range(start, end + 1) for t in here.get(n, ())}
         if start == 0:
             files = {t.split("::")[0] for tests in here.values() for t in tests}
-            files |= {f for f in {t.split("::")[0] for t in self.seconds} if mentions(f, path)}
+            files |= {
+                f for f in {t.split("::")[0] for t in self.seconds} if mentions(f, Path(path).stem)
+            }
             found = {t for t in self.seconds if t.split("::")[0] in files}
-            users = self._running(name_at(text, first, last))
-        return self._in_order(found, path, function_at(text, first, last), users)
+            name = name_at(text, first, last)
+            users = self._running(name)
+        return self._in_order(found, path, function_at(text, first, last), users, name)
 
     def _running(self, name: str) -> set[str]:
         """Return the tests that run a line with this name."""
@@ -106,12 +110,17 @@ class Baseline:
         }
 
     def _in_order(
-        self, tests: Collection[str], path: str, function: str, users: Collection[str]
+        self,
+        tests: Collection[str],
+        path: str,
+        function: str,
+        users: Collection[str],
+        constant: str,
     ) -> list[str]:
         """Put killers of the function's mutants first, then those of the file's other mutants.
 
-        Then come `users`, the files that speak of the module, and the others, the quickest first.
-        """
+        Then come `users`, the files that speak of the constant, those that speak of the module, and
+        the others, the quickest first."""
         by_function = self.killers.get(path, {})
         of_function = by_function.get(function, Counter())
         of_file = sum(by_function.values(), Counter[str]())
@@ -121,11 +130,15 @@ class Baseline:
         for t in tests:
             whole[t.split("::")[0]] += self.seconds[t]  # type: ignore[assignment]
         place = {t: i for i, t in enumerate(self.seconds)}
-        speaks = {f: mentions(f, path) for f in whole}
+        speaks = {
+            f: 2 * (constant == "" or not mentions(f, constant))
+            + (not mentions(f, Path(path).stem))
+            for f in whole
+        }
 
-        def order(t: str) -> tuple[bool, bool, float, str, int]:
+        def order(t: str) -> tuple[bool, int, float, str, int]:
             file = t.split("::")[0]
-            return t not in users, not speaks[file], whole[file], file, place[t]
+            return t not in users, speaks[file], whole[file], file, place[t]
 
         return begin + sorted(set(tests) - set(begin), key=order)
 
@@ -151,9 +164,8 @@ class Baseline:
 
 
 @functools.cache
-def mentions(test_file: str, path: str) -> bool:
-    """Return whether a test file speaks of a source file's module."""
-    name = Path(path).stem
+def mentions(test_file: str, name: str) -> bool:
+    """Return whether a test file speaks of a module or a constant."""
     return re.search(rf"\b{name}\b", (ROOT / test_file).read_text()) is not None
 
 
@@ -323,7 +335,7 @@ def kept(test_file: str, paths: Collection[str], *, exact: bool = False) -> dict
 
 def in_likely_order(tests: Sequence[str], paths: Collection[str]) -> list[str]:
     """Put the test files first that speak of one of these modules, the shortest first."""
-    speaks = {t: any(mentions(t, path) for path in paths) for t in tests}
+    speaks = {t: any(mentions(t, Path(path).stem) for path in paths) for t in tests}
     return sorted(tests, key=lambda t: (not speaks[t], (ROOT / t).stat().st_size))
 
 

@@ -22,6 +22,7 @@ from asyncrl.contract.freshness.meter import BatchMeter
 from asyncrl.contract.freshness.window import (
     FIRST,
     KEPT,
+    LITTLE,
     SHIFT,
     SPARED,
     AdmissionWindow,
@@ -120,20 +121,25 @@ def test_the_smallest_window_for_the_target(latency: float, load: float, measure
     share, work = 0.2, 1.0
     slower = max(work, load)
     step = slower / (1 - measured)
-    timings = [BatchTiming(step, step - work, latency, math.nan, load / step)] * KEPT
     target = share * SPARED if load > work else share
     target = target * target / measured if measured > target else target
 
-    def replay(window: float) -> float:
-        return replay_step([work] * KEPT, [latency] * KEPT, load, window)
+    for last in (latency, 100.0 * slower):  # a late one: no window waits that little
+        latencies = [*[latency] * (KEPT - 1), last]
 
-    window = find_smallest_window(timings, share, 32.0)
-    assert replay(window) <= slower / (1 - target) + 1e-9
-    assert window == 1.0 or replay(window - 1 / 8) > slower / (1 - target)
-    in_ms = [
-        BatchTiming(1000 * step, 1000 * (step - work), 1000 * latency, math.nan, load / step)
-    ] * KEPT
-    assert find_smallest_window(in_ms, share, 32.0) == window
+        def replay(window: float, latencies: list[float] = latencies) -> float:
+            return replay_step([work] * KEPT, latencies, load, window)
+
+        timings = [BatchTiming(step, step - work, x, math.nan, load / step) for x in latencies]
+        window = find_smallest_window(timings, share, 32.0)
+        longest = max(slower / (1 - target), replay(32.0) / (1 - LITTLE * target))
+        assert replay(window) <= longest + 1e-9
+        assert window == 1.0 or replay(window - 1 / 8) > longest
+        in_ms = [
+            BatchTiming(1000 * step, 1000 * (step - work), 1000 * x, math.nan, load / step)
+            for x in latencies
+        ]
+        assert find_smallest_window(in_ms, share, 32.0) == window
 
 
 def test_the_part_of_a_batch_opens_between_two_commits() -> None:

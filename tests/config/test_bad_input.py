@@ -473,6 +473,11 @@ def test_a_run_directory_that_is_removed_ends_the_run(tmp_path: Path, small_mode
         ("config shw", "Did you mean show?"),
         ("config explain foo.bar", "there is no section foo; sections: advantage, "),
         ("run nowhere.toml", "no such config file"),
+        ("run sft", "sft: no such config file; bundled configs, by name: calc, "),
+        (
+            "run docs",
+            "docs: is a folder, not a config; to continue a run: asyncrl run --resume docs",
+        ),
         ("run --sett x=1", "No such option"),
         ("doctor nowhere", "no run directory"),
         ("export nowhere x", "no model"),

@@ -74,7 +74,7 @@ def test_a_blob_is_checked_by_its_head_and_its_digest() -> None:
     assert images.read_size(blob[: 8 + images.HEADER.size]) == images.read_size(blob)
     damaged = blob[:60] + bytes([blob[60] ^ 1]) + blob[61:]
     for bad, said in (
-        ({images.digest(blob): damaged}, "that has another one"),
+        ({images.digest(blob): damaged}, f"digest {images.digest(blob)[:32]!r} that has another"),
         (images.index_by_digest([encoded("JPEG")]), "^an image that is not a PNG$"),
         (images.index_by_digest([encoded("PNG", "L")]), "not a PNG of 8-bit RGB pixels$"),
         (images.index_by_digest([blob[: 7 + images.HEADER.size]]), "^an image that is not a PNG$"),

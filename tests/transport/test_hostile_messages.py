@@ -21,8 +21,9 @@ from trajectory_kit import trajectory
 from actors.turn import PromptTooLong, build_failed_trajectory
 from asyncrl.config import load
 from asyncrl.contract import messages as m
+from asyncrl.contract import waits
 from asyncrl.contract.errors import BadMessage
-from asyncrl.contract.versions import Label
+from asyncrl.contract.versions import Count, Label
 from asyncrl.records import rundir
 from asyncrl.tasks import get_task
 from buffer import checks
@@ -33,6 +34,7 @@ from buffer.store import Store
 
 NUMBERS = (-1, 0, 1, 2, 3, 4, 5, 7, 63, 2**31, 2**40, 2**40 + 1, 2**62, -(2**63))
 FLOATS = (0.0, 1.0, -1.0, 1e308, float("inf"), float("-inf"), float("nan"))
+LARGEST = sys.float_info.max
 TEXTS = (
     "",
     "generator-0",
@@ -47,6 +49,33 @@ TEXTS = (
     "reward/mean",
     "no/metric",
 )
+
+
+@pytest.mark.parametrize(
+    ("kind", "taken", "refused"),
+    [
+        (m.Finite, (-LARGEST, LARGEST), FLOATS[4:]),
+        (waits.NonNegative, (0.0, LARGEST), (-1e-300, *FLOATS[4:])),
+        (m.Positive, (1, 2**60 - 1), (0, 2**60)),
+        (Count, (0, 2**60 - 1), (-1, 2**60)),
+        (m.Vocabulary, (0, 2**31 - 1), (-1, 2**31)),
+        (m.TicketNumber, (0, 2**48 - 1), (-1, 2**48)),
+        (m.PathText, ("", "a" * 4096), ("a\0", "a" * 4097)),
+        (m.NumberName, ("a" * 200,), ("a" * 201,)),
+        (waits.SessionText, ("a" * 1000,), ("a" * 1001,)),
+        (waits.Text, ("a" * 65536,), ("a" * 65537,)),
+        (Annotated[list[int], m.FEW], ([1] * 256,), ([1] * 257,)),
+        (Annotated[list[int], m.MANY], ([1] * 65536,), ([1] * 65537,)),
+        (Annotated[list[int], m.MOST], ([1] * 2**20,), ([1] * (2**20 + 1),)),
+    ],
+)
+def test_values_out_of_a_range_do_not_decode(
+    kind: Any, taken: tuple[Any, ...], refused: tuple[Any, ...]
+) -> None:
+    assert all(msgspec.convert(value, kind) == value for value in taken)
+    for value in refused:
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(value, kind)
 
 
 def to_type(info: Any) -> Any:

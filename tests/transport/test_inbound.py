@@ -390,6 +390,7 @@ def test_the_bounds_of_a_layout() -> None:
     message_checks.check_weight_layout([ROWS[0], ("b", "uint8", [1], most - 1, 1)])
     message_checks.check_weight_layout([("a", "uint8", [most], 0, most)])
     message_checks.check_weight_layout([("a", "uint8", [0, 2], 0, 0)])
+    known = "float32, bfloat16, float16, float64, uint8, int8, int16, int32, int64, bool, float8"
     for rows, why in (
         ([("a", "uint8", [1] * 17, 0, 1)], "weights 'a'"),
         ([("a", "uint8", [most + 1, 0], 0, 0)], "weights 'a'"),
@@ -399,7 +400,10 @@ def test_the_bounds_of_a_layout() -> None:
         ),
         ([ROWS[0], ("b", "uint8", [1], 23, 1)], "weights 'b': bytes 23 to 24, behind 24"),
         ([ROWS[0], ("a", "uint8", [1], 24, 1)], "a layout that names a tensor twice"),
-        ([("a", "int3", [1], 0, 1)], "weights 'a': dtype 'int3'; known are "),
+        (
+            [("a", "int3", [1], 0, 1)],
+            f"weights 'a': dtype 'int3'; known are {known}_e4m3fn, float8_e5m2",
+        ),
         ([("a", "uint8", [2], 0, 1)], "weights 'a': 1 bytes for shape [2] of uint8"),
         ([], "a layout of 0 tensors"),
     ):
