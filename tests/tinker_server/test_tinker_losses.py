@@ -258,7 +258,8 @@ def test_the_demo_model_reads_the_recipes_prompts(tmp_path: Path) -> None:
     whole = tokenizer.encode("".join(asked) + answer)
     assert whole == [token for piece in pieces for token in piece]
     assert tokenizer.decode(whole) == "".join(asked) + answer
-    assert len(pieces[-1]) == demo_model.LEARNED < 5  # the recipe's own max_tokens
+    assert [len(piece) for piece in pieces] == [1, 6, 1, demo_model.LEARNED]
+    assert demo_model.LEARNED < 5  # the recipe's own max_tokens
     assert tokenizer.decode(tokenizer.encode("User 2010, 100%\n\n\n")) == "User 2010, 100%\n\n\n"
     numbers = [tokenizer.encode(word) for word in ("37", "7", "30", "0")]
     assert [len(ids) for ids in numbers] == [1] * 4

@@ -205,6 +205,10 @@ TOO_LONG = "a prompt of {} and max_tokens = {} do not fit sampling.context = 16 
         ([3], {"max_tokens": 0}, "max_tokens = 0: must be at least 1"),
         ([3], {"max_tokens": 16}, TOO_LONG.format(1, 16)),
         ([3] * 16, {}, TOO_LONG.format(16, 9)),
+        *(
+            ([3], {name: 1}, f"{name}: is not served")
+            for name in ("topk_sample_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n")
+        ),
         ([3], {"top_p": 0.0}, "top_p = 0: must be above 0 and at most 1"),
         *(
             (
