@@ -220,12 +220,9 @@ def test_what_a_peer_waits_for_and_since_when(peer: Peer, monkeypatch: pytest.Mo
 def test_messages_of_others_and_too_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = m.PROTOCOL
     for head, why, code in (
-        (b"", "a message that is not of this protocol: its first frame names no run", 4),
-        (b"other 1 x", "a message that is not of this protocol: its first frame names no run", 4),
-        (
-            b"asyncrl x run",
-            "a message that is not of this protocol: its first frame names no run",
-            4,
+        *(
+            (head, "a message that is not of this protocol: its first frame names no run", 4)
+            for head in (b"", b"other 1 x", b"asyncrl x run")
         ),
         (
             sockets.make_head("x", 2),
