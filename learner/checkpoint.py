@@ -262,13 +262,13 @@ def load_checkpoint(core: LearnerCore, path: Path) -> dict[str, Any]:
             f"checkpoint {path} holds the optimizer of learner.backend = {written_by}; resume it "
             "with that backend"
         )
-    if core.model.adapter is None and not core.backend.writes_parts:
+    if core.model.adapter is not None:
+        # in the backend's own files or not, it must be of this base and rank
+        read = adapters.read_fitting if core.backend.writes_parts else adapters.restore
+        read(core.model, path / "model")
+    elif not core.backend.writes_parts:
         with core.backend.gather_full_parameters():
             restore_weights(core.model, path, core.layout, core.config.model)
-    elif core.model.adapter is not None and core.backend.writes_parts:
-        adapters.read_fitting(core.model, path / "model")  # it must be of this base and rank
-    elif core.model.adapter is not None:
-        adapters.restore(core.model, path / "model")
     core.backend.load(data["optimizer"], path)
     if core.average is not None:
         core.average.load(path)

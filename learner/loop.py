@@ -185,11 +185,13 @@ class Learner(BufferPeer):
 
     def handle(self, reply: m.FromBuffer) -> None:
         """Apply a checked reply. Raises LearnerFenced when a newer epoch has taken over."""
-        if isinstance(reply, m.FencedReply) and reply.epoch == self.epoch:
+        if getattr(reply, "epoch", None) != self.epoch:
+            return
+        if isinstance(reply, m.FencedReply):
             raise LearnerFenced(
                 f"epoch {reply.by} of the learner has taken over from epoch {self.epoch}"
             )
-        if isinstance(reply, m.Welcome) and reply.epoch == self.epoch and not self.welcomed:
+        if isinstance(reply, m.Welcome) and not self.welcomed:
             self.directory = checkpoint.claim(self.directory, reply.checkpointed)
             self.welcomed = True
             # the run has not ended (again): an earlier export is not its result
@@ -200,16 +202,13 @@ class Learner(BufferPeer):
             rundir.remove([path for epoch, path in rings.items() if epoch < self.epoch])
             steps = self.config.learner.steps
             self.log_change(f"follows epoch {self.epoch} from version {self.number} of {steps}")
-        elif (
-            isinstance(reply, m.Batch)
-            and reply.epoch == self.epoch
-            and self.number <= reply.number <= self.number + 1  # no other batch was requested
-        ):
-            self.batches.setdefault(reply.number, reply)
-        elif isinstance(reply, m.CommitReply) and reply.epoch == self.epoch:
+        elif isinstance(reply, m.Batch):
+            if self.number <= reply.number <= self.number + 1:  # no other batch was requested
+                self.batches.setdefault(reply.number, reply)
+        elif isinstance(reply, m.CommitReply):
             self.commits.pop(reply.number, None)
             self.publisher.keep = reply.keep
-        elif isinstance(reply, m.RunFinished) and reply.epoch == self.epoch:
+        elif isinstance(reply, m.RunFinished):
             self.finished = True
 
     def set_wait(self, reason: str) -> None:

@@ -140,15 +140,14 @@ class SampleLog(BatchLog):
                     versions,
                     {name: x[tokens] for name, x in values.items()},
                 )
-                images = [(name, batch.images[name]) for name in row.images]
-                if images:
+                if row.images:
                     sequence["images"] = [
                         {
                             "digest": name,
-                            "size": list(read_size(blob)),
-                            "thumbnail": pictures.build_thumbnail_url(blob),
+                            "size": list(read_size(batch.images[name])),
+                            "thumbnail": pictures.build_thumbnail_url(batch.images[name]),
                         }
-                        for name, blob in images
+                        for name in row.images
                     ]
                 sequences.append(sequence)
                 offset += len(ids)

@@ -50,6 +50,12 @@ def compute_base_digest(model: PolicyModel) -> str:
     return str(digest.hexdigest())
 
 
+def _select_modules(model: PolicyModel, lora: LoraConfig) -> list[str]:
+    # the head is excluded: the loss reads its weight directly
+    names = [name for name, _ in list_linear_layers(model.hf)]
+    return layout.select_targets(names, lora.target_modules)
+
+
 def attach(model: PolicyModel, lora: LoraConfig, seed: int) -> None:
     """Attach adapters to the model, in place, and freeze the base.
 
@@ -61,9 +67,7 @@ def attach(model: PolicyModel, lora: LoraConfig, seed: int) -> None:
     except ImportError as error:
         raise ConfigError("lora.rank: needs peft: pip install 'asyncrl[lora]'") from error
 
-    # the head is excluded: the loss reads its weight directly
-    names = [name for name, _ in list_linear_layers(model.hf)]
-    modules = layout.select_targets(names, lora.target_modules)
+    modules = _select_modules(model, lora)
     adapter = AdapterInfo(lora, compute_base_digest(model), count_flat_bytes(build_manifest(model)))
     model.hf.requires_grad_(False)
     settings = peft.LoraConfig(
@@ -152,8 +156,7 @@ class AdapterBase:
     """The base of an engine, into which each version of the adapter is merged."""
 
     def __init__(self, model: PolicyModel, lora: LoraConfig) -> None:
-        names = [name for name, _ in list_linear_layers(model.hf)]
-        layout.select_targets(names, lora.target_modules)
+        _select_modules(model, lora)
         self.digest = compute_base_digest(model)
         self.scale = lora.alpha / lora.rank
         # without the fast path, the engine overwrites the model's own parameters

@@ -76,7 +76,8 @@ def check(
         read_settings(path, "model.path", fetch.GENERATION_CONFIG)
     check_weights(path)
     tokenizer = load_tokenizer(path)
-    size = get_language_config(raw).get("vocab_size")
+    language = get_language_config(raw)
+    size = language.get("vocab_size")
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if isinstance(size, int) and largest >= size:
         raise ConfigError(
@@ -100,7 +101,6 @@ def check(
     check_finite(path, "model.path")
     note = check_complete(raw, path, config.model.dtype, "model.path", device, compares=compares)
     replaced = getattr(tokenizer, "replaced_class", "")
-    language = get_language_config(raw)
     if note:
         report(note)
     coefficient = language.get("router_aux_loss_coef")
@@ -124,16 +124,14 @@ def check(
                 if len(shape) == 2 and name not in outside
             ]
             layout.select_targets(linears, config.lora.target_modules)
-    vocabulary = language.get("vocab_size")
     for key, reference in list_references(config):
         reference_config = read_settings(reference, key)
         check_kind(reference_config, reference, key)
         check_weights(reference)
-        reference_vocabulary = get_language_config(reference_config).get("vocab_size")
-        if reference_vocabulary != vocabulary:
+        reference_size = get_language_config(reference_config).get("vocab_size")
+        if reference_size != size:
             raise ConfigError(
-                f"{key}: {reference} has a vocabulary of {reference_vocabulary}, model.path of "
-                f"{vocabulary}"
+                f"{key}: {reference} has a vocabulary of {reference_size}, model.path of {size}"
             )
         check_finite(reference, key)
         check_complete(reference_config, reference, config.model.dtype, key, device)

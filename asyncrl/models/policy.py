@@ -224,9 +224,9 @@ def _compute_plain_rows(
 
 def _encode_images(vision: ImageEncoder, images: RowImages, *, single: bool) -> dict[str, Any]:
     """Return the arguments of a forward pass for the images of its rows."""
-    names = [image_blobs.digest(blob) for of_row in images for blob in of_row]
-    blobs = dict(zip(names, (blob for of_row in images for blob in of_row), strict=True))
-    return vision.build_inputs(names, vision.compute_features(blobs, single=single))
+    pairs = [(image_blobs.digest(blob), blob) for of_row in images for blob in of_row]
+    features = vision.compute_features(dict(pairs), single=single)
+    return vision.build_inputs((name for name, _ in pairs), features)
 
 
 # ---- directories ---------------------------------------------------------------------------------
@@ -352,9 +352,8 @@ def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> No
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
     """Copy the tokenizer's files, and those of an image processor."""
-    for file in filter(Path.is_file, (Path(source) / name for name in PROCESSOR_FILES)):
-        shutil.copy(file, target / file.name)
     for pattern in (
+        *PROCESSOR_FILES,
         "tokenizer*",
         "special_tokens*",
         "chat_template*",

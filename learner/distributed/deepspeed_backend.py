@@ -110,26 +110,19 @@ class DeepSpeedBackend(DistributedBackend):
         flag = self.sum_over_ranks(torch.tensor([0.0 if is_finite else 1.0]))
         for group in self.optimizer.param_groups:
             group["lr"] = rate if not flag.item() else 0.0
-        if flag.item():
-            self._drop()
-            return math.nan
+        norm = None
         # at stage 0 gradients are whole and summed on every rank, and no norm is reported
         if self.config.learner.zero_stage == 0:
-            norm = float(
-                torch.nn.utils.get_total_norm(
-                    [p.grad for p in self.parameters if p.grad is not None]
-                )
-            )
-            if not math.isfinite(norm):
-                self._drop()
-                return math.nan
-            with self.guard():
-                self.engine.step()
-            return norm
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+        if flag.item() or not math.isfinite(norm or 0.0):
+            self._drop()
+            return math.nan
         with self.guard():
             self.engine.step()
-        grad_norm = self.engine.get_global_grad_norm()
-        return math.nan if grad_norm is None else float(grad_norm)
+        if norm is None:
+            norm = self.engine.get_global_grad_norm()
+        return math.nan if norm is None else float(norm)
 
     def _drop(self) -> None:
         """Discard an accumulated gradient that must not be used."""

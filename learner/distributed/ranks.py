@@ -7,7 +7,6 @@ All ranks must make the same number of passes, so ranks with fewer micro-batches
 
 import datetime
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.importing import end_with_parent
 from asyncrl.contract.messages import Batch
-from asyncrl.contract.printable import describe_exception
+from asyncrl.contract.printable import describe_exception, describe_exit
 from asyncrl.models.policy import PolicyModel, build_manifest, resolve_device
 from learner.backend import TorchBackend
 
@@ -142,10 +141,7 @@ class DistributedBackend(TorchBackend):
     def keep_alive(self) -> None:
         for rank, process in enumerate(self.others, 1):
             if (code := process.poll()) is not None:
-                raise RankLost(
-                    f"rank {rank} of the learner has ended "
-                    f"({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
-                )
+                raise RankLost(f"rank {rank} of the learner has ended ({describe_exit(code)})")
         if time.monotonic() - self.last_broadcast_at > self.config.learner.rank_timeout_s / 4:
             self.broadcast("wait")
 
