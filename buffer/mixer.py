@@ -96,8 +96,7 @@ class TaskMixer:
 
     def _find_end(self, title: str) -> float:
         """Return the index at which a task has run out of prompts."""
-        passes = self.parts[title].passes
-        return passes * (self.lengths.get(title) or 0) if passes else math.inf
+        return self.parts[title].passes * (self.lengths.get(title) or 0) or math.inf
 
     def _is_out(self, title: str) -> bool:
         return self.state.indices.get(title, 0) >= self._find_end(title)

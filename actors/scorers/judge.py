@@ -208,7 +208,7 @@ class JudgeClient:
         self.budget = account
         headers = {"content-type": "application/json"}
         if settings.key_env:
-            key = os.environ.get(settings.key_env, "")
+            key = os.environ.get(settings.key_env)
             if not key:
                 raise ConfigError(
                     f"reward.judge.key_env: the environment has no {settings.key_env}; set it "

@@ -49,7 +49,7 @@ from buffer.journal import (
 )
 from buffer.ledger import Ledger
 from buffer.mixer import TaskMixer
-from buffer.state import StoreSnapshot
+from buffer.state import HINTS, StoreSnapshot, StoreState, _make_snapshot_field
 from buffer.store import SESSIONS, Store
 
 PAYLOADS = [bytes([n + 1]) * (7 * n + 1) for n in range(6)]
@@ -443,6 +443,16 @@ def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
             judged(evaluated, ticket, 0.5)
     compare(evaluated)
     assert not never, f"never other than a new store's: {sorted(never)}"
+    made = [_make_snapshot_field(x) for x in dataclasses.fields(StoreState)]
+    packed = {"evaluations", "tree", "alive", "retained", "leased", "gone", "strays", "skip"}
+    assert {name for name, form, *_ in made if form != HINTS[name]} == packed | {"drawn", "mixer"}
+    added = {"suspect", "patience", "aside", "limit", "window", "mixer"}
+    assert {name for name, _, *default in made if default} == added
+    older = msgspec.msgpack.decode(msgspec.msgpack.encode(new_store().snapshot()))
+    older = {name: value for name, value in older.items() if name not in added}
+    again = new_store()
+    again.restore(msgspec.convert(older, StoreSnapshot))
+    assert fields(again) == fresh
 
 
 def test_each_change_is_one_record_that_replays_to_the_same_state(tmp_path: Path) -> None:

@@ -10,16 +10,24 @@ from store_kit import hello, sample, write
 
 from asyncrl.config.tree import CurriculumConfig, MixedTaskConfig
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.messages import Batch, Prompt, SamplingSettings, Ticket
+from asyncrl.contract.messages import Batch, MixturePosition, Prompt, SamplingSettings, Ticket
 from asyncrl.contract.versions import Label
 from buffer.evaluation import EvaluationPlan, Evaluations
 from buffer.groups import StoreSettings
 from buffer.journal import RecordedStore
-from buffer.mixer import TaskMixer
+from buffer.mixer import MixtureState, TaskMixer
 from buffer.numbers import compute_task_metrics
 from buffer.store import Store
 
 GROUPS = 8
+DRY_LINE = (
+    "task b runs dry: its last 32 groups were all removed (the last one: filtered); removed groups "
+    "are now replaced by those of the other tasks"
+)
+OUT_LINE = (
+    "task file has run out of prompts after 2 passes (task.mixture.passes): its share goes to the "
+    "other tasks"
+)
 Rewards = Callable[[Prompt], tuple[float, float]]
 
 
@@ -110,10 +118,10 @@ def test_a_removed_group_is_replaced_by_one_of_its_task() -> None:
     store = store_of(mixer(), filter_no_spread=True)
     for title, share in shares(play(store, 50, rewards)).items():
         assert abs(share - {"a": 0.5, "b": 0.3, "c": 0.2}[title]) < 0.02, title
-    numbers = store.mixer.compute_metrics(store.committed)
-    assert numbers["task/b_removed"] > 200 and numbers["task/a_removed"] == 0
-    assert numbers["task/b_dry"] == 0 and not store.mixer.events
-    assert numbers["task/b_weight"] == pytest.approx(0.3)
+    wanted = {"task/a_weight": 0.5, "task/b_weight": 0.3, "task/c_weight": 0.2}
+    for title, removed in (("a", 0), ("b", 242), ("c", 0)):
+        wanted |= {f"task/{title}_removed": removed, f"task/{title}_dry": 0}
+    assert store.mixer.compute_metrics(store.committed) == wanted and not store.mixer.events
 
 
 def test_a_schedule_moves_the_shares() -> None:
@@ -121,7 +129,8 @@ def test_a_schedule_moves_the_shares() -> None:
     trained = play(store_of(mixer(parts)), 16)
     by_batch = [trained[i * GROUPS : (i + 1) * GROUPS].count("new") for i in range(16)]
     assert by_batch[0] == 0 and set(by_batch[10:]) == {GROUPS} and by_batch == sorted(by_batch)
-    assert sum(by_batch[:10]) == pytest.approx(GROUPS * 4.5, abs=1)
+    assert sum(by_batch[:10]) == 36
+    assert mixer(parts).compute_metrics(5)["task/new_weight"] == 0.5
 
 
 def test_a_killed_buffer_draws_the_same_prompts(tmp_path: Path) -> None:
@@ -176,6 +185,31 @@ def test_a_new_buffer_continues_from_the_checkpoint() -> None:
     check_ledgers(again)
 
 
+def test_a_position_holds_what_was_drawn_and_removed() -> None:
+    mixed = mixer()
+    for _ in range(7):
+        mixed.draw(0)
+    mixed.on_complete("a", 0, (1.0, 1.0))
+    assert not mixed.state.passed, "its pools are all drawn alike"
+    for dry, events in ((0, []), (1, [DRY_LINE])):
+        for _ in range(31 if not dry else 1):
+            mixed.on_removed("b", "filtered")  # type: ignore[arg-type]
+        assert (mixed.compute_metrics(0)["task/b_dry"], mixed.events) == (dry, events)
+    position = mixed.make_position([("a", 3), ("gone", 1)], {})
+    credit, due = (
+        {key: pytest.approx(x) for key, x in {"a": -0.5, "b": 0.1, "c": 0.4}.items()},
+        [("b", -1)] * 31,
+    )
+    indices = {"a": 4, "b": 2, "c": 1}
+    assert position == MixturePosition(
+        credit, indices, [("a", 3), ("gone", 1), *due], {"b": 32}, {}
+    )
+    mixed.restore_position(position)
+    assert mixed.state == MixtureState(credit, indices, [("a", 3), *due], {"b": 32})
+    assert TaskMixer().make_position([], {}) is None and not TaskMixer().compute_metrics(0)
+    assert TaskMixer(WEIGHTED).draw(0) == ("a", 0)
+
+
 def check_ledgers(store: Store) -> None:
     by_task = [ledger.compute_totals() for ledger in store.make_task_ledgers().values()]
     for name, line in store.sum_ledger().items():
@@ -191,9 +225,8 @@ def test_a_task_that_runs_dry_is_named_and_does_not_hold_up_the_others() -> None
 
     store = store_of(mixer(), filter_no_spread=True)
     assert set(play(store, 6, rewards)) == {"a", "c"}
-    (line,) = store.mixer.events
-    assert line.startswith("task b runs dry: its last 32 groups were all removed (the last one")
-    assert "filtered" in line and store.mixer.compute_metrics(6)["task/b_dry"] == 1
+    assert store.mixer.events == [DRY_LINE]
+    assert store.mixer.compute_metrics(6)["task/b_dry"] == 1
     check_ledgers(store)
     dry = False
     assert set(play(store, 3, rewards)) == {"a", "b", "c"}
@@ -204,13 +237,24 @@ def test_a_file_ends_after_its_passes() -> None:
     store = store_of(mixer({"file": part("file", passes=2), "other": part()}, {"file": 6}))
     trained = play(store, 5)
     assert trained.count("file") == 12 and trained[-GROUPS:] == ["other"] * GROUPS
-    (line,) = store.mixer.events
-    assert line.startswith("task file has run out of prompts after 2 passes (task.mixture.passes)")
+    assert store.mixer.events == [OUT_LINE]
     only = store_of(mixer({"file": part("file", passes=2)}, {"file": 6}))
     answer(only, grant(only))
     train(only)
     with pytest.raises(AsyncrlError, match=r"every task has run out of prompts .* before batch 1"):
         grant(only)
+    names = ("task/file_weight", "task/file_removed", "task/file_dry")
+    assert only.mixer.compute_metrics(1) == dict(zip(names, (0, 0, 1), strict=True))
+    eager = CurriculumConfig(easy=0.25)
+    mixed, drawn = mixer({"file": part("file", passes=3, curriculum=eager)}, {"file": 3}), []
+    while draw := mixed.draw(0):
+        drawn.append(draw[1])
+        mixed.on_complete(*draw, (1.0, 1.0))
+        assert mixed.compute_weights(0) in ({"file": 1.0}, {})
+    assert drawn == [0, 1, 2, 4, 8]
+    for lengths, second in (({"file": 1}, None), ({}, ("file", 1))):  # a generated task has no end
+        mixed = mixer({"file": part("file", passes=1)}, lengths)
+        assert [mixed.draw(0), mixed.draw(0)] == [("file", 0), second]
 
 
 def test_pools_come_in_their_share_of_the_passes() -> None:
@@ -227,10 +271,9 @@ def test_pools_come_in_their_share_of_the_passes() -> None:
             came.update(ticket.prompt.id for ticket in tickets)
             answer(store, tickets, rewards)
         train(store)
-    turns = came[8]
-    assert all(abs(came[key] - turns) <= 1 for key in range(8, 12))
-    assert all(abs(came[key] - turns / 4) <= 2 for key in range(4))
-    assert all(abs(came[key] - turns / 2) <= 2 for key in range(4, 8))
+    assert [came[key] for key in range(12)] == [19, 18, 19, 19, *[35] * 4, 69, 68, 68, 68]
+    passed = {key: (1.0, 0.0, 0.5)[key // 4] for key in range(12)}
+    assert store.mixer.state.passed == {"file": passed}
 
 
 def test_a_generated_task_is_in_one_pool() -> None:
@@ -242,7 +285,8 @@ def test_a_generated_task_is_in_one_pool() -> None:
 
     made = mixer(parts)
     made.on_complete("easy", 0, (1.0, 1.0))
-    assert made.state.passed == {"easy": {0: 0.5 + 0.5 / 16}}
+    made.on_complete("easy", 1, (1.0, 0.5))
+    assert made.state.passed == {"easy": {0: (0.5 + 0.5 / 16) * 15 / 16 + 0.5 / 16}}
     trained = play(store_of(mixer(parts)), 30, rewards)
     assert shares(trained[20 * GROUPS :])["easy"] == pytest.approx(0.2, abs=0.02)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -53,8 +54,12 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
     run = begin()
     generator, learner = run.peer(), run.peer()
     generator.send(want(1))
+    assert ask(learner, m.JoinRequest("generator-7"), m.JoinReply).weights == ""
     assert ask(learner, run.hello(1), m.Welcome) == m.Welcome(1, 0)
-    assert ask(learner, m.JoinRequest(""), m.JoinReply).weights == ""
+    for name, given in (("", 1000), ("generator-7", 7), ("", 1001)):
+        joined = ask(learner, m.JoinRequest(name), m.JoinReply)
+        reply = m.JoinReply(run.id, f"generator-{given}", run.service.toml, "tcp://here:1")
+        assert joined == reply
     evaluated, number = 0, 0
     while number < 2:
         # the first answers the want that came before the learner
@@ -91,9 +96,28 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
         pass
     run.thread.join(600)
     summary = run.service.make_summary()
-    got = (summary["steps"], summary["trajectories"], summary["tokens"], summary["finished"])
-    assert got == (2, 4, 8, True)
-    assert summary["lag"] == {"mean": 0.0, "p95": 0, "max": 0} and summary["heldout_end"] == 0.0
+    line = {"tokens": 0, "samples": 0, "mean_length": 0.0, "mean_reward": 0.0}
+    lines = dict.fromkeys(run.service.store.sum_ledger(), line)
+    line = {"tokens": 8, "samples": 4, "mean_length": 2.0, "mean_reward": 0.5, "upto_2": 8}
+    assert summary.pop("wall_s") > 0
+    assert summary == {
+        "steps": 2,
+        "trajectories": 4,
+        "tokens": 8,
+        **dict.fromkeys(("heldout_start", "heldout_end"), 0.0),
+        **dict.fromkeys(("ood_start", "ood_end")),
+        "lag": {"mean": 0.0, "p95": 0, "max": 0},
+        "ledger": dict.fromkeys(("generated", *lines), 0) | {"trained": 8},
+        "ledger_lines": lines | {"trained": line},
+        "ledger_by_task": {},
+        "trained_ids": "9395f92776edcea6",
+        "failures": {},
+        "lag_histogram": {"0": 8},
+        "mismatch_k3_max": 0.5,
+        "refused": {},
+        "finished": True,
+        "error": "",
+    }
     assert evaluated == 1
     rows = map(json.loads, (run.dir / "metrics.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows if "eval/heldout" in row] == [0, 2]
@@ -760,6 +784,12 @@ def test_messages_of_another_run_or_protocol_are_refused_unread(begin: Any) -> N
             assert said in wait(stray, m.Refusal).reason
     assert run.service.refused == {"stranger": 5 * len(kinds)}
     assert state(run.service.store) == before
+    run.service.config = Mock(uses_sessions=True, wires=Mock(gateway_address=""))
+    assert ask(generator, m.JoinRequest(""), m.Refusal) == m.Refusal(
+        "agent: its gateway serves only its own machine, so that none can join: start the run with "
+        "wires.gateway_address = tcp://HOST:PORT",
+        2,
+    )
     watcher = PeerSocket(address)  # who watches need not know the run, and is told it
     run.peers.append(watcher)
     assert ask(watcher, m.StatusRequest(), m.RunStatus).run == run.id

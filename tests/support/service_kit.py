@@ -84,7 +84,7 @@ class Run:
         run: str = "",
         protocol: int = m.PROTOCOL,
     ) -> m.LearnerHello:
-        source = m.WeightsSource(epoch, "here", "", "")
+        source = m.WeightsSource(epoch, "here", "", "tcp://here:1")
         fields = {"epoch": epoch, "label": Label(epoch, number), "digest": f"d{number}"}
         fields |= {"origin": origin, "max_lag": 0, "source": source, "protocol": protocol}
         return honest_hello(run or self.id, **fields)
