@@ -81,6 +81,7 @@ class TinkerServer:
         self.models: dict[str, ServedModel] = {}
         self.shares = SessionShares(WAITING_BYTES)
         self.tasks: list[asyncio.Task[None]] = []
+        self.reading = asyncio.Lock()  # the files of models, for a list of them
         self.failure: BaseException | None = None  # why the server ends
 
     async def start(self) -> None:
@@ -435,7 +436,7 @@ class TinkerServer:
             model = self._find_model(name)
             if (pending := model.find_promise(int(number))) is None:
                 raise HTTPException(410, f"{name} has no call {number}, or it is too long ago")
-            result = await _wait(pending)
+            result = await _wait(request, pending)
             if result is not None:
                 is_json = not result.error and not result.protobuf
                 if is_json and model.log.read_call(int(number)) is not None:
@@ -454,10 +455,10 @@ class TinkerServer:
         promise = self.samplers.promises.get(message.request_id)
         if promise is None:  # lost with an earlier server: the client samples again
             raise HTTPException(410, f"{message.request_id} is not known here any more")
-        outcome = await _wait(promise.future)
+        outcome = await _wait(request, promise.future)
         if outcome is None:
             return _reply_try_again(promise.paced)
-        promise.is_retrieved = True
+        promise.is_retrieved = not request.scope["asyncrl.connection"].is_closed
         return _encode_outcome(outcome, protobuf=True)
 
     # ---- the REST client -------------------------------------------------------------------------
@@ -471,7 +472,7 @@ class TinkerServer:
         return {"base_model": path, "is_lora": rank > 0, "lora_rank": rank or None}
 
     async def list_training_runs(self, request: Request, body: bytes) -> Reply:
-        runs = [self._describe_run(model) for model in self.models.values()]
+        runs = await self._read_files(self._describe_run, *self.models.values())
         cursor = {"offset": 0, "limit": len(runs), "total_count": len(runs)}
         return {"training_runs": runs, "cursor": cursor}
 
@@ -479,7 +480,15 @@ class TinkerServer:
         id = request.path_params["id"]
         if id not in self.models:
             raise HTTPException(404, f"this server has no model {id}")
-        return self._describe_run(self.models[id])
+        [run] = await self._read_files(self._describe_run, self.models[id])
+        return run
+
+    async def _read_files(
+        self, read: Callable[[ServedModel], _Outcome], *models: ServedModel
+    ) -> list[_Outcome]:
+        """Apply `read` to models in a thread, for one request at a time: the others go on."""
+        async with self.reading:
+            return await asyncio.to_thread(lambda: [*map(read, models)])
 
     def _describe_run(self, model: ServedModel) -> JsonObject:
         record = model.record
@@ -506,9 +515,10 @@ class TinkerServer:
                 path = f"tinker://{model.record.model}/{kind}/{note.stem}"
                 try:
                     folder, saved = find_saved(self.folder, path)
-                except ConfigError:  # not what this server wrote
+                    files = [file for file in folder.rglob("*") if file.is_file()]
+                    size = sum(file.stat().st_size for file in files)
+                except (ConfigError, OSError):  # not what this server wrote, or deleted meanwhile
                     continue
-                size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
                 checkpoints.append(
                     {
                         "checkpoint_id": f"{kind}/{note.stem}",
@@ -522,7 +532,8 @@ class TinkerServer:
 
     async def list_checkpoints(self, request: Request, body: bytes) -> Reply:
         model = self._find_model(request.path_params["id"])
-        return {"checkpoints": self._list_saved(model)}
+        [checkpoints] = await self._read_files(self._list_saved, model)
+        return {"checkpoints": checkpoints}
 
     async def delete_checkpoint(self, request: Request, body: bytes) -> Reply:
         params = request.path_params
@@ -542,9 +553,14 @@ def _always(**reply: Any) -> Handler:
     return handle
 
 
-async def _wait(future: asyncio.Future[_Outcome]) -> _Outcome | None:
-    """Return the future's result, or None if it takes longer than POLL_S."""
+async def _wait(request: Request, future: asyncio.Future[_Outcome]) -> _Outcome | None:
+    """Return the future's result, or None if it takes longer than POLL_S.
+
+    Meanwhile the request's connection may be closed: its client asks again."""
+    connection = request.scope["asyncrl.connection"]
+    connection.is_polling = True
     finished, _ = await asyncio.wait([future], timeout=POLL_S)
+    connection.is_polling = False
     return future.result() if finished else None
 
 

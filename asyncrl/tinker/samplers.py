@@ -210,7 +210,9 @@ class SamplerService:
         return name, promise
 
     def _make_room(self, session: str, size: int) -> None:
-        """Count a new request, and forget results that clients have, if need be.
+        """Count a new request, and forget results, if need be.
+
+        Results that clients have go first, then those that larger sessions have not fetched.
 
         Raises ConfigError for a request that never fits, and HTTPException 429, after which clients
         repeat the request."""
@@ -218,20 +220,23 @@ class SamplerService:
             raise ConfigError(
                 f"the result may take {size >> 20} MiB: lower num_samples or max_tokens"
             )
+        shares, used = self.shares, self.shares.used
         forgettable = (
             name
+            for is_retrieved in (True, False)
             for name, promise in [*self.promises.items()]
-            if promise.is_retrieved and promise.future.done()
+            if promise.future.done() and promise.is_retrieved == is_retrieved
+            if is_retrieved or used[promise.sampler.session] > used[session] + size
         )
-        shares = self.shares
         while not (has_room := shares.is_free(session, size)) or len(self.promises) >= KEPT:
-            if (name := next(forgettable, "")) == "":
+            name = next(forgettable, "")
+            if not name or (has_room and not self.promises[name].is_retrieved):
                 break
             promise = self.promises.pop(name)
-            shares.used -= Counter({promise.sampler.session: promise.size})
+            used -= Counter({promise.sampler.session: promise.size})
         if not has_room:
             raise shares.refuse(session, "requests to sample")
-        shares.used[session] += size
+        used[session] += size
 
     async def _sample(self, job: SampleCall, promise: SamplePromise) -> None:
         sampler = promise.sampler

@@ -32,6 +32,7 @@ from asyncrl.tinker.model_records import strip_branch
 
 REMEMBERED = 200_000  # newest sequences of a server, about 100 MB
 COMPARABLE_TOKENS = 1 << 25  # of the newest sequences, 256 MiB
+COUNTS = ("sampled", "sampled_tokens", "trained_once", "trained_again")  # of a model's sequences
 COLUMNS = ("id", "model", "version", "length", "fingerprint")  # of sequences.jsonl, always there
 
 
@@ -423,19 +424,13 @@ class ModelLedger:
 
     def subtract(self, remembered: ModelLedger) -> dict[str, int]:
         """Return the totals minus those of the remembered sequences."""
-        names = ("sampled", "sampled_tokens", "trained_once", "trained_again")
-        forgotten = {name: getattr(self, name) - getattr(remembered, name) for name in names}
+        forgotten = {name: getattr(self, name) - getattr(remembered, name) for name in COUNTS}
         return forgotten | {"forgotten_untrained": self.forgotten_untrained}
 
     def to_dict(self) -> dict[str, int]:
-        """Return the counts of the ledger; the last three add up to `sampled`."""
-        return {
-            "sampled": self.sampled,
-            "sampled_tokens": self.sampled_tokens,
-            "never_trained": sum(self.untrained.values()) + self.forgotten_untrained,
-            "trained_once": self.trained_once,
-            "trained_again": self.trained_again,
-        }
+        """Return the counts of the ledger; those of trained ones add up to `sampled`."""
+        never_trained = sum(self.untrained.values()) + self.forgotten_untrained
+        return {name: getattr(self, name) for name in COUNTS} | {"never_trained": never_trained}
 
 
 class LagCheck(NamedTuple):

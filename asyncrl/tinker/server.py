@@ -141,17 +141,17 @@ def record_process(folder: Path) -> Iterator[None]:
 
     Raises ConfigError while another server uses the directory."""
     process = ProcessIncarnation(folder, "server", alone=True)
+    code, reason = 0, ""
     try:
         yield
     except KeyboardInterrupt:
-        process.end(INTERRUPTED)
+        code = INTERRUPTED
         raise
     except BaseException as error:
-        process.end(1, str(error))
+        code, reason = 1, str(error)
         raise
-    else:
-        process.end(0)
     finally:
+        process.end(code, reason)
         process.release()
 
 

@@ -121,17 +121,20 @@ class CoalescingTransport:
 def authorize(request: Request, key: str, *sent: str) -> bool:
     """Return whether a request carries the key, compared in constant time.
 
-    If it does, its connection is kept when there are too many.
+    If it does, its connection is kept, unless those with a key are too many.
 
     key: "" admits every request.
     sent: what the request carries elsewhere than in `Authorization: Bearer` and `X-API-Key`.
+    Raises HTTPException 429 while every connection with a key is busy.
     """
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     sent += (request.headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else "")
     if key and not any(hmac.compare_digest(x.strip().encode(), key.encode()) for x in sent):
         return False
-    if (connection := request.scope.get("asyncrl.connection")) is not None:
-        connection.authorize()
+    connection = request.scope.get("asyncrl.connection")
+    if connection is not None and not connection.authorize():
+        wait = {"retry-after": "1", "connection": "close"}
+        raise HTTPException(429, "all connections of the server are busy: try again", wait)
     return True
 
 
@@ -191,19 +194,18 @@ class BoundedConnection(HttpToolsProtocol):
         self.in_head = False
         self.in_message = False
         self.timer: asyncio.TimerHandle | None = None  # which closes the connection
-        # connections that have not shown a valid key yet, the oldest first
-        self.unauthorized: dict[BoundedConnection, None] = vars(self.server_state).setdefault(
-            "unauthorized", {}
+        # all connections by whether they have shown a valid key: the oldest first, and with a key
+        # the one that was used last comes last
+        self.known: dict[bool, dict[BoundedConnection, None]] = vars(self.server_state).setdefault(
+            "known", {False: {}, True: {}}
         )
-        self.unauthorized[self] = None
+        self.known[False][self] = None
+        self.is_polling = False  # its response waits for a result, and may be asked for again
         self.closed: asyncio.Future[None] = self.loop.create_future()
         self.coalescing = CoalescingTransport(transport)
         super().connection_made(self.coalescing)  # type: ignore[arg-type]
         if len(self.connections) > count_allowed_connections():
-            # only connections without a key are closed to make room
-            oldest = next(iter(self.unauthorized))
-            oldest.authorize()
-            oldest.transport.abort()
+            next(iter(self.known[False])).abort()
             if self.is_closed:
                 return
         self.timer = self.loop.call_later(HEAD_S, transport.abort)
@@ -211,12 +213,33 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
         self.closed.set_result(None)
-        self.authorize()
+        self._forget()
         super().connection_lost(exc)
 
-    def authorize(self) -> None:
-        """Do not close this connection, which has shown a valid key, when there are too many."""
-        self.unauthorized.pop(self, None)
+    def abort(self) -> None:
+        """Close this connection to make room."""
+        self._forget()
+        self.transport.abort()
+
+    def _forget(self) -> None:
+        for connections in self.known.values():
+            connections.pop(self, None)
+
+    def authorize(self) -> bool:
+        """Count this connection to those with a valid key; return False if it finds no place.
+
+        An eighth of all places stays free for new connections, which then replace an idle one."""
+        keyed = self.known[True]
+        allowed = count_allowed_connections()
+        if self not in keyed and len(keyed) >= allowed - max(1, allowed // 8):
+            idle = (each for each in keyed if not (each.in_message or each.is_responding))
+            needless = next(idle, None) or next((each for each in keyed if not each.is_busy), None)
+            if needless is None:
+                return False
+            needless.abort()
+        self._forget()
+        keyed[self] = None
+        return True
 
     @property
     def is_closed(self) -> bool:
@@ -227,6 +250,12 @@ class BoundedConnection(HttpToolsProtocol):
     def is_responding(self) -> bool:
         """Whether a response is due or being sent."""
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the server works on a response, instead of waiting for the client or a result."""
+        is_waiting = self.in_message or self.flow.write_paused or self.is_polling
+        return self.is_responding and not is_waiting
 
     def hold(self) -> None:
         """Send the next write together with the one after it."""

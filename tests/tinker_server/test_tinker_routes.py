@@ -1,8 +1,8 @@
 """Routes of the Tinker API on a server in this process, by plain HTTP and by the client."""
 
-import asyncio
 import errno
 import json
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -68,9 +68,9 @@ def test_a_result_is_waited_for_in_one_request(
     waiting = threading.Event()
     wait = app._wait
 
-    def noted(future: asyncio.Future[Any]) -> Any:
+    def noted(*waited: Any) -> Any:
         waiting.set()
-        return wait(future)
+        return wait(*waited)
 
     monkeypatch.setattr(app, "_wait", noted)
     monkeypatch.setattr(app, "POLL_S", 600.0)
@@ -261,6 +261,21 @@ def test_replies_have_all_fields_of_the_api(
         **{"type": "get_info", "model_data": names, "model_id": name, "model_name": path},
         **{"is_lora": True, "lora_rank": 2},
     }
+
+
+def test_a_list_of_models_stops_no_other_client(
+    server: LocalServer, http: httpx.Client, service: tinker.ServiceClient
+) -> None:
+    client = service.create_lora_training_client("tiny", rank=2).result()
+    client.save_state("w").result()
+    note = server.server.models[client.model_id].folder / "weights" / "slow.json"
+    os.mkfifo(note)
+    with ThreadPoolExecutor(1) as pool:
+        listed = pool.submit(http.get, "/training_runs")
+        with note.open("wb"):  # it is being read
+            assert http.get("/healthz", timeout=60).status_code == 200 and not listed.done()
+        assert listed.result().status_code == 200
+    note.unlink()
 
 
 def test_clients_are_told_their_transport(server: LocalServer) -> None:

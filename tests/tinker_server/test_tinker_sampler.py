@@ -104,7 +104,12 @@ def test_requests_are_sampled_together_until_they_are_canceled(sampler: Sampler)
         sampler.add(number, sample_call(weights, seed=number))
     sampler.add(4, sample_call(prompt=bytes(4 * 64)))
     sampler.work()
-    assert (set(sampler.jobs), [job.number for job in sampler.waiting]) == ({0, 2, 3}, [1])
+    assert (set(sampler.jobs), [job.number for job in sampler.waiting]) == ({0}, [1, 2, 3, 4])
+    sampler.waiting.rotate(-1)
+    waits = sampler.waiting.pop()
+    sampler.work()
+    sampler.waiting.append(waits)
+    assert (set(sampler.jobs), sampler.loaded) == ({0, 2, 3}, BASE)
     assert "64" in results.pop(4).error and not results
     for number in (1, 2, 9):  # waits, is sampled, unknown
         sampler.cancel(number)

@@ -138,13 +138,17 @@ def test_unkeyed_connections_keep_out_no_keyed(door: Door, monkeypatch: pytest.M
         for stranger in strangers:
             stranger.close()
         until(lambda: len(connections) == 1)
-        others = [stack.enter_context(door.connect(door.head())) for _ in range(3)]
-        assert all(each.recv(65536).startswith(b"HTTP/1.1 200 ") for each in others)
-        with door.connect() as stranger:
+        keyed = [known, *(stack.enter_context(door.connect(door.head())) for _ in range(2))]
+        assert all(each.recv(65536).startswith(b"HTTP/1.1 200 ") for each in keyed[1:])
+        with door.connect() as stranger, door.connect():
             assert is_closed(stranger), "it takes the place of none with a key"
-        for each in others:
-            each.sendall(door.head())
-            assert each.recv(65536).startswith(b"HTTP/1.1 200 ")
+        for _ in range(4):  # each takes the place of the one that was used least recently
+            for each in keyed:
+                each.sendall(door.head())
+                assert each.recv(65536).startswith(b"HTTP/1.1 200 ")
+            keyed.append(stack.enter_context(door.connect(door.head())))
+            assert keyed[-1].recv(65536).startswith(b"HTTP/1.1 200 ")
+            assert is_closed(keyed.pop(0))
     until(lambda: not connections)
 
 
@@ -241,6 +245,14 @@ def test_requests_of_one_client_leave_room_for_another(
         assert [ask(n).status_code for n in range(accepted, 20)] == [200] * (20 - accepted)
         gone = http.post("/retrieve_future", json={"request_id": f"{sampler}:sample:0"})
         assert gone.status_code == 410
+        monkeypatch.setattr(samplers, "UNCLAIMED_S", 600.0)
+        promises = local.server.samplers.promises
+        for _ in range(12):  # sessions that fetch nothing do not keep out a further one
+            sampler, number = create_sampler(http), 0
+            while ask(number).status_code == 200:
+                number += 1
+                until(lambda: all(promise.future.done() for promise in promises.values()))
+            assert number > 0
         error = ask(99, 999).json()["error"]
         assert re.fullmatch(r"the result may take 0 MiB: lower num_samples or max_tokens", error)
         assert local.server.samplers.shares.used.total() <= 60_000

@@ -135,6 +135,8 @@ class Sampler:
         if self.is_spoiled and isinstance(self.engine, EmbeddedEngine):
             self.engine.erase_cache()
         self.is_spoiled = False
+        if self.jobs and any(get_version(job.request) != self.loaded for job in self.waiting):
+            return  # later requests of the loaded weights must not keep out those of others
         if self.waiting and not self.jobs:
             try:
                 self._load(self.waiting[0].request)

@@ -139,3 +139,24 @@ def test_a_refused_bodys_rest_has_time(connect: Connect, loop: asyncio.AbstractE
             timer._run()
         assert wire.events[1:] == events
         connection.connection_lost(None)
+
+
+def test_a_key_finds_a_place_unless_all_are_busy(
+    connect: Connect, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "CONNECTIONS", 6)  # one of them for new connections
+    receiving, unread, polling, idle, busy = made = [connect() for _ in range(5)]
+    for connection, _ in (unread, polling, busy):
+        connection.data_received(b"GET / HTTP/1.1\r\n\r\n")
+    receiving[0].data_received(b"POST / HTTP/1.1\r\ncontent-length: 2\r\n\r\n1")
+    unread[0].flow.write_paused = polling[0].is_polling = True
+    assert all(connection.authorize() for connection, _ in [*made, receiving, busy])
+    for place in (idle, unread, polling, receiving):
+        assert not place[1].is_closing()
+        new, _ = connect()
+        assert new.authorize() and new.authorize() and place[1].is_closing()
+        place[0].connection_lost(None)
+        new.data_received(b"GET / HTTP/1.1\r\n\r\n")
+    late, wire = connect()
+    assert not (late.authorize() or wire.is_closing() or busy[1].is_closing())
+    loop.run_until_complete(asyncio.sleep(0))
