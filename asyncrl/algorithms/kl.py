@@ -95,11 +95,6 @@ def estimate_forward_k3(x: Tensor) -> Tensor:
     return -x * torch.exp(-x) - torch.expm1(-x)
 
 
-def _attach_gradient(coefficient: Tensor, lp: Tensor, value: Tensor) -> Tensor:
-    """Return the value `value` with the gradient coefficient * grad lp."""
-    return coefficient.detach() * subtract(lp, lp.detach()) + value.detach()
-
-
 def compute_prefix_weights(
     lp: Tensor, behavior: Tensor, seq: Tensor, truncate: float = torch.inf
 ) -> Tensor:
@@ -143,6 +138,15 @@ class KLInputs:
         return subtract(self.lp, self.ref)
 
 
+def _add_later_terms(p: KLInputs, value: Tensor, coefficient: Tensor | float) -> Tensor:
+    """Return `value` with the gradient (coefficient + sum of the later values) * grad lp.
+
+    value, coefficient: [N], detached.
+    """
+    later_terms = sum_discounted_suffix(value, p.seq, p.discount) - value
+    return (coefficient + later_terms) * subtract(p.lp, p.lp.detach()) + value
+
+
 def _apply_prefix(p: KLInputs) -> Tensor:
     """W_{1:k} k3_k per token [N]: the exact sequence-level gradient of the reverse KL.
 
@@ -153,9 +157,7 @@ def _apply_prefix(p: KLInputs) -> Tensor:
     """
     x = p.x.detach()
     w = compute_prefix_weights(p.lp, p.behavior, p.seq, p.truncate)
-    value = w * estimate_k3(x)
-    later_terms = sum_discounted_suffix(value, p.seq, p.discount) - value
-    return _attach_gradient(w * x + later_terms, p.lp, value)
+    return _add_later_terms(p, w * estimate_k3(x), w * x)
 
 
 def _apply_full_prefix(p: KLInputs) -> Tensor:
@@ -170,9 +172,8 @@ def _apply_full_prefix(p: KLInputs) -> Tensor:
         )
     log_w = subtract(p.lp.detach(), p.behavior)
     w = (compute_running_sum(log_w, p.seq) - log_w).clamp(-CLAMP, CLAMP).exp().clamp(max=p.truncate)
-    value = w * p.step_kl.detach()
-    later_terms = sum_discounted_suffix(value, p.seq, p.discount) - value
-    return w * (p.step_kl - p.step_kl.detach()) + _attach_gradient(later_terms, p.lp, value)
+    step_kl = p.step_kl.detach()
+    return w * (p.step_kl - step_kl) + _add_later_terms(p, w * step_kl, 0.0)
 
 
 # kl.loss.off_policy -> the term per token [N], with gradient

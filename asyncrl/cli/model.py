@@ -83,7 +83,7 @@ def eval(  # the name of the command
     from asyncrl.config import load
     from asyncrl.models import fetch
 
-    path = fetch.locate_model(model, "MODEL")
+    path = fetch.locate_model(model)
     load.load(source, sets)  # before the imports of torch below
     from asyncrl.experiments import model_evaluation
     from asyncrl.records.health_checks import compute_half_interval
@@ -125,7 +125,7 @@ def serve(
         )
     bind = ListenAddress(host, port, certificate or "", private_key or "", port_name="--port")
     bind.require_encryption()
-    path = fetch.locate_model(model, "MODEL")
+    path = fetch.locate_model(model)
     from actors import completions_app  # imports torch
 
     own_key = os.environ.get("OPENAI_API_KEY", "")

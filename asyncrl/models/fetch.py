@@ -211,11 +211,11 @@ def require_directory(path: str | Path, key: str = "model.path") -> None:
         )
 
 
-def locate_model(model: str, key: str) -> str:
+def locate_model(model: str) -> str:
     """Return the directory of a model, downloaded if it is one of the hub.  Raises ConfigError."""
     if model.startswith(HUB):
         return str(download_model(model))
-    require_directory(model, key)
+    require_directory(model, "MODEL")
     return model
 
 

@@ -62,11 +62,8 @@ def test_the_gradient_is_that_of_peft(model_dir: Path, tmp_path: Path, whole: bo
     policy.export(model, tmp_path / "adapter")
     ours = logprobs(model)
     ours.sum().backward()
-    theirs = peft.PeftModel.from_pretrained(
-        load_policy(model_dir, device="cpu", with_modules=True).hf,
-        tmp_path / "adapter",
-        is_trainable=True,
-    )
+    base = load_policy(model_dir, device="cpu", with_modules=True).hf
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
     rows = []
     for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
         ids = torch.tensor([[*prompt.tolist(), *answer.tolist()]])
@@ -110,9 +107,8 @@ def test_alpha_over_rank_is_the_scale(model_dir: Path) -> None:
     model = adapted(model_dir, alpha=6.0)
     tensors = dict(adapter_files.list_adapter_weights(model.hf))
     name = "model.layers.1.mlp.up_proj"
-    want = dict(list_named_weights(base))[f"{name}.weight"] + 1.5 * (
-        tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
-    )
+    product = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+    want = dict(list_named_weights(base))[f"{name}.weight"] + 1.5 * product
     got = dict(list_named_weights(adapters.merge_model(model, "cpu")))
     torch.testing.assert_close(got[f"{name}.weight"], want)
     with torch.no_grad():
@@ -232,9 +228,8 @@ def test_the_reference_is_the_base_without_a_second_model(
     """The same step as with a copy of the base loaded as reference."""
     shutil.copytree(model_dir, tmp_path / "copy")
     ours = lora_core(model_dir, kl=terms)
-    theirs = lora_core(
-        model_dir, kl={k: v | {"reference": str(tmp_path / "copy")} for k, v in terms.items()}
-    )
+    copied = {k: v | {"reference": str(tmp_path / "copy")} for k, v in terms.items()}
+    theirs = lora_core(model_dir, kl=copied)
     assert ours.reference is not None and ours.reference.hf is ours.model.hf
     assert theirs.reference is not None and theirs.reference.hf is not theirs.model.hf
     for number in range(2):

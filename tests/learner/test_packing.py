@@ -154,8 +154,6 @@ def test_micro_batches_are_sorted_by_length_and_hold_their_padded_tokens() -> No
 
 
 D = torch.float64
-
-
 SEQ = torch.tensor([0, 0, 0, 2, 2])  # sample 1 has no token
 
 
@@ -210,10 +208,8 @@ def test_explained_variance_by_hand() -> None:
     # two are enough
     got = float(diagnostics.compute_explained_variance(vec(0, 3), vec(1, 3), yes(1, 1)))
     assert got == pytest.approx(1 - 0.5 / 2)
-    # returns without variance
-    assert math.isfinite(
-        float(diagnostics.compute_explained_variance(vec(1, 2), vec(1, 1), yes(1, 1)))
-    )
+    flat = diagnostics.compute_explained_variance(vec(1, 2), vec(1, 1), yes(1, 1))
+    assert math.isfinite(float(flat))  # returns without variance
 
 
 def test_reductions_of_nothing_and_of_answers_that_have_nothing() -> None:
@@ -235,13 +231,8 @@ def test_ppo_marks_the_side_that_cut_and_is_open_at_its_edges() -> None:
     r = vec(0.7, 0.8, 1.0, 1.25, 1.3)
     for sign, marks in ((1, [0, 0, 0, 0, HIGH]), (-1, [LOW, 0, 0, 0, 0])):
         adv = torch.full((5,), float(sign), dtype=D)
-        t = term(
-            "ppo",
-            r.log(),
-            adv,
-            eps_low=1 - math.exp(math.log(0.8)),
-            eps_high=math.exp(math.log(1.25)) - 1,
-        )
+        low, high = 1 - math.exp(math.log(0.8)), math.exp(math.log(1.25)) - 1
+        t = term("ppo", r.log(), adv, eps_low=low, eps_high=high)
         assert t.clipped.tolist() == marks and t.clipped.dtype == torch.int8
         open_ = torch.tensor([k == 0 for k in marks])
         assert torch.allclose(t.coefficient, torch.where(open_, sign * r, 0.0))
@@ -279,13 +270,11 @@ def test_the_dual_clip_bounds_only_what_is_pushed_down() -> None:
     assert t.clipped.tolist() == [0, 0, 0, DUAL, HIGH]
     assert t.objective.tolist() == pytest.approx([-1.1, -2, -2.9, -3, 1.2])
     assert t.coefficient.tolist() == pytest.approx([-1.1, -2, -2.9, 0, 0])
-    assert term("ppo", x, vec(-1, -1, -1, -1, 1)).objective.tolist() == pytest.approx(
-        [-1.1, -2, -2.9, -4, 1.2]
-    )
+    single = term("ppo", x, vec(-1, -1, -1, -1, 1))
+    assert single.objective.tolist() == pytest.approx([-1.1, -2, -2.9, -4, 1.2])
     # at the bound itself it is open
-    assert term("ppo", vec(0), vec(-1), dual_clip=1.0).clipped.tolist() == [0]
-    assert term("ppo", vec(2).log(), vec(-1), dual_clip=1.5).clipped.tolist() == [DUAL]
-    assert term("ppo", vec(2).log(), vec(-1), dual_clip=0.5).clipped.tolist() == [DUAL]
+    for r, bound, mark in ((1, 1.0, 0), (2, 1.5, DUAL), (2, 0.5, DUAL)):
+        assert term("ppo", vec(r).log(), vec(-1), dual_clip=bound).clipped.tolist() == [mark]
 
 
 def test_cispo_keeps_the_gradient_and_marks_its_bounds() -> None:
@@ -334,9 +323,8 @@ def test_sapo_topr_and_dro_by_hand() -> None:
     t = term("dro", vec(0.4), vec(2), vec(-3))
     assert t.coefficient.tolist() == pytest.approx([2 - 0.05 * 0.4])
     assert t.objective.tolist() == pytest.approx([-6 - 0.025 * 0.16])
-    assert term(
-        "dro", vec(0.4), vec(2), vec(-3), dro_beta=1.0
-    ).coefficient.tolist() == pytest.approx([1.6])
+    t = term("dro", vec(0.4), vec(2), vec(-3), dro_beta=1.0)
+    assert t.coefficient.tolist() == pytest.approx([1.6])
 
 
 def test_covariances_and_who_is_chosen_by_them() -> None:
@@ -356,37 +344,27 @@ def test_covariances_and_who_is_chosen_by_them() -> None:
         # the bounds themselves are outside
         assert int(one.sum()) == 1 and not bool(one[[0, 1, 2]].any())
         assert sample_by_covariance(c, m, 0.5, 0.0, 9.0, seed).sum() == 2
-    assert {
-        int(sample_by_covariance(c, m, 0.0, 1.0, 5.0, s).int().argmax()) for s in range(20)
-    } == {3, 4}
+    single = [sample_by_covariance(c, m, 0.0, 1.0, 5.0, seed) for seed in range(20)]
+    assert {int(one.int().argmax()) for one in single} == {3, 4}
     assert not sample_by_covariance(c, m, 1.0, 6.0, 7.0, 0).any()
-    assert torch.equal(
-        sample_by_covariance(c, m, 0.5, 0.0, 9.0, 4), sample_by_covariance(c, m, 0.5, 0.0, 9.0, 4)
-    )
+    assert torch.equal(*(sample_by_covariance(c, m, 0.5, 0.0, 9.0, 4) for _ in range(2)))
 
 
 def test_kl_cov_and_clip_cov_touch_the_chosen_tokens_alone() -> None:
     x, adv, chosen = vec(0.3, -0.3, 0.5), vec(1, 1, 1), yes(1, 1, 0)
     t = term("kl_cov", x, adv, chosen=chosen, cov_coefficient=0.5)
     r = x.exp()
-    assert t.coefficient.tolist() == pytest.approx(
-        [float(r[0]) - 0.5, float(r[1]) + 0.5, float(r[2])]
-    )
-    assert t.objective.tolist() == pytest.approx(
-        [float(r[0]) - 0.15, float(r[1]) - 0.15, float(r[2])]
-    )
-    assert term("kl_cov", x, adv, chosen=chosen).coefficient.tolist() == pytest.approx(
-        [float(r[0]) - 1, float(r[1]) + 1, float(r[2])]
-    )
-    held = term("clip_cov", x, adv, chosen=yes(0, 1, 0))
+    assert torch.allclose(t.coefficient, r + vec(-0.5, 0.5, 0))
+    assert torch.allclose(t.objective, r + vec(-0.15, -0.15, 0))
+    t = term("kl_cov", x, adv, chosen=chosen)
+    assert torch.allclose(t.coefficient, r + vec(-1, 1, 0))
     # 1.35 and 1.65 by the clip, the second as chosen
-    assert held.clipped.tolist() == [HIGH, HIGH, HIGH]
-    assert term(
-        "clip_cov", x, adv, chosen=yes(0, 1, 0), eps_low=0.5, eps_high=0.5
-    ).clipped.tolist() == [0, HIGH, HIGH]
-    assert term("clip_cov", -x, -adv, chosen=yes(1, 0, 0)).clipped.tolist() == [LOW, 0, LOW]
-    assert term("clip_cov", -x, -adv, chosen=yes(0, 0, 0), eps_low=0.9).clipped.tolist() == [
-        0,
-        0,
-        0,
-    ]
+    narrow, second = {"eps_low": 0.5, "eps_high": 0.5}, yes(0, 1, 0)
+    for sign, some, keys, marks in (
+        (1, second, {}, [HIGH, HIGH, HIGH]),
+        (1, second, narrow, [0, HIGH, HIGH]),
+        (-1, yes(1, 0, 0), {}, [LOW, 0, LOW]),
+        (-1, yes(0, 0, 0), {"eps_low": 0.9}, [0, 0, 0]),
+    ):
+        t = term("clip_cov", sign * x, sign * adv, chosen=some, **keys)
+        assert t.clipped.tolist() == marks

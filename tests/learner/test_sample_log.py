@@ -26,11 +26,8 @@ def logged(c: Any, run_dir: Path, *batches: int) -> list[dict[str, Any]]:
 
 
 def test_a_row_has_all_that_the_learner_knows_of_a_token(model_dir: Path, tmp_path: Path) -> None:
-    made = core(
-        model_dir,
-        learner={"minibatches": 2, "epochs": 2},
-        record={"samples_every": 1, "token_samples": ["group"]},
-    )
+    record = {"samples_every": 1, "token_samples": ["group"]}
+    made = core(model_dir, learner={"minibatches": 2, "epochs": 2}, record=record)
     rows = logged(made, tmp_path, 0)
     source = batch(0, seed=0)
     assert [(row["ticket"], row["sample"]) for row in rows] == [(0, s) for s in range(SIZE)]
@@ -80,9 +77,8 @@ def test_each_rule_chooses_its_sample(model_dir: Path) -> None:
     far = [float(moved[packed.find_token_positions([i])].mean()) for i in range(packed.count)]
     assert by_rule["off_policy"] == [far.index(max(far))]
     prep.batch.mask[packed.find_token_positions([far.index(max(far))])] = 0
-    (again,) = [
-        i for i, why in choose_samples(packed, prep, made.config, 20).items() if "off_policy" in why
-    ]
+    chosen = choose_samples(packed, prep, made.config, 20)
+    (again,) = [i for i, why in chosen.items() if "off_policy" in why]
     assert again == far.index(sorted(far)[-2]), "tokens that nothing sampled have no part in it"
     prep.passed[packed.find_token_positions([by_rule["best"][0]])] = False
     left = choose_samples(packed, prep, made.config, 20)
@@ -92,6 +88,7 @@ def test_each_rule_chooses_its_sample(model_dir: Path) -> None:
 def test_only_every_few_batches_are_logged(model_dir: Path, tmp_path: Path) -> None:
     made = core(model_dir, record={"samples_every": 2, "token_samples": ["best"]})
     assert [row["batch"] for row in logged(made, tmp_path, 0, 1, 2)] == [0, 2]
+    assert logged(core(model_dir, record={"token_samples": []}), tmp_path, 0) == []
 
 
 def test_a_resumed_learner_drops_what_it_trains_again(model_dir: Path, tmp_path: Path) -> None:
@@ -118,12 +115,9 @@ def test_the_file_keeps_to_its_bound(
 
 def test_each_optimizer_step_has_its_row(model_dir: Path, tmp_path: Path) -> None:
     """With IS-reshape's own numbers; a resumed learner drops the rows that it makes again."""
-    made = core(
-        model_dir,
-        learner={"epochs": 3, "minibatches": 2, "gradient_cosine": "log"},
-        loss={"surrogate": "reshape"},
-        correction={"proximal": "behavior"},
-    )
+    learner = {"epochs": 3, "minibatches": 2, "gradient_cosine": "log"}
+    sections = {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}}
+    made = core(model_dir, learner=learner, **sections)
     log = BatchLog(made.config, tmp_path, 0)
     for number in range(2):
         metrics = made.train(batch(number, seed=number))
@@ -156,10 +150,6 @@ def test_the_log_of_steps_keeps_to_its_bound(
     log.close()
     assert [row["step"] for row in jsonl.read(log.path)] == [0] * 3
     assert capsys.readouterr().err.count("record.optimizer_steps_mib = 1: later rows") == 1
-
-
-def test_nothing_is_logged_without_rules(model_dir: Path, tmp_path: Path) -> None:
-    assert logged(core(model_dir, record={"token_samples": []}), tmp_path, 0) == []
 
 
 class ByteTokenizer:

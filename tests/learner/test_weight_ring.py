@@ -280,8 +280,7 @@ def test_without_room_for_slots_it_says_so(tmp_path: Path, monkeypatch: pytest.M
 def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
     r = ring(tmp_path)
     (r.directory / "manifest").write_bytes(b"\xc1")
-    with pytest.raises(
-        DamagedDataError, match=rf"^{r.directory}/manifest is not a manifest of wei"
-    ):
+    said = rf"^{r.directory}/manifest is not a manifest of wei"
+    with pytest.raises(DamagedDataError, match=said):
         RingReader(r.directory, "a")
     r.close()
