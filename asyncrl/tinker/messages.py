@@ -13,6 +13,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 ErrorCategory = Literal["user", "server"]
 UNKNOWN = -1  # lag of a sampled token whose sequence is unknown
 NOT_SAMPLED = -2  # lag of a token that is not trained, such as a prompt's
+FREE_BYTES = 1 << 30  # of the disk, which weights that a client names leave free
 LABEL = "asyncrl_label"  # file beside saved weights
 SUPERVISED = -3  # lag of a token that cross_entropy trains and no sequence contains
 
@@ -92,12 +93,14 @@ class SaveWeights(Struct, frozen=True, tag=True):
     state: include the optimizer, so that training can continue from it; otherwise write only the
         weights, as a sampler needs them.
     label: version and branch of the weights, for their file LABEL; "": they are not for samplers.
+    named: a client named them, and they stay until a client deletes them.
     """
 
     model: str
     path: str
     state: bool = False
     label: str = ""
+    named: bool = False
 
 
 class SampleCall(Struct, frozen=True, tag=True):

@@ -168,6 +168,10 @@ class CallLog:
         """Return the numbers of the calls or of the outcomes on disk, sorted."""
         return sorted(int(path.stem) for path in self.calls.glob(f"*.{kind}"))
 
+    def measure(self) -> int:
+        """Return the bytes of all calls and results on disk."""
+        return sum(path.stat().st_size for path in self.calls.iterdir())
+
     def locate_checkpoint(self, number: int, version: int) -> Path:
         return self.checkpoints / f"{number:09d}-{version}"
 

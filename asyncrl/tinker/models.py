@@ -31,6 +31,7 @@ import msgspec
 import numpy as np
 import tinker.types as sdk
 import xxhash
+from starlette.exceptions import HTTPException
 from tinker.proto import tinker_public_pb2 as pb
 
 from asyncrl.config import load
@@ -40,6 +41,7 @@ from asyncrl.records.jsonl import JsonObject
 from asyncrl.tinker import wire
 from asyncrl.tinker.links import WorkerExited, WorkerLink, log
 from asyncrl.tinker.messages import (
+    FREE_BYTES,
     NOT_SAMPLED,
     CallDone,
     CallFailure,
@@ -75,6 +77,7 @@ from asyncrl.tinker.sequences import (
 )
 from asyncrl.tinker.settings import TinkerConfig, build_run_config
 
+CALL_BYTES = 1 << 30  # of calls and results after which a model gets a checkpoint
 FARTHEST = 10_000  # most calls that a call may be ahead of the next one
 
 
@@ -102,6 +105,7 @@ class ServedModel:
         record, folder = self.record, self.folder
         self.sizes: dict[int, int] = {}  # bytes of the calls that wait
         self.log = CallLog(folder)
+        self.logged = self.log.measure()  # bytes
         self.branch = 0  # number of the load_weights call that its weights descend from
         self.ancestry = ModelAncestry(record.model, dict(record.parents))
         self.version = record.version
@@ -212,11 +216,18 @@ class ServedModel:
             raise ConfigError(
                 f"seq_id {number} of {self.record.model} is far ahead of the next one, {self.next}"
             )
+        if shutil.disk_usage(self.folder).free - len(call.body) < FREE_BYTES // 4:
+            raise HTTPException(
+                503, f"the disk of {self.folder} is full: delete saved weights, or free other space"
+            )
         # the one that all others wait for is always accepted
         if number > self.next and not self.shares.is_free(self.record.session, len(call.body)):
             raise self.shares.refuse(self.record.session, "training calls")
-        self.log.write(number, "call", call)
         self.digests[number] = xxhash.xxh3_128_digest(call.body)
+        if self.logged > 2 * CALL_BYTES and call.route.startswith("forward"):
+            call = msgspec.structs.replace(call, body=b"")  # it is refused in its turn
+        self.log.write(number, "call", call)
+        self.logged += len(call.body)
         self._open_promise(call)
         self.arrived.set()
 
@@ -270,6 +281,7 @@ class ServedModel:
             log(f"{self.record.model}, call {number}, {call.route}", traceback=True)
             outcome = self._build_outcome(error=repr(error), category="server")
         self.log.write(number, "outcome", outcome)  # from here on the call's effect is permanent
+        self.logged += len(outcome.reply)
         self._apply_outcome(number, call.route, outcome)
         self.digests.pop(number, None)
         self.shares.used -= Counter({self.record.session: self.sizes.pop(number)})
@@ -278,7 +290,9 @@ class ServedModel:
             del self.promises[finished]  # `find_promise` reads it from disk
         interval = self.config.training.checkpoint_every
         stepped = call.route == "optim_step" and self.version % interval == 0
-        if not outcome.error and stepped:
+        # between two steps, all that a checkpoint lacks is a gradient, or that one was refused
+        is_large = self.logged > CALL_BYTES and not (self.lags or self.refused)
+        if is_large or (stepped and not outcome.error):
             path = str(self.log.locate_checkpoint(number, self.version))
             try:
                 await self._call_trainer(SaveWeights(self.record.model, path, state=True))
@@ -288,12 +302,20 @@ class ServedModel:
                 self.log.prune()
         elif call.route == "load_weights":
             self.log.prune()
+        else:
+            return
+        self.logged = self.log.measure()
 
     async def _perform(self, call: TrainingCall) -> TrainingOutcome:
         if self.unusable:
             raise RequestRefused(self.unusable)
         match call.route:
             case "forward" | "forward_backward":
+                if not call.body:
+                    raise RequestRefused(
+                        f"the calls of {self.record.model} since its last optimizer step take "
+                        f"{self.logged >> 20} MiB of the disk, which is too much: call optim_step"
+                    )
                 return await self._compute_loss(wire.parse_loss_request(call.body))
             case "create_model":
                 await self._call_trainer(None)
@@ -494,7 +516,8 @@ class ServedModel:
     async def _write_saved(self, path: Path, number: int, *, state: bool = False) -> None:
         """Save the model under a name or as a version, and write its record."""
         label = f"{self.version} {self.ancestry.model}"
-        await self._call_trainer(SaveWeights(self.record.model, str(path), state, label))
+        named = path.parent.name != "versions"
+        await self._call_trainer(SaveWeights(self.record.model, str(path), state, label, named))
         note = SavedWeights(
             self.ancestry.model,
             self.record.rank,

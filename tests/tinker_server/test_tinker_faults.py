@@ -4,6 +4,7 @@ import errno
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,8 +19,9 @@ from tinker_local_kit import KEY, LocalServer
 from asyncrl.records import jsonl, metrics
 from asyncrl.records.jsonl import JsonlAppender
 from asyncrl.records.metrics import MetricsWriter
-from asyncrl.tinker import wire
+from asyncrl.tinker import models, wire
 from asyncrl.tinker.links import WorkerExited
+from asyncrl.tinker.messages import FREE_BYTES
 from asyncrl.tinker.model_records import CallLog
 from asyncrl.tinker.models import ServedModel
 
@@ -141,6 +143,59 @@ def test_models_begun_from_saved_weights_are_restored(tmp_path: Path, is_damaged
                 assert [*model.log.checkpoints.iterdir()] or client is first
     finally:
         server.stop()
+
+
+def test_saved_weights_leave_room_for_the_steps_of_others(
+    server: LocalServer, service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, other = (service.create_lora_training_client("tiny", rank=2).result() for _ in range(2))
+    disk = SimpleNamespace(free=FREE_BYTES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    for save in (client.save_state, client.save_weights_for_sampler):
+        with pytest.raises(tinker.RequestFailedError, match=r"w: not saved: .* delete saved w"):
+            save("w").result()
+    step(other)
+    other.save_weights_and_get_sampling_client().result()
+    disk.free //= 2
+    with pytest.raises(tinker.RequestFailedError, match="less than 512 MiB of the disk free"):
+        client.save_weights_and_get_sampling_client().result()
+    step(other)
+    disk.free //= 2
+    body = {"model_id": client.model_id, "seq_id": 4, "adam_params": {}}
+    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY}) as http:
+        reply = http.post("/optim_step", json=body)
+        assert reply.status_code == 503 and "is full: delete saved" in reply.json()["error"]
+        disk.free = 2 * FREE_BYTES
+        assert "error" not in call(http, "optim_step", body).json()
+    assert other.save_state("w").result().path
+
+
+def test_calls_of_one_model_do_not_fill_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint covers them, except those of a gradient, which are then refused."""
+    monkeypatch.setattr(models, "CALL_BYTES", 2_000)
+    server = LocalServer(tmp_path)
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        log = server.server.models[client.model_id].log
+        step(client)
+        for _ in range(30):
+            expected = scored(client)
+            assert log.measure() < 6_000
+        assert [version for _, version in log.list_checkpoints()] == [1, 1]
+        with pytest.raises(tinker.RequestFailedError, match="which is too much: call optim_step"):
+            for _ in range(30):
+                client.forward_backward(TUNED, "cross_entropy").result()
+        with pytest.raises(tinker.RequestFailedError, match="the step was not made"):
+            client.optim_step(ADAM).result()
+        assert np.array_equal(scored(client), expected) and log.measure() < 6_000
+        step(client)
+        expected = scored(client)
+        server.training.kill()
+        server.training.generation += 1
+        assert np.array_equal(scored(client), expected)
+    server.stop()
 
 
 def build_loss(server: LocalServer, client: tinker.TrainingClient) -> pb.ForwardBackwardRequest:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from asyncrl.models.policy import PolicyModel, export, list_named_weights, load_
 from asyncrl.models.trainer import Trainer, split_by_length
 from asyncrl.records import atomic_write
 from asyncrl.tinker.messages import (
+    FREE_BYTES,
     LABEL,
     NOT_SAMPLED,
     CallDone,
@@ -147,9 +149,20 @@ class TrainedModel:
             state = torch.load(path / STATE, weights_only=True, map_location="cpu")
             self.trainer.optimizer.load_state_dict(state["optimizer"])
 
-    def save(self, path: Path, *, state: bool, label: str = "") -> None:
-        """Write the weights with their label, with `state` also the optimizer."""
+    def save(self, path: Path, *, state: bool, label: str = "", named: bool = False) -> None:
+        """Write the weights with their label, with `state` also the optimizer.
+
+        Raises ConfigError if too little of the disk would stay free: named weights leave room for
+        two checkpoints, and others for the rows and calls of the server."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        size = sum(weight.nbytes for weight in self.trainer.parameters) * (3 if state else 1)
+        floor = FREE_BYTES + 2 * size if named else FREE_BYTES // 2
+        if (free := shutil.disk_usage(path.parent).free) < size + floor:
+            raise ConfigError(
+                f"{path}: not saved: {size / 2**20:.1f} MiB would leave less than "
+                f"{floor >> 20} MiB of the disk free, which has {free >> 20} MiB: delete saved "
+                "weights (delete_checkpoint), or free other space"
+            )
         with atomic_write.replace(path) as folder:
             weights = folder / (MODEL if state else "")
             weights.parent.mkdir(exist_ok=True)
@@ -194,7 +207,12 @@ class ServedModels:
                     self.models[request.model].drop_gradient()
                 case SaveWeights():
                     model = self.models[request.model]
-                    model.save(Path(request.path), state=request.state, label=request.label)
+                    model.save(
+                        Path(request.path),
+                        state=request.state,
+                        label=request.label,
+                        named=request.named,
+                    )
                 case _:
                     return CallFailure(f"{type(request).__name__} is not a training call", "server")
         except Exception as error:  # it must not cost the models of other clients
