@@ -19,6 +19,7 @@ from tinker_kit import draw, output_logprobs, policy_datum, prompt, tuned_datum,
 from tinker_local_kit import KEY, LocalServer
 
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.toml_writer import fill
 from asyncrl.records import jsonl, metrics
 from asyncrl.supervise import tinker_status as status
 from asyncrl.tinker import app, settings, wire
@@ -418,7 +419,8 @@ def test_doctor_finds_samples_of_another_distribution(start: Start) -> None:
                 step(client, [policy_datum(sequence) for sequence in result.sequences])
             seen = status.examine(server.folder / client.model_id.replace(":", "-"))
             assert len(seen["models"][0]["findings"]) == expected
-    [line] = [line for line in status.format_lines(seen) if "health check" in line]
+    lines = fill(status.STATE, **seen).splitlines()
+    [line] = [line for line in lines if "health check" in line]
     assert "engine and learner differ at equal weights" in line and "temperature 1" in line
 
 
