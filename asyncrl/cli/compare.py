@@ -32,7 +32,7 @@ def compare(
         configs = grid.resolve(source, sets, chosen_arms)
         warm = set() if real else grid.find_warm_arms(configs)
         for name, config in configs.items():
-            differs = arming.compare_with_first({"": base, name: config})[name]
+            differs = arming.find_changes(base, config)
             print(
                 f"{name}: {arming.format_differences(differs) if differs else 'as configured'} "
                 f"({'a warm process' if name in warm else 'real processes'})"

@@ -15,7 +15,7 @@ import itertools
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, get_args, get_origin
 
 import msgspec
@@ -40,6 +40,16 @@ class UnreadKey(NamedTuple):
     key: str
     chooser: str
     problem: str
+
+
+def key_of(item: str) -> str:
+    """Return the key of a `--set` item."""
+    return item.partition("=")[0].strip()
+
+
+def is_inside(key: str, names: Iterable[str]) -> bool:
+    """Return whether `key` is one of the names or in a section of that name."""
+    return f"{key}.".startswith(tuple(f"{name}." for name in names))
 
 
 def split_annotations(kind: Any) -> tuple[Any, list[Meta]]:

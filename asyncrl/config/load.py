@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_ori
 import msgspec
 
 from asyncrl.config import bundled_configs, layers, methods, presets, rules
-from asyncrl.config.layers import FlatTable
+from asyncrl.config.layers import FlatTable, is_inside, key_of
 from asyncrl.config.tree import Config
 from asyncrl.contract import toml_writer
 from asyncrl.contract.errors import ConfigError
@@ -97,7 +97,7 @@ def load_as(
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except (tomllib.TOMLDecodeError, ConfigError) as error:
         problem = "" if isinstance(error, ConfigError) else f"is not valid TOML: {error}"
-        problem = bundled_configs.explain_other_system(text, list_keys(tree.root)) or problem
+        problem = bundled_configs.explain_other_system(text, layers.list_keys(tree.root)) or problem
         raise ConfigError(f"{path}: {problem}" if problem else str(error)) from error
 
 
@@ -111,9 +111,8 @@ class _ConfigSource(NamedTuple):
     def locate(self, key: str) -> str:
         """Return file:line of a key, or the --set item that set it."""
         for item in self.sets:
-            item_key = item.partition("=")[0].strip()
-            nested = item_key.startswith(f"{key}.") or key.startswith(f"{item_key}.")
-            if key and (item_key == key or nested):
+            item_key = key_of(item)
+            if key and (is_inside(item_key, [key]) or is_inside(key, [item_key])):
                 return f"--set {item}"
         section, _, name = key.rpartition(".")
         current_section = ""
@@ -341,9 +340,9 @@ def explain_unknown_key(key: str, root: Any, fields: Collection[str]) -> str:
     return f"unknown key; keys of this section: {', '.join(fields)}"
 
 
-def list_keys(kind: Any = Config) -> list[str]:
+def list_keys() -> tuple[str, ...]:
     """Return every dotted key of the tree."""
-    return list(layers.list_keys(kind))
+    return layers.list_keys(Config)
 
 
 def _find_type(key: str, root: Any = Config) -> Any:
@@ -382,7 +381,7 @@ def require_same_config(started: Config, current: Config, sets: Sequence[str], p
     started: the config that the process was started with.  current: the run's config in `path`,
     which applies to all its processes, so that the --set would be ignored."""
     # the last item of a repeated key applies
-    for key, item in {item.partition("=")[0].strip(): item for item in sets}.items():
+    for key, item in {key_of(item): item for item in sets}.items():
         values = [msgspec.to_builtins(config) for config in (started, current)]
         for name in key.split("."):
             values = [value.get(name) if isinstance(value, dict) else None for value in values]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from asyncrl.config.layers import FlatTable
+from asyncrl.config.layers import FlatTable, key_of
 from asyncrl.contract.toml_writer import RawTable, read_table
 
 PRESET_TABLES: dict[str, dict[str, RawTable]] = read_table(__file__)
@@ -30,7 +30,7 @@ def forget(flat: FlatTable, sets: Sequence[str]) -> None:
     """Remove the file's keys that a preset on the command line replaces.
 
     A resolved file has all of them, so that the preset would otherwise change nothing."""
-    set_keys = {item.partition("=")[0].strip() for item in sets}
+    set_keys = {*map(key_of, sets)}
     for chooser in BUNDLES.keys() & set_keys:
         for key in {key for keys in BUNDLES[chooser].values() for key in keys} - set_keys:
             flat.pop(key, None)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from asyncrl.config.layers import key_of
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 
@@ -98,7 +99,7 @@ def split_gpus(config: Config, count: int, sets: Sequence[str] = ()) -> DeviceSp
     option = f"--gpus {count}"
     ranks = config.learner.process_count
     for item in sets:
-        if item.partition("=")[0].strip() in SPLIT_KEYS:
+        if key_of(item) in SPLIT_KEYS:
             raise ConfigError(f"{option}: sets {', '.join(SPLIT_KEYS)}; leave out --set {item}")
     if config.model.device not in ("auto", "cuda"):
         raise ConfigError(

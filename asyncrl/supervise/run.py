@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import load, rules
+from asyncrl.config import layers, load, rules
 from asyncrl.config.tree import Config, explain_changed_steps
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo
@@ -113,8 +113,8 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
     stored = load.load(run_dir / "config.toml")
     config = load.load(run_dir / "config.toml", sets)
     for item in sets:
-        key = item.partition("=")[0].strip()
-        if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED_ON_RESUME):
+        key = layers.key_of(item)
+        if layers.is_inside(key, FIXED_ON_RESUME):
             raise ConfigError(
                 f"--set {item}: {key} cannot change when a run is resumed; start a new run"
             )

@@ -124,7 +124,7 @@ def _describe_model(folder: Path) -> JsonObject:
         "lag_max": max(totals.lags, default=0),
         "trained_tokens": totals.lags.total() + totals.unknown,
         "unknown_tokens": totals.unknown,
-        "supervised_tokens": ledger.get("supervised_tokens", 0),
+        "supervised_tokens": ledger["supervised_tokens"],
         "ledger": ledger,
         "findings": [finding.as_line() for finding in run_health_checks(folder)],
     }
@@ -208,15 +208,15 @@ class TinkerModelView(RunView):
         """Return two tables: sequences by their number of trainings, trained tokens by lag."""
         counts = read_ledger(self.path)
         totals = sum_lags(self.path)
-        others = {"unknown lag": totals.unknown, "supervised": counts.get("supervised_tokens", 0)}
-        sampled, tokens = counts.get("sampled", 0), counts.get("sampled_tokens", 0)
+        others = {"unknown lag": totals.unknown, "supervised": counts["supervised_tokens"]}
+        sampled, tokens = counts["sampled"], counts["sampled_tokens"]
         trained = totals.lags.total() + sum(others.values())
         uses = {
             "never trained": "never_trained",
             "trained once": "trained_once",
             "trained more often": "trained_again",
         }
-        sequences = {label: counts.get(key, 0) for label, key in uses.items()}
+        sequences = {label: counts[key] for label, key in uses.items()}
         lags = {f"lag {lag}": n for lag, n in sorted(totals.lags.items())}
         lags |= {label: n for label, n in others.items() if n}
         return [

@@ -290,7 +290,7 @@ def test_a_method_before_the_colon_is_that_method() -> None:
     assert arms_made.parse_arm("mine:learner.lr=1").title == "learner.lr=1"
     configs = grid.resolve("demo", (), [arms_made.parse_arm("sync:staleness.max_lag=0"), named])
     assert configs["tis16"].correction.level == "token" and configs["tis16"].staleness.limit == 16
-    differs = arms_made.compare_with_first(configs)["tis16"]
+    differs = arms_made.find_changes(*configs.values())
     assert differs["staleness.max_lag"] == (0, 16)
     assert differs["loss.surrogate"] == ("ppo", "decoupled_ppo") and "learner.lr" not in differs
     assert "staleness.max_lag = 16 (0)" in arms_made.format_differences(differs)

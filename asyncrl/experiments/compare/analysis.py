@@ -17,7 +17,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Numbers
 from asyncrl.contract.toml_writer import fill, flatten, read_table
 from asyncrl.experiments.compare import verdict
-from asyncrl.experiments.compare.arms import compare_with_first
+from asyncrl.experiments.compare.arms import find_changes
 from asyncrl.experiments.compare.grid import (
     SWEPT_KEYS,
     SYNC,
@@ -243,7 +243,6 @@ def judge_arms(runs: Runs, configs: Mapping[str, Config]) -> list[Summary]:
     The out-of-distribution reward is judged if every run measured it.
     """
     base = next(iter(configs))
-    differs = compare_with_first(configs)
     verdicts = []
     for metric, attribute, description, prompts in MEASURES:
         values = {
@@ -263,7 +262,7 @@ def judge_arms(runs: Runs, configs: Mapping[str, Config]) -> list[Summary]:
                     "metric": metric,
                     "difference": difference.mean,
                     "verdict": "equal" if same else difference.choose_word(),
-                    "differs": differs.get(arm, {}),
+                    "differs": find_changes(configs[base], configs[arm]),
                     "text": f"{arm} is bitwise equal to {base}"
                     if same
                     else verdict.state_verdict(arm, base, difference, description),

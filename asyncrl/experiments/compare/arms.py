@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import methods
+from asyncrl.config import layers, methods
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import Differences, find_differences
@@ -86,7 +86,7 @@ def parse_arm(text: str, option: str = "--arm") -> Arm:
                 f"{option} {text}: same-as belongs to compare; a sweep does not repeat a correction"
             )
         return Arm(name, [], items[0].removeprefix("same-as="))
-    key_of = {item: item.partition("=")[0].strip() for item in items}
+    key_of = {item: layers.key_of(item) for item in items}
     extra_sets = [item for item in items if key_of[item] != METHOD]
     chosen = [
         item.partition("=")[2].strip().strip("'\"") for item in items if key_of[item] == METHOD
@@ -130,11 +130,9 @@ def format_changes(differences: Differences) -> list[str]:
     return [f"{key}: {base}, now {value}" for key, (base, value) in differences.items()]
 
 
-def compare_with_first(configs: Mapping[str, Config]) -> dict[str, Differences]:
-    """Map each arm to its config's differences from the first arm."""
-    tables = convert_configs(configs)
-    base, *names = tables
-    return {name: find_differences(tables[base], tables[name]) for name in names}
+def find_changes(base: Config, config: Config) -> Differences:
+    """Return the keys that differ in `config`, each with its two values."""
+    return find_differences(*convert_configs({"base": base, "config": config}).values())
 
 
 def format_differences(differences: Differences) -> str:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from asyncrl.config import load
+from asyncrl.config import layers, load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import Say
@@ -34,8 +34,8 @@ from asyncrl.experiments.compare.arms import (
     CORRECTIONS,
     Arm,
     ArmDescription,
-    compare_with_first,
     convert_configs,
+    find_changes,
     format_changes,
     format_differences,
 )
@@ -236,8 +236,8 @@ def refuse_shared_keys(
 ) -> None:
     """Raise ConfigError if an arm's items set a key that all arms share, or one of `swept`."""
     for item in items:
-        key = item.partition("=")[0].strip()
-        if key in swept or any(key == shared or key.startswith(shared + ".") for shared in SHARED):
+        key = layers.key_of(item)
+        if key in swept or layers.is_inside(key, SHARED):
             raise ConfigError(f"{context}: {key} must be the same in all {where}")
 
 
@@ -333,7 +333,7 @@ class SweepPlan:
         descriptions = []
         for name, title in titles.items():
             config = self.arms[self.cell[name, self.limits[-1]]]
-            differs = compare_with_first({"": self.arms[SYNC], name: config})[name]
+            differs = find_changes(self.arms[SYNC], config)
             shown = {key: pair for key, pair in differs.items() if key not in SWEPT_KEYS}
             descriptions.append((name, title, format_differences(shown)))
         return descriptions
@@ -531,12 +531,14 @@ class Comparison(Grid):
 
     def describe(self) -> list[ArmDescription]:
         """Describe each arm by its title and its differences from the first arm."""
-        differs = compare_with_first(self.configs)
+        base = next(iter(self.configs))
         return [
             (
                 name,
                 f"the same as {arm.same_as}" if arm.same_as else arm.title,
-                format_differences(differs[name]) if name in differs else "",
+                ""
+                if name == base
+                else format_differences(find_changes(self.configs[base], self.configs[name])),
             )
             for name, arm in self.arms.items()
         ]

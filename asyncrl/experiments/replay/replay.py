@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from asyncrl.config import load
+from asyncrl.config import layers, load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteError
 from asyncrl.contract.messages import Numbers
@@ -55,11 +55,11 @@ def check_sets(sets: Sequence[str]) -> None:
     """Raise ConfigError for a key that affects sampling, because the data is fixed."""
     keys = set(load.list_keys())
     for item in sets:
-        key = item.partition("=")[0].strip()
+        key = layers.key_of(item)
         if reason := DECIDES_DATA.get(key):
             raise ConfigError(f"--set {item}: a replay cannot change {key}: {reason}")
         # the config reports an unknown key, with the nearest one
-        if key in keys and not f"{key}.".startswith(tuple(f"{k}." for k in MAY_CHANGE)):
+        if key in keys and not layers.is_inside(key, MAY_CHANGE):
             raise ConfigError(
                 f"--set {item}: {key} changes what is sampled, and a replay trains on recorded "
                 f"samples; start a new run (a replay may change {', '.join(MAY_CHANGE)})"
