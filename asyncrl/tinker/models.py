@@ -429,6 +429,7 @@ class ServedModel:
         sampled: list[list[SampledRun]] = []
         matched = Counter(self.matched)
         for index, (datum, spans) in enumerate(zip(decoded.data, decoded.spans, strict=True)):
+            await asyncio.sleep(0)  # other clients' requests go on between two datums
             try:
                 runs = self.ledger.resolve(datum, spans, matched, self.ancestry)
             except ConfigError as error:

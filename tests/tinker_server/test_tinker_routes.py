@@ -1,5 +1,6 @@
 """Routes of the Tinker API on a server in this process, by plain HTTP and by the client."""
 
+import asyncio
 import errno
 import json
 import os
@@ -150,6 +151,22 @@ def test_calls_are_numbered(http: httpx.Client, service: tinker.ServiceClient) -
     for name in (f"{model}:call:first", "lost:sample:1"):
         reply = http.post("/retrieve_future", json={"request_id": name})
         assert "is not known here any more" in error(reply, 410)
+
+
+def test_requests_go_on_between_the_datums_of_a_loss(
+    server: LocalServer, service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = service.create_lora_training_client("tiny", rank=2).result()
+    resolve, others, seen = server.server.ledger.resolve, list[int](), list[int]()
+
+    def note(*values: Any) -> Any:
+        seen.append(len(others))
+        asyncio.get_running_loop().call_soon(others.append, 1)
+        return resolve(*values)
+
+    monkeypatch.setattr(server.server.ledger, "resolve", note)
+    client.forward(TUNED * 3, "cross_entropy").result()
+    assert seen == [0, 1, 2]
 
 
 def test_an_unexpected_error_costs_its_own_call(
