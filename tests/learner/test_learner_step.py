@@ -508,14 +508,17 @@ def test_exact_kl_needs_both_packed(model_dir: Path, monkeypatch: pytest.MonkeyP
         loaded.clear()
         # the others do without it
         core(model_dir, kl={"loss": {"coefficient": 0.1, "off_policy": "prefix"}})
-    loaded.clear()
-    monkeypatch.setattr(step, "load_learner_policy", partial(load, without=0, loaded=loaded))
-    with pytest.raises(ConfigError) as e:
-        core(model_dir, advantage={"name": "otb"})
-    assert str(e.value) == (
-        "advantage.name: otb needs a model of the packed forward (Llama, Qwen2, Qwen3, Mistral, "
-        "Qwen3-MoE, Mixtral); use another"
-    )
+    centers: Any = {"loss": {"surrogate": "reinforce", "center": "exact"}}
+    otb: Any = {"advantage": {"name": "otb"}}
+    for key, keys in (("loss.center", centers), ("advantage.name: otb", otb)):
+        loaded.clear()
+        monkeypatch.setattr(step, "load_learner_policy", partial(load, without=0, loaded=loaded))
+        with pytest.raises(ConfigError) as e:
+            core(model_dir, **keys)
+        assert str(e.value) == (
+            f"{key} needs a model of the packed forward (Llama, Qwen2, Qwen3, Mistral, "
+            "Qwen3-MoE, Mixtral); use another"
+        )
 
 
 def test_the_fresher_a_token_the_nearer_its_anchor_to_the_behaviour(model_dir: Path) -> None:

@@ -186,6 +186,8 @@ def test_a_removed_ring_is_made_anew_with_all_that_it_held(tmp_path: Path) -> No
     source = WeightsSource(1, socket.gethostname(), str(tmp_path / "ring"), "")
     assert before.pull(source, Label(1, 1), digests[1]) is not None and not r.recreate()
     rmtree(tmp_path / "ring")
+    with pytest.raises(FileNotFoundError):
+        weight_ring._map(tmp_path / "none", SIZE, create=False)
     assert before.pull(source, Label(1, 1), digests[1]) is not None  # its maps hold what they held
     assert r.recreate() and not r.recreate()
     assert r.list_labels() == {Label(1, n): digests[n] for n in range(2)}

@@ -215,10 +215,13 @@ def test_what_clients_read_of_server_models_and_samplers(
         reply = http.post("/create_sampling_session", json=asked | {"model_path": other})
         assert reply.status_code == code, reply.text
     assert "sampling_session_seq_id 77" in reply.json()["error"]
+    fork = service.create_training_client_from_state(state).result()
+    models = server.server.models
+    assert models[fork.model_id].record.version == models[client.model_id].version
     rest.delete_checkpoint(client.model_id, "weights/state").result()
     listed = rest.list_checkpoints(client.model_id).result().checkpoints
     assert [checkpoint.tinker_path for checkpoint in listed] == [sampler]
-    assert not server.server.models[client.model_id].folder.joinpath("weights", "state").exists()
+    assert not models[client.model_id].folder.joinpath("weights", "state").exists()
     with pytest.raises(tinker.BadRequestError, match="state"):
         service.create_training_client_from_state(state).result()
 

@@ -125,7 +125,6 @@ def _build_format(key: str, value: Any) -> str:
 
 
 def _build_structured(value: Any) -> str:
-    kinds = {"json", "regex", "choice"}
     if (
         not isinstance(value, dict)
         or len(kinds_given := {k for k in value if value[k] is not None}) != 1
@@ -149,7 +148,7 @@ def _build_structured(value: Any) -> str:
         and all(isinstance(text, str) and text for text in form)
     ):
         return _require_valid(STRUCTURED, " | ".join(map(_quote, form)))
-    if kind in kinds:
+    if kind in ("regex", "choice"):
         raise build_refusal(STRUCTURED, f"{kind}: {form!r:.80}: give a text or, for choice, texts")
     raise build_refusal(
         STRUCTURED, f"{kind} is not served: give json, regex or choice", "unsupported_parameter"
