@@ -119,7 +119,7 @@ class Baseline:
     ) -> list[str]:
         """Put killers of the function's mutants first, then those of the file's other mutants.
 
-        Then come `users`, the files that speak of the constant, those that speak of the module, and
+        Then come the tests that name the constant, `users`, the files that speak of the module, and
         the others, the quickest first."""
         by_function = self.killers.get(path, {})
         of_function = by_function.get(function, Counter())
@@ -130,15 +130,13 @@ class Baseline:
         for t in tests:
             whole[t.split("::")[0]] += self.seconds[t]  # type: ignore[assignment]
         place = {t: i for i, t in enumerate(self.seconds)}
-        speaks = {
-            f: 2 * (constant == "" or not mentions(f, constant))
-            + (not mentions(f, Path(path).stem))
-            for f in whole
-        }
+        speaks = {f: mentions(f, Path(path).stem) for f in whole}
+        naming = {f: tests_naming(f, constant) for f in whole} if constant else {}
 
-        def order(t: str) -> tuple[bool, int, float, str, int]:
-            file = t.split("::")[0]
-            return t not in users, speaks[file], whole[file], file, place[t]
+        def order(t: str) -> tuple[bool, bool, bool, float, str, int]:
+            file, _, name = t.partition("::")
+            names = name.partition("[")[0] in naming.get(file, ())
+            return not names, t not in users, not speaks[file], whole[file], file, place[t]
 
         return begin + sorted(set(tests) - set(begin), key=order)
 
@@ -165,8 +163,16 @@ class Baseline:
 
 @functools.cache
 def mentions(test_file: str, name: str) -> bool:
-    """Return whether a test file speaks of a module or a constant."""
+    """Return whether a test file speaks of a module."""
     return re.search(rf"\b{name}\b", (ROOT / test_file).read_text()) is not None
+
+
+@functools.cache
+def tests_naming(test_file: str, name: str) -> set[str]:
+    """Return the names of the file's tests in which this name stands."""
+    word = re.compile(rf"\b{name}\b")
+    parts = re.split(r"(?m)^(?:async )?def ", (ROOT / test_file).read_text())
+    return {part.partition("(")[0] for part in parts[1:] if word.search(part)}
 
 
 def function_at(text: str, first: int, last: int) -> str:

@@ -72,6 +72,8 @@ def test_a_blob_is_checked_by_its_head_and_its_digest() -> None:
     blob = picture(0)
     images.check_blobs(images.index_by_digest([blob]))
     assert images.read_size(blob[: 8 + images.HEADER.size]) == images.read_size(blob)
+    largest = blob[:16] + b"\0\0\x10\0" * 2 + blob[24:]
+    assert images.read_size(largest) == (images.MOST_SIDE, 4096)
     damaged = blob[:60] + bytes([blob[60] ^ 1]) + blob[61:]
     for bad, said in (
         ({images.digest(blob): damaged}, f"digest {images.digest(blob)[:32]!r} that has another"),
