@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.completions_app import CompletionBody, CompletionOrder, parse_order
+from actors.completions_app import CompletionOrder, parse_order
 from actors.gateway.refusals import CallRefused
 from asyncrl.contract.messages import Prompt
 
@@ -35,12 +35,10 @@ def order(context: int = 64, *, chat: bool | None = None, **body: Any) -> Comple
 def fields(found: CompletionOrder) -> dict[str, Any]:
     """The fields that are not those of a plain completion."""
     body = msgspec.structs.asdict(found.body)
-    kept = ("temperature", "top_p", "top_k", "count", "seed", "echo")
-    plain = {name: getattr(CompletionBody(), name) for name in kept}
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "count": 1, "seed": None, "echo": False}
     plain |= {"max_new_tokens": 16, "stop": (), "most_likely": None}
-    given = {name: body[name] for name in kept} | {
-        name: getattr(found, name) for name in ("max_new_tokens", "stop", "most_likely")
-    }
+    given = {name: body.get(name, getattr(found, name, None)) for name in plain}
+    given["stop"] = found.stop
     changed = {name: value for name, value in given.items() if value != plain[name]}
     return {**changed, "prompts": [prompt.tolist() for prompt in found.prompts]}
 
@@ -74,13 +72,14 @@ def test_every_option_that_is_followed() -> None:
         stop=["x", "yz"],
         echo=True,
         logprobs=2,
-        user="me",
-        best_of=1,
+        **dict.fromkeys(("user", "store", "metadata", "stream_options", "best_of"), 1),
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0),
         stream=False,
+        repetition_penalty=1,
         logit_bias={},
+        tools=[],
         response_format={"type": "text"},
         suffix=None,
-        presence_penalty=0,
     )
     assert fields(found) == {
         "prompts": [[47, 48]],

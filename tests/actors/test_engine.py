@@ -1,5 +1,6 @@
 """The embedded engine against transformers: it records the log-probability it sampled from."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def test_a_bfloat16_engine_takes_the_learners_float32_weights(tmp_path: Path) ->
     policy.export(learners, tmp_path / "m")
     own = policy.load_policy(tmp_path / "m", "bfloat16", "cpu")
     e = EmbeddedEngine(own, slots=8, context=64, max_new_tokens=20)
+    assert (e.label, e.digest) == (Label(0, 0), "")
     requests = [request(t, s, [3 + t % 8] * (1 + t), 12) for t in range(4) for s in range(3)]
     for version in (1, 2):
         e.load(dict(policy.list_named_weights(learners)), Label(1, version), f"d{version}")
@@ -122,6 +124,12 @@ def test_growing_prompts_and_answers_keep_what_is_live(tmp_path: Path) -> None:
     made = e.steps_made
     assert made >= max(len(a.tokens) for a in answers) and not e.step(5)
     assert e.steps_made == made, "an empty engine makes no step"
+    e.add([dataclasses.replace(request(t, 0, [3], 2 * t), stop=()) for t in range(1, 5)])
+    rows = []
+    while e.active:
+        e.step(1)
+        rows.append(len(e.rows))
+    assert rows == [4, 4, 4, 4, 2, 2, 1, 1], "compacted below three quarters"
     for r in first + late:
         a = next(a for a in answers if a.key == r.key)
         torch.testing.assert_close(
@@ -627,6 +635,10 @@ def test_the_least_recently_used_goes_first(model: policy.PolicyModel) -> None:
     assert not any(map(kept.find, (a, b, c)))
     kept.keep(a)
     assert kept.find(a) == 2
+    grown = Numbered(model, 70 * KEPT_BLOCK)
+    for blocks, allocated in ((1, 32), (32, 32), (33, 64), (65, 70)):
+        grown.keep([3] * (blocks * KEPT_BLOCK))
+        assert grown.store.k.shape[2] == grown.store.v.shape[2] == allocated * KEPT_BLOCK
 
 
 def test_runs_of_sessions_keep_keys_and_no_others_do(tmp_path: Path) -> None:

@@ -249,8 +249,16 @@ def test_requests_renewals_and_greetings_go_by_the_clock(
         assert g.schedule.announced == reply.announcement
 
 
-def test_a_failed_reward_ends_a_run_that_is_to_stop(make: MakeGenerator) -> None:
+def test_a_failed_reward_ends_a_run_that_is_to_stop(
+    make: MakeGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     g = make("reward.on_error='stop'")
+    monkeypatch.setattr(generator, "build_trajectory", lambda *given: given)
+    g.outbox = Mock()
+    good = ("response", SimpleNamespace(failed=""))
+    g.turn.poll_results = lambda: [good]
+    g.collect()
+    g.outbox.add.assert_called_once_with(good)
     response = SimpleNamespace(ticket=SimpleNamespace(prompt=SimpleNamespace(id=7)))
     g.turn.poll_results = lambda: [(response, SimpleNamespace(failed="it raised"))]
     said = r"^the reward function failed on prompt 7: it raised \(reward\.on_error = stop\)$"

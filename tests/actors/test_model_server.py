@@ -19,9 +19,18 @@ import torch
 from model_server_kit import KEY, served, served_here
 
 from actors import completions_app
-from actors.completions_app import MOST_CONTEXT, CompletionsApp, EngineThread, build_config
+from actors.completions_app import (
+    MOST_CONTEXT,
+    CompletionBody,
+    CompletionOrder,
+    CompletionsApp,
+    EngineThread,
+    build_config,
+)
+from actors.engine import Completion
 from asyncrl.cli import main
 from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.transport.http_server import ListenAddress
@@ -80,6 +89,8 @@ def test_the_context_is_that_of_the_model_and_bounded_without_an_option(tmp_path
         assert made.generator.threads == len(os.sched_getaffinity(0))
         assert (made.model.dtype, made.model.device) == ("float32", "cpu")
     assert build_config(str(path), context=8, threads=2, **keys).generator.threads == 2
+    with pytest.raises(ConfigError, match=r"^MODEL: .* \(it has no config.json\)$"):
+        build_config(str(tmp_path), context=0, threads=1, **keys)
     with pytest.raises(ConfigError, match="has 4097 positions"):
         build_config(str(path), context=MOST_CONTEXT + 2, threads=1, **keys)
 
@@ -167,24 +178,71 @@ def test_chats_go_through_the_template(client: openai.OpenAI) -> None:
     assert content is not None and content.content is not None
     assert all(row.logprob == row.top_logprobs[0].logprob for row in content.content)
     assert chat.usage is not None and chat.usage.prompt_tokens == 4
+    raw = client.chat.completions.with_raw_response.create(model="tiny", messages=turns)
+    assert raw.headers["content-type"] == "application/json"
+    assert raw.parse().choices[0].logprobs is None
 
 
 def test_the_engine_has_the_digest_of_its_weights(
     app: tuple[str, CompletionsApp], directory: Path
 ) -> None:
     model = policy.load_policy(directory, "float32", "cpu")
-    assert app[1].engine.engine.digest == policy.compute_weights_digest(model)
+    loaded = app[1].engine.engine
+    assert (loaded.digest, loaded.label) == (policy.compute_weights_digest(model), Label(1, 0))
+
+
+def test_a_choice_ends_before_the_first_stop_text(
+    app: tuple[str, CompletionsApp], directory: Path
+) -> None:
+    tokenizer = load_tokenizer(directory)
+    prompt, text = (np.array(tokenizer.encode(x), np.int32) for x in ("cd", "bab"))
+    tokens = np.array([tokenizer.pad_token_id, *text], np.int32)
+    sample = Completion((0, 0, 1), prompt, tokens, np.zeros(4), [], "length", support=None)
+    for stop, echo, said, finish in (
+        ((), False, "bab", "length"),
+        (("zz", "ab"), True, "b", "stop"),
+        (("a", "b"), False, "", "stop"),
+    ):
+        order = CompletionOrder(CompletionBody(echo=echo), [prompt], 4, stop, None)
+        choice = {"index": 3, "logprobs": None, "finish_reason": finish}
+        plain = app[1]._build_choice(order, sample, None, 3, chat=False)
+        assert plain == choice | {"text": "cd" * echo + said}
+        message = {"role": "assistant", "content": said, "refusal": None}
+        chat = app[1]._build_choice(order, sample, None, 3, chat=True)
+        assert chat == choice | {"message": message}
+
+
+def test_an_engine_that_cannot_answer_is_an_error_of_the_server(
+    app: tuple[str, CompletionsApp], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Any) -> Any:
+        raise AsyncrlError("it is broken")
+
+    cancelled: list[Any] = []
+    monkeypatch.setattr(app[1].engine, "complete", broken)
+    monkeypatch.setattr(app[1].engine, "cancel", cancelled.extend)
+    headers = {"authorization": f"Bearer {KEY}"}
+    found = httpx2.post(f"{app[0]}/completions", json={"prompt": "a", "n": 2}, headers=headers)
+    error = {"message": "it is broken", "type": "server_error", "param": None, "code": "engine"}
+    assert (found.status_code, found.json()) == (500, {"error": error})
+    assert [key[1:] for key in cancelled] == [(0, 1), (1, 1)]
 
 
 def test_the_key_is_needed_and_other_routes_are_named(url: str) -> None:
     wrong = openai.OpenAI(base_url=url, api_key="other", max_retries=0)
-    with pytest.raises(openai.AuthenticationError, match="the key that it printed"):
-        wrong.completions.create(model="tiny", prompt="a")
-    with pytest.raises(openai.AuthenticationError):
-        wrong.models.list()
+    for ask in (lambda: wrong.completions.create(model="tiny", prompt="a"), wrong.models.list):
+        with pytest.raises(openai.AuthenticationError) as refused:
+            ask()
+        assert refused.value.body == {
+            "message": "this server needs the key that it printed at its start: set OPENAI_API_KEY",
+            "type": "authentication_error",
+            "param": None,
+            "code": "invalid_api_key",
+        }
     found = httpx2.get(f"{url}/tokenizer_info")
     assert found.status_code == 404 and "no_such_route" in found.text
-    assert httpx2.get(f"{url.removesuffix('/v1')}/health").status_code == 200
+    health = f"{url.removesuffix('/v1')}/health"
+    assert (httpx2.get(health).status_code, httpx2.post(health).status_code) == (200, 404)
     body = httpx2.post(
         f"{url}/completions", content=b"[", headers={"authorization": f"Bearer {KEY}"}
     )

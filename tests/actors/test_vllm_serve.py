@@ -125,6 +125,9 @@ def test_requests_of_a_broken_server_go_to_another_until_it_is_back(
             while "is back" not in capfd.readouterr().err:
                 time.sleep(0.01)
             assert one.version == "1.0.d0"
+        one.finish = two.finish = "length"
+        e.add([request(0, 0, [4, 5, 6])])
+        assert [a.tokens.tolist() for a in finish(e)] == [[4, 5, 6, 1]]
         one.status = {"/update_weights": 500}
         give(e, policy_model, 1)
         one.status = {}

@@ -3,6 +3,7 @@ bad numbers are skipped."""
 
 import itertools
 import math
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -558,7 +559,11 @@ def test_an_average_of_versions_is_proximal(rank: int, model_dir: Path, tmp_path
     assert again.train(batch(2)) == c.train(batch(2))
     assert again.average is not None and c.average is not None
     assert all(map(torch.equal, again.average.values, c.average.values))
-    (tmp_path / "number_2" / "average_0.pt").unlink()
+    average = tmp_path / "number_2" / "average_0.pt"
+    torch.save([SimpleNamespace(shape=x.shape) for x in c.average.values], average)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):  # no code is run
+        checkpoint.restore(again, tmp_path / "number_2")
+    average.unlink()
     with pytest.raises(DamagedDataError) as error:
         checkpoint.restore(again, tmp_path / "number_2")
     assert str(error.value) == (

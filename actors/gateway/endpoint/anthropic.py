@@ -12,11 +12,8 @@ from asyncrl.records.jsonl import JsonObject
 
 Options = Mapping[str, Any]
 
-# keys that are translated, or have no effect on an answer
-QUIET = (
-    *("system", "max_tokens", "stop_sequences", "messages", "tools", "tool_choice", "thinking"),
-    "output_config",
-)
+# keys that are translated to others, or have no effect on an answer
+QUIET = ("system", "stop_sequences", "tool_choice", "thinking", "output_config")
 
 
 def to_chat(body: Options) -> JsonObject:

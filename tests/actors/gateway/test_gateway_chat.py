@@ -231,7 +231,7 @@ def test_both_sides_of_a_game_may_be_told_and_say_the_same(templated: bool) -> N
         assert call.node.aside == (game > 0)
         return call
 
-    said = [{"role": "user", "content": "go"}]
+    said = [{"role": "user", "content": "go"}, *([] if templated else [{"role": "user"}])]
     first = [turn(0, "go"), turn(1, said)]
     second = [turn(0, "lower"), turn(1, "lower")]
     third = [turn(0, "slow", [*ids[1:]]), turn(1, "slow")]

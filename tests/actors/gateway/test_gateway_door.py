@@ -164,6 +164,10 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
         spans = [m.VersionSpan(Label(2, 0), "d", 0, 1, AT)]
         gateway.on_result(m.CallResult(number, one, logprob, spans, "stop"))
         assert await drawing is third.session.tree.nodes[0]
+        with patch.context() as observed:
+            observed.setattr(door, "on_progress", Mock())
+            door.on_change(third.session)
+            assert third.session.state == "open" and not door.on_progress.called
         assert third.session.adopted == [(granted, 0)] and door.find(third.session.name) is third
         # one that nothing adopts ends by its deadline, and whoever waits for it hears of that
         call = third.session.accept(third.session.draft_text("ab=")(), now=door.current_time())

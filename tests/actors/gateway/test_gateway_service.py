@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -14,10 +15,14 @@ from models_kit import model_fixture
 
 from actors.gateway import service
 from actors.gateway.environment_sessions import EnvironmentSource, describe_request
+from actors.gateway.sessions import SessionOutcome
+from actors.rewards import RewardResult
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.messages import RewardFailure
+from asyncrl.contract.routed_experts import RoutedExperts, RoutingShape
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import OpenSession
 from asyncrl.models.policy import build_model
@@ -463,6 +468,29 @@ def test_a_call_that_a_generator_cannot_sample_fails_its_session(world: MakeWorl
     w.gateway.on_result(m.CallResult(call.id, b"", b"", [], "length", failed="it is too long"))
     (ended,) = w.ended()
     assert "a generator cannot sample its call: it is too long" in str(ended.failed)
+    w.take(w.ticket())
+    (call,) = w.calls(1)
+    (session,) = w.gateway.sessions.values()
+    routed = RoutedExperts.make_unrecorded(len(call.prompt) // 4, RoutingShape(2, 8, 1))
+    one = (np.array([1], "<i4").tobytes(), np.zeros(1, "<f4").tobytes(), [])
+    w.gateway.on_result(m.CallResult(call.id, *one, "stop", routed=routed.encode()))
+    assert w.gateway.routing == routed.shape
+    (call,) = w.calls(1)
+    assert call.id in w.gateway.router.open and [*w.gateway.calls] == [call.id]
+    w.gateway.drop(session)
+    assert call.id not in w.gateway.router.open and not w.gateway.calls and not w.gateway.sessions
+
+
+def test_a_failed_reward_is_its_sessions_failure(world: MakeWorld) -> None:
+    w, outcomes, parts = world(), [], {"a": 1.0}
+    failure = RewardFailure("data", "no")
+    ends = ((1, ""), (2, failure), (3, ""))
+    results = [RewardResult((n, 0, 1), 0.5, parts, None, failed) for n, failed in ends]
+    w.gateway.rewards = Mock(**{"poll.return_value": results})
+    w.gateway.judged = {(n, 0, 1): Mock(on_judged=outcomes.append) for n in (1, 2, 4)}
+    w.gateway.read_rewards()
+    assert outcomes == [SessionOutcome(0.5, parts), SessionOutcome(0.5, parts, "data: no")]
+    assert [*w.gateway.judged] == [(4, 0, 1)]
 
 
 def test_it_vouches_for_open_sessions_and_asks_for_as_many_as_it_may_hold(world: MakeWorld) -> None:

@@ -184,7 +184,11 @@ def test_token_ids_hold_no_images_of_their_own(served: Served) -> None:
     assert again.status_code == 200 and opened.session.tree.nodes[1].list_images() == NAMES[:1]
     ids = [*known, *[shape.token] * shape.length]
     refused = post(served, opened, "/v1/completions", {"model": "policy", "prompt": ids})
-    assert refused.status_code == 400 and "send the image as a data: URL" in refused.text
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (400, "invalid_image")
+    assert error["message"] == (
+        "the token ids hold image tokens: send the image as a data: URL in the content of a message"
+    )
 
 
 def test_a_session_has_a_bound_of_images() -> None:

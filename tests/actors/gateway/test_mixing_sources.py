@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from actors.gateway import http_gateway
+from actors.gateway.agents.session_messages import AgentSetup
 from actors.gateway.environment_sessions import (
     EnvironmentSource,
     EnvironmentState,
@@ -268,6 +270,25 @@ def test_the_end_of_an_environment(truncated: bool, before: bool, judge: bool) -
     source.on_event(session, end)
     assert session.shortened == (truncated or before)
     assert turns == [("turn", 0), ("judge" if judge else "score", session)]
+
+
+def test_each_process_of_agents_has_its_setup(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def decode(agent: AgentConfig, setup: bytes) -> tuple[AgentConfig, AgentSetup]:
+        return agent, msgspec.msgpack.decode(setup, type=AgentSetup)
+
+    monkeypatch.setattr(http_gateway, "_AgentProcess", decode)
+    given: dict[str, Any] = {"env": "env:Env", "args": {"n": 1}, "env_pass": ["PATH"]}
+    agent = AgentConfig(function="mine:play", workers=2, at_once=5, **given)
+    made = {"agents": {"ask": agent}, "run_dir": tmp_path, "get_source_name": "named ".__add__}
+    sessions: Any = SimpleNamespace(gateway=SimpleNamespace(**made))
+    pool = AgentPool(sessions, "http://here", "ask")
+    logs = [str(tmp_path / f"agent-ask-{index}.log") for index in range(2)]
+    assert pool.workers == [(agent, AgentSetup([], "mine:play", log, **given)) for log in logs]
+    assert (pool.url, pool.part, pool.named) == ("http://here", "ask", "named ask")
+    assert (pool.places_per_process, pool.numbers, pool.requested) == (3, 0, 0)
+    assert (pool.exit_s, pool.call_s) == (0.0, agent.step_s)
 
 
 def test_sessions_begin_where_agents_have_room() -> None:
