@@ -669,6 +669,10 @@ def test_a_tasks_reward_runs_in_place_or_in_workers(workers: int, runner: MakeRe
     prompt = get_task(TaskConfig(name="sort")).prompt("train", 0, 0)
     got = judge(r, prompt.answer, "#0", prompt=prompt)
     assert [x[1] for x in got] == [1.0, 0.0] and not r.poll()
+    if not workers:
+        r.task = None  # type: ignore[assignment]
+        why = "data: the reward raised AttributeError: 'NoneType' object has no attribute 'reward'"
+        assert judge(r, "x", prompt=prompt) == [((0, 0, 0), 0.0, {}, None, why)]
 
 
 @pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.array(1.0)])
