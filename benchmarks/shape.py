@@ -60,10 +60,10 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 447_845,
-    "lines": 72_821,
+    "code tokens": 445_845,
+    "lines": 72_335,
     "modules with one importer": 47,
-    "one-call helpers": 137,
+    "one-call helpers": 135,
     "lines of tests, % of the product": 107,
     "words of pages outside the log": 39_953,
 }
