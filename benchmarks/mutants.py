@@ -15,9 +15,9 @@ it that changes one function in memory and runs the tests that reach the changed
 one fails: first those that have killed other mutants of the function, then those of the files that
 speak of the module.  Mutants outside a function are tried in a fork that has imported other
 packages alone and imports the changed file anew: against the likeliest tests of 20 seconds, those
-first that run a line with the changed name.  What tests take and reach, and what they have killed,
-is kept in .pytest_cache/mutants: it is measured again when the test file changes.  After a change
-of the source file it counts by function, so that its mutants need not wait.
+first that name the changed constant or run a line with it.  What tests take and reach, and what
+they have killed, is kept in .pytest_cache/mutants: it is measured again when the test file changes.
+After a change of the source file it counts by function, so that its mutants need not wait.
 
 A mutant is killed when a test fails, the import fails, or a test hangs: it takes more than four
 times the processor time that it takes without the mutant, or sleeps for longer than that, with a

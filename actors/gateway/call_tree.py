@@ -370,7 +370,7 @@ def _make_row(
         segments.append(("model", start, end))
         logprobs[start:end] = node.logprobs
         mask[start:end] = 1
-        rewards[end - 1] = shares.get(node.number)  # None is written as NaN
+        rewards[end - 1] = shares.get(node.number, np.nan)
         spans += [
             VersionSpan(span.label, span.digest, start + span.start, start + span.end, span.kv)
             for span in node.spans

@@ -116,10 +116,10 @@ def apply(
     source[row] = order // ids.shape[1]
     slots = torch.empty_like(flat)  # sorted row of each choice
     slots[order] = row
-    inner = F.grouped_mm(states.index_select(0, source), weights.up, offs=ends.to(torch.int32))
+    offs = ends.to(torch.int32)
+    inner = F.grouped_mm(states.index_select(0, source), weights.up, offs=offs)
     gate, up = inner.chunk(2, -1)
-    activated = F.silu(gate.contiguous()) * up
-    output = F.grouped_mm(activated, weights.down, offs=ends.to(torch.int32))
+    output = F.grouped_mm(F.silu(gate.contiguous()) * up, weights.down, offs=offs)
     # the weighted sum of the outputs of each token's experts
     by_choice = output.index_select(0, slots).view(*ids.shape, -1).float()
     total = by_choice[:, 0] * shares[:, :1]

@@ -488,7 +488,7 @@ class TinkerServer:
     ) -> list[_Outcome]:
         """Apply `read` to models in a thread, for one request at a time: the others go on."""
         async with self.reading:
-            return await asyncio.to_thread(lambda: [*map(read, models)])
+            return [await asyncio.to_thread(read, model) for model in models]
 
     def _describe_run(self, model: ServedModel) -> JsonObject:
         record = model.record

@@ -204,8 +204,8 @@ class ServedModel:
         number = call.number
         if number < self.next or number in self.promises:
             first = self.digests.get(number)
-            if first is None and (first_call := self.log.read_call(number)) is not None:
-                first = xxhash.xxh3_128_digest(first_call.body)
+            if first is None and (old := self.log.read_call(number)) is not None and old.body:
+                first = xxhash.xxh3_128_digest(old.body)
             if first not in (None, xxhash.xxh3_128_digest(call.body)):
                 raise ConfigError(
                     f"seq_id {number} of {self.record.model} was another call: each call of a "
@@ -225,7 +225,7 @@ class ServedModel:
             raise self.shares.refuse(self.record.session, "training calls")
         self.digests[number] = xxhash.xxh3_128_digest(call.body)
         if self.logged > 2 * CALL_BYTES and call.route.startswith("forward"):
-            call = msgspec.structs.replace(call, body=b"")  # it is refused in its turn
+            call = msgspec.structs.replace(call, body=b"")  # refused in its turn, also if repeated
         self.log.write(number, "call", call)
         self.logged += len(call.body)
         self._open_promise(call)
