@@ -13,9 +13,10 @@
 The comparison is only fair if each method has a good learning rate.  For each task and number of
 updates, a method gets the best of the same factors (--rates) of the task's rate.  It is chosen by
 one run for each factor at --tune-at versions of lag (more runs: --tune-seeds), with a seed that
-the comparison does not use, by the mean accuracy.  With one factor there is no choice, and the
-result says so.  The same runs give the mean accuracy at the rate where a batch moves the policy
-by --kl nats a token at that lag, so that methods can be compared at equal movement.
+the comparison does not use, by the mean accuracy.  --clips adds bounds of the ratio to choose
+from, for the methods of CLIPPED.  With one factor there is no choice, and the result says so.  The
+same runs give the mean accuracy at the rate where a batch moves the policy by --kl nats a token at
+that lag, so that methods can be compared at equal movement.
 
 Then every method runs at its rate at every lag and seed, with 1 and with 4 updates a batch.
 Differences are against PPO on the behavior policy at the same lag, paired by seed; Holm's
@@ -59,7 +60,9 @@ BESIDE = (BASE, "tis", "seq_tis", "icepop", "mis", "reshape", "k3")
 FIRST = (BASE, "tis", "vespo", "oapl", "vcpo", "m2po-published", "dis", "gac", "gepo", "asymre")
 ARMS = {
     name: CORRECTIONS[name][1]
-    for name in dict.fromkeys((*FIRST, *BESIDE, *methods.FOR_OLD_SAMPLES))
+    for name in dict.fromkeys(
+        (*FIRST, *BESIDE, *methods.FOR_OLD_SAMPLES, "tis-version", "ppo-ewma")
+    )
 }
 # what GMPO has beside its ratio, with PPO's
 ARMS["ppo-grpo"] = [
@@ -72,6 +75,10 @@ ARMS["ppo-grpo"] = [
 ]
 # score centering (arXiv 2609.20807) and the same without it
 CENTER = ["loss.surrogate=reinforce", "loss.center=exact", "weights.slots=80"]
+# decoupled PPO around each proximal policy but the behavior policy's, which is `ppo`: with `tis`
+# and `interpolate`, the other three
+ARMS["interpolate"] = [*ARMS["tis"], "correction.proximal=interpolate"]
+ARMS["tis-version"] = [*ARMS["tis-version"], "weights.slots=80"]
 ARMS |= {
     "none": ["loss.surrogate=gpg", "correction.proximal=behavior"],
     "center": [*CENTER, "correction.proximal=behavior"],
@@ -81,6 +88,7 @@ ARMS |= {
 # at pi = mu and before a batch's second update these have the gradient of PPO with their advantage
 # and reduction
 ALIKE = (BASE, "vespo", "dis", "m2po-published", "minpro", "gmpo", "bapo", "opsm", "dppo-kl")
+CLIPPED = (BASE, "tis", "interpolate", "tis-version", "ppo-ewma")  # with one bound of the ratio
 TUNING_SEED = 1000
 EVALUATION = [
     "evaluation.every=15",
@@ -99,10 +107,13 @@ class Cell(NamedTuple):
     updates: int
     lag: int
     factor: float
+    clip: float = 0.0  # loss.eps_low and eps_high; 0: the method's
 
     def name(self, seed: int) -> str:
+        clip = f"-c{self.clip:g}" if self.clip else ""
         return (
-            f"{self.task}-{self.method}-u{self.updates}-lag{self.lag}-x{self.factor:g}-seed{seed}"
+            f"{self.task}-{self.method}-u{self.updates}-lag{self.lag}-x{self.factor:g}{clip}"
+            f"-seed{seed}"
         )
 
 
@@ -119,9 +130,11 @@ class Plan:
     def config(self, cell: Cell, seed: int) -> Config:
         """Raises ConfigError."""
         source, rate = TASKS[cell.task]
+        starts = self.args.warm_starts
+        model = f"{source}-{seed % starts}" if starts > 1 else source
         sets = [
             *EVALUATION,
-            f'model.path="{self.out}/models/{source}"',
+            f'model.path="{self.out}/models/{model}"',
             f"learner.steps={self.args.steps}",
             f"learner.groups={self.args.groups}",
             f"learner.minibatches={cell.updates}",
@@ -130,8 +143,10 @@ class Plan:
             *(studies.QUICK if self.args.quick else []),
             *grid.list_limit_sets(cell.lag, True),
         ]
+        bound = f"{cell.clip:g}"
+        clip = [f"loss.eps_low={bound}", f"loss.eps_high={bound}"] if cell.clip else []
         path = results_file.ROOT / "configs" / f"{source}.toml"
-        return load.load(path, [*sets, *ARMS[cell.method]])
+        return load.load(path, [*sets, *ARMS[cell.method], *clip])
 
     def add(self, cells: Iterable[Cell], seed: int) -> None:
         """Cells that are to be there; what no config allows is noted and left out."""
@@ -175,17 +190,20 @@ class Plan:
         return range(TUNING_SEED, TUNING_SEED + self.args.tune_seeds)
 
     def tuning(self, task: str, method: str, updates: int) -> list[Cell]:
-        return [Cell(task, method, updates, self.args.tune_at, x) for x in self.args.rates]
+        at = self.args.tune_at
+        clips = self.args.clips if method in CLIPPED else [0.0]
+        return [Cell(task, method, updates, at, x, clip) for x in self.args.rates for clip in clips]
 
-    def factor(self, task: str, method: str, updates: int) -> float | None:
-        """The chosen factor of the task's rate; None: its runs are not all there."""
+    def chosen(self, task: str, method: str, updates: int) -> tuple[float, float] | None:
+        """The chosen factor of the task's rate, and clip; None: the runs are not all there."""
         tried = self.tuning(task, method, updates)
         if len(tried) == 1:
-            return tried[0].factor
+            return tried[0].factor, tried[0].clip
         found = self.tuned(task, method, updates)
         if len(found) < len(tried):
             return None
-        return -max((row["height"], -row["factor"]) for row in found)[1]
+        best = max(found, key=lambda row: (row["height"], -row["factor"]))
+        return best["factor"], best["clip"]
 
     def tuned(self, task: str, method: str, updates: int) -> list[dict[str, float]]:
         """Means of the runs that choose a rate, one row a factor that has all its seeds."""
@@ -195,13 +213,13 @@ class Plan:
             if all(runs):
                 means = [tuned_facts(record, self.args.steps) for record in runs if record]
                 row = {key: statistics.fmean(each[key] for each in means) for key in means[0]}
-                out.append({"factor": cell.factor} | row)
+                out.append({"factor": cell.factor, "clip": cell.clip} | row)
         return out
 
     def screen(self, task: str, updates: int, lag: int) -> list[Cell]:
         """One lag's cells, of the methods whose rate is known."""
-        factors = {m: self.factor(task, m, updates) for m in self.args.methods}
-        return [Cell(task, m, updates, lag, x) for m, x in factors.items() if x is not None]
+        chosen = {m: self.chosen(task, m, updates) for m in self.args.methods}
+        return [Cell(task, m, updates, lag, *x) for m, x in chosen.items() if x is not None]
 
 
 def height(record: dict[str, Any], steps: int) -> float:
@@ -324,11 +342,11 @@ def same(plan: Plan, task: str) -> list[list[str]]:
     """The methods of ALIKE by advantage, reduction and rate."""
     groups: dict[Any, list[str]] = {}
     for method in (m for m in plan.args.methods if m in ALIKE):
-        factor = plan.factor(task, method, 1)
-        if factor is None:
+        chosen = plan.chosen(task, method, 1)
+        if chosen is None:
             continue
         try:
-            config = plan.config(Cell(task, method, 1, 0, factor), 0)
+            config = plan.config(Cell(task, method, 1, 0, *chosen), 0)
         except ConfigError:
             continue
         key = (repr(config.advantage), config.loss.reduction, config.learner.lr)
@@ -347,7 +365,10 @@ def analyse(plan: Plan) -> dict[str, Any]:
                 records = {s: plan.record(cell, s) for s in range(args.seeds)}
                 found = {s: r for s, r in records.items() if r is not None}
                 if found:
-                    cells[lag, cell.method] = facts(found, args.steps) | {"factor": cell.factor}
+                    cells[lag, cell.method] = facts(found, args.steps) | {
+                        "factor": cell.factor,
+                        "clip": cell.clip,
+                    }
         if not cells:
             continue
         for key, d in against(cells, 16 if args.quick else 512).items():
@@ -375,11 +396,18 @@ def analyse(plan: Plan) -> dict[str, Any]:
 
 def rates(plan: Plan, task: str, updates: int) -> dict[str, Any]:
     """method -> what each factor came to, and its height at equal movement."""
-    if len(plan.args.rates) < 2:
+    if len(plan.args.rates) * len(plan.args.clips) < 2:
         return {}
     tried = {m: plan.tuned(task, m, updates) for m in plan.args.methods}
     return {
-        method: {"tried": rows, "height_at_equal_kl": at_movement(rows, plan.args.kl)}
+        method: {
+            "tried": rows,
+            "height_at_equal_kl": at_movement(
+                [row for row in rows if row["clip"] == plan.args.clips[0]], plan.args.kl
+            )
+            if len(plan.args.rates) > 1
+            else None,
+        }
         for method, rows in tried.items()
     }
 
@@ -467,6 +495,8 @@ def finish(plan: Plan, found: dict[str, Any]) -> None:
                     "lags",
                     "updates",
                     "rates",
+                    "clips",
+                    "warm_starts",
                     "tune_at",
                     "tune_seeds",
                     "kl",
@@ -501,6 +531,12 @@ def options() -> argparse.Namespace:
     p.add_argument(
         "--rates", default="1,0.5,0.25", help="factors of the task's rate to choose from"
     )
+    p.add_argument(
+        "--clips",
+        default="0",
+        help="loss.eps_low and eps_high to choose from with the rate; 0: the method's own",
+    )
+    p.add_argument("--warm-starts", type=int, default=1, help="models, taken by turns of the seeds")
     p.add_argument("--tune-at", type=int, default=16, help="lag of the runs that choose")
     p.add_argument("--tune-seeds", type=int, default=1, help="runs a rate that choose")
     p.add_argument(
@@ -518,6 +554,7 @@ def options() -> argparse.Namespace:
     args.lags = [int(x) for x in args.lags.split(",")]
     args.updates = [int(x) for x in args.updates.split(",")]
     args.rates = [float(x) for x in args.rates.split(",")]
+    args.clips = [float(x) for x in args.clips.split(",")]
     for key, known in (("tasks", TASKS), ("methods", ARMS)):
         if wrong := [x for x in getattr(args, key) if x not in known]:
             raise ConfigError(f"--{key} {wrong[0]}: unknown; choose of {', '.join(known)}")
