@@ -308,9 +308,9 @@ class Correction(Section, tag_field="proximal"):
     Each has its own struct below, tagged by `correction.proximal`.
     """
 
-    preset: Literal["", "none", "tis", "seq_tis", "icepop", "mis", "mis_normalized", "geo_mask"] = (
-        ""
-    )
+    preset: Literal[
+        "", "none", "tis", "seq_tis", "icepop", "mis", "mis_normalized", "geo_mask", "trm"
+    ] = ""
     """A published correction: it sets the keys of this section that you do not give."""
     reject: Reject = "none"
     """Exclude what leaves [reject_lo, reject_hi] in this statistic of pi_prox / mu. ratio: the

@@ -165,12 +165,14 @@ def test_the_normalized_mis_by_hand() -> None:
     assert got.vetoed.tolist() == [False] * 6 + [True] * 2
 
 
-def test_the_geometric_mask_by_hand() -> None:
-    """Geometric means of 1, 1.009, 1.011 and 0.989: the first two stay, without a weight."""
+def test_masks_of_whole_answers_by_hand() -> None:
+    """Geometric means of 1, 1.009, 1.011 and 0.989: the first two stay, without a weight. The
+    largest log(r)^2 / 2 of the first is 0.24."""
     rho, seq = vec(2, 0.5, 1.009, 1.009, 1.011, 1.011, 0.989, 0.989), torch.arange(8) // 2
-    c = convert("correction.preset=geo_mask").correction
-    got = correction.correct(rho.log(), rho.log() - 1, yes(*[1] * 8), seq, 4, c)
-    assert got.weight.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    for keys, want in (("geo_mask", [1, 1, 0, 0]), ("trm correction.reject_hi=0.2", [0, 1, 1, 1])):
+        c = convert(f"correction.preset={keys}").correction
+        got = correction.correct(rho.log(), rho.log() - 1, yes(*[1] * 8), seq, 4, c)
+        assert got.weight[::2].tolist() == got.weight[1::2].tolist() == want
 
 
 def test_statistics_of_a_token_and_of_its_answer() -> None:
