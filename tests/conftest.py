@@ -155,11 +155,12 @@ def _cpu_s() -> float:
     return sum(u.ru_utime + u.ru_stime for u in used) + sum(map(_server_s, SERVERS))
 
 
-def _server_s(server: subprocess.Popen[str]) -> float:
-    """Of a process that nobody has waited for, and its children that ended."""
-    if server.returncode is not None:
+def _server_s(pid: int) -> float:
+    """Of a process that nobody has waited for, and its children that ended; 0 once it is gone."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
         return 0.0
-    words = Path(f"/proc/{server.pid}/stat").read_text().rsplit(")", 1)[1].split()
     return sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -191,6 +192,7 @@ class AsTheyFail:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    warm_python.WarmPopen.cold = False  # pytest-xdist starts its workers next
     plugins = session.config.pluginmanager
     terminal = plugins.get_plugin("terminalreporter")
     if terminal is not None and not hasattr(session.config, "workerinput"):
@@ -240,7 +242,7 @@ def forked(small_model: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     forge = subprocess.Popen(
         argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
-    SERVERS.append(forge)
+    SERVERS.append(forge.pid)
     assert forge.stdin is not None and forge.stdout is not None
 
     def order(run_dir: Path, *sets: str, **more: Any) -> dict[str, Any]:

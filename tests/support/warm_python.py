@@ -1,10 +1,11 @@
-"""`python -m asyncrl.cli ...`, programs of `benchmarks/` and `tests/support/`, and code that begins
-with FORKED (`python -c`), without their start-up, in tests of what they do.
+"""`python -m asyncrl.cli ...`, programs of `benchmarks/` and `tests/support/`, code that begins
+with FORKED (`python -c`), pytest's workers and environments of verifiers, without their start-up,
+in tests of what they do.
 
     warm_python.install()       in conftest.py: subprocess.Popen is WarmPopen from here on
 
-Importing torch and what else a run needs takes each process two seconds of CPU. Here one process a
-worker has everything imported, and forks: a command becomes a process with its own id, session,
+Importing torch and what else a run needs takes each process two seconds of CPU. Here one process
+has everything imported, and forks: a command becomes a process with its own id, session,
 files, environment, command line and parent, in which the module runs as `python -m` runs it. The
 processes that it starts come about the same way. What is passed over is the interpreter's start and
 the first import of each module, so tests of these carry the marker `cold`: they start Python.
@@ -44,6 +45,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, MADV_COLLAPSE = 1, 36, 25
 MODULES = ("asyncrl.cli", "asyncrl.supervise.start", "torch.distributed.run")
 PROGRAMS = [ROOT / "benchmarks", ROOT / "tests" / "support"]  # folders; a test may add its own
 FORKED = "# forked\n"
+WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # of pytest-xdist, by execnet
 TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 OPTIONS = ("-P", "-u")  # of Python, before the program
 # read while the interpreter starts or a library is loaded
@@ -54,6 +56,7 @@ EARLY = (
 # torch reads the last one when it first looks for a GPU, which the warm process never does
 LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "CUDA_VISIBLE_DEVICES")
 LATE += ("TORCH_EXTENSIONS_DIR", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # the latter by torchrun
+LATE += ("LD_LIBRARY_PATH", "LD_PRELOAD")  # set by vLLM where it is imported
 # by asyncrl.models, in each process that imports it
 SET_BY_IMPORTS = (("HF_HUB_OFFLINE", "YES"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1"))
 LOADED = (
@@ -65,6 +68,12 @@ LOADED = (
     "deepspeed.runtime.zero.muon.muon_optimizer deepspeed.module_inject.auto_ep_layer peft "
     "pytest"  # by kits
 )
+# environment of another Python (agent.python) -> what its processes import, in four seconds
+FOREIGN = {
+    "clients": "msgspec xxhash verifiers.envs.environment datasets",
+    "verifiers": "msgspec xxhash verifiers.v1 verifiers.v1.tasksets",
+}
+FOREIGN_START = ROOT / "asyncrl" / "contract" / "foreign_start.py"
 
 
 def startup_variables(env: dict[str, str]) -> dict[str, str]:
@@ -74,14 +83,15 @@ def startup_variables(env: dict[str, str]) -> dict[str, str]:
     return {"OMP_WAIT_POLICY": "PASSIVE"} | values  # the command's own, unless it is given
 
 
-# Processes that serve all tests of a worker: what they use counts while they live.
-SERVERS: list[subprocess.Popen[str]] = []
+# Ids of processes that serve all tests of a worker: what they use counts while they live.
+SERVERS: list[int] = []
 
 
 class WarmPopen(subprocess.Popen):
     """Popen, for a command of asyncrl by a fork of the warm process."""
 
-    server: socket.socket | None = None  # where this process orders a fork
+    servers: ClassVar[dict[str, socket.socket]] = {}  # Python -> where this process orders a fork
+    foreign: ClassVar[set[str]] = set()  # other Pythons
     cold = True  # Python is started
     owner = 0  # a fork that the process made by itself, as of a mutant, starts Python
     startup_env: ClassVar[dict[str, str]] = {}
@@ -123,17 +133,20 @@ def is_warm(args: Any, executable: Any, options: dict[str, Any]) -> bool:
         return False
     words = [os.fspath(word) for word in args]
     words = [word for place, word in enumerate(words) if place != 1 or word not in OPTIONS]
-    if words[0] != sys.executable or not (
-        (words[1:2] == ["-m"] and {*words[2:3]} & {*MODULES})
-        or (words[1:2] == ["-c"] and (words[2].startswith(FORKED) or is_trial(words[2])))
-        or is_program(Path(options["cwd"] or os.getcwd(), *words[1:2]))
-    ):
-        return False
+    if words[0] != sys.executable:
+        known = words[0] in WarmPopen.foreign and words[1:2] == [str(FOREIGN_START)]
+    elif words[1:2] == ["-m"]:
+        known = bool({*words[2:3]} & {*MODULES})
+    elif words[1:2] == ["-c"]:
+        known = is_forked(words[2])
+    else:
+        known = is_program(Path(options["cwd"] or os.getcwd(), *words[1:2]))
     env = dict(os.environ if options["env"] is None else options["env"])
     preexec = getattr(options["preexec"], "__qualname__", "end_with_parent")
     paths = env.get("PYTHONPATH", "").split(os.pathsep)
     return (
-        startup_variables(env) == WarmPopen.startup_env
+        known
+        and startup_variables(env) == WarmPopen.startup_env
         and str(ROOT) in paths
         and not any((Path(p) / "sitecustomize.py").exists() for p in paths if p != str(HOLD))
         and preexec.startswith("end_with_parent")
@@ -142,10 +155,11 @@ def is_warm(args: Any, executable: Any, options: dict[str, Any]) -> bool:
     )
 
 
-def is_trial(code: str) -> bool:
-    """Whether `asyncrl engines` runs this, to see whether an engine works."""
+def is_forked(code: str) -> bool:
+    """Also what `asyncrl engines` runs, to see whether an engine works."""
     installed = sys.modules.get("asyncrl.models.installed")
-    return installed is not None and code in [trial for *_, trial in installed.KNOWN.values()]
+    trials = [] if installed is None else [trial for *_, trial in installed.KNOWN.values()]
+    return code.startswith(FORKED) or code in (WORKER, *trials)
 
 
 def is_program(path: Path) -> bool:
@@ -154,7 +168,8 @@ def is_program(path: Path) -> bool:
 
 def request_fork(order: dict[str, Any], fds: list[int]) -> int:
     """The pid of the process that is made of an order, a child of this one."""
-    server, prctl = WarmPopen.server or start(), ctypes.CDLL(None).prctl
+    python, prctl = order["argv"][0], ctypes.CDLL(None).prctl
+    server = WarmPopen.servers.get(python) or start(python)
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         socket.send_fds(server, [json.dumps(order).encode()], fds)
@@ -197,8 +212,9 @@ def serve_forks(orders: socket.socket) -> NoReturn:
         order, fds = next_order(orders)
         orders.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if os.fork():
+        if child := os.fork():
             theirs.close()
+            SERVERS[:] = [child]
             be_process(order, fds, ours)
         ours.close()
         for fd in fds:  # a seed holds no file of its process open
@@ -216,9 +232,11 @@ def be_process(order: dict[str, Any], fds: list[int], seed: socket.socket) -> No
             os._exit(1)
     if order["session"]:
         os.setsid()
-    WarmPopen.server, WarmPopen.cold = place_files(fds, order["numbers"], seed), False
+    WarmPopen.servers = {sys.executable: place_files(fds, order["numbers"], seed)}
+    WarmPopen.cold = False
     subprocess.Popen = WarmPopen
-    sys.modules[TORCHRUN].Popen = WarmPopen
+    if TORCHRUN in sys.modules:
+        sys.modules[TORCHRUN].Popen = WarmPopen
     os.umask(order["umask"])
     os.chdir(order["cwd"])
     os.environ.clear()
@@ -243,7 +261,8 @@ def be_process(order: dict[str, Any], fds: list[int], seed: socket.socket) -> No
         sys.path[:] = ["", *paths, *sys.path]
     else:
         sys.argv = words
-        sys.path[:] = [str(Path(words[0]).resolve().parent), *paths, *sys.path]
+        own = [] if safe else [str(Path(words[0]).resolve().parent)]
+        sys.path[:] = [*own, *paths, *sys.path]
     apply_holds()
     if not safe:
         importlib.import_module("asyncrl.contract.importing").export_checkout_path()
@@ -320,15 +339,16 @@ def install() -> None:
     """From now on this process starts commands of asyncrl by a warm process, unless it is cold."""
     WarmPopen.startup_env = startup_variables(dict(os.environ))
     WarmPopen.owner = os.getpid()
+    WarmPopen.foreign = {str(Path(sys.prefix, name, "bin", "python")) for name in FOREIGN}
     subprocess.Popen = WarmPopen
 
 
-def start() -> socket.socket:
-    """Start the warm process; returns where to order forks."""
+def start(python: str) -> socket.socket:
+    """Start the warm process of a Python; returns where to order forks."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     room = " " * 8192  # for the longest command line
     server = subprocess.Popen(
-        [sys.executable, __file__, str(theirs.fileno()), room],
+        [python, __file__, str(theirs.fileno()), room],
         cwd=ROOT,
         env={"OMP_NUM_THREADS": "1"}
         | os.environ
@@ -337,9 +357,9 @@ def start() -> socket.socket:
         pass_fds=[theirs.fileno()],
         start_new_session=True,
     )
-    SERVERS.append(server)
+    SERVERS.append(server.pid)
     theirs.close()
-    WarmPopen.server = ours
+    WarmPopen.servers[python] = ours
     return ours
 
 
@@ -348,27 +368,40 @@ def main() -> None:
     orders = socket.socket(fileno=int(sys.argv[1]))
     sys.path.remove(str(Path(__file__).parent))
     before = dict(os.environ)
+    if modules := FOREIGN.get(Path(sys.prefix).name):
+        for name in modules.split():
+            importlib.import_module(name)
+    else:
+        import_all()
+    for finalizer in weakref.finalize._registry:  # torch's own, which take 60 ms of each process
+        finalizer.atexit = False
+    sys.path.remove(str(ROOT))
+    WarmPopen.import_env = dict(os.environ.items() - before.items())
+    threads = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    # pyarrow's allocator begins its thread again in a fork
+    others = set(threads[1:]) - {"jemalloc_bg_thd"}
+    assert not others, f"a thread does not survive a fork: {others}"
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    if not modules:
+        use_large_pages()
+    serve_forks(orders)
+
+
+def import_all() -> None:
+    """Import what a run needs, and do what the first use does in each process."""
     metrics = importlib.import_module("asyncrl.records.metrics")
     metrics.import_protocol()  # without torch, as in a buffer
     from asyncrl.cli import FAMILIES
 
     for name in (*LOADED.split(), *(f"asyncrl.cli.{family}" for family in FAMILIES)):
         importlib.import_module(name)
-    # what the first use does in each process: DeepSpeed starts compilers, msgspec reads types
+    # DeepSpeed starts compilers, msgspec reads types
     assert importlib.import_module("deepspeed").ops.__compatible_ops__
     importlib.import_module("asyncrl.config.load").load(ROOT / "configs" / "demo.toml")
     for split in ("heldout", "ood"):
         importlib.import_module("asyncrl.tasks.synthetic").SortTask().build_fixed_problems(split)
-    for finalizer in weakref.finalize._registry:  # torch's own, which take 60 ms of each process
-        finalizer.atexit = False
-    sys.path.remove(str(ROOT))
-    WarmPopen.import_env = dict(os.environ.items() - before.items())
-    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread does not survive a fork"
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    use_large_pages()
-    serve_forks(orders)
 
 
 def use_large_pages() -> None:

@@ -153,7 +153,7 @@ def test_one_who_asks_and_does_not_read_holds_little(server: ChunkServer, ring: 
     ask = msgspec.msgpack.encode(chunks._ChunkRequest(LABEL, "", 0, CHUNK_BYTES))
     for _ in range(asks):
         slow.socket.send(ask)
-    until(lambda: server.answered == answered + asks)
+    until(lambda: server.answered >= answered + asks)
     grown = process.memory_info().rss - before
     fetched(server, ring)
     slow.close()
