@@ -18,7 +18,14 @@ trained groups whose samples come from more than one attempt.  --quick: four kil
 Kills a Tinker server, its training and its sampling process at random instants under two clients.
 Proves, from the files and what the clients were told: every step and every sampled sequence is
 there once, with the weights that sampled it and the right lag; the ledger sums; the final weights
-are those of two clients on a server that nothing killed."""
+are those of two clients on a server that nothing killed.
+
+    python benchmarks/kills.py --servers played|real [--quick] [--json] [--kills N] [--seed S]
+
+Kills processes of two vLLM servers that a generator's engine has started, while weights change.
+Proves: every request is answered once, with its own tokens, and each token's log-probability is
+that of the version that it is said to be of.  Played servers start at once; of real ones any
+process is killed, and a start takes most of a minute."""
 
 from __future__ import annotations
 
@@ -288,7 +295,10 @@ def main() -> None:
     p.add_argument("--kills", type=int, default=24)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--tinker", action="store_true", help="kill a Tinker server's processes")
-    p.add_argument("--seconds", type=float, default=7200.0, help="of kills, with --tinker at most")
+    p.add_argument("--servers", choices=["played", "real"], help="kill vLLM's servers")
+    p.add_argument(
+        "--seconds", type=float, default=7200.0, help="of kills, with --tinker or --servers at most"
+    )
     p.add_argument("--model", default="", help="a warm-started model; absent: built")
     args = p.parse_args()
     with tempfile.TemporaryDirectory() as work:
@@ -303,14 +313,23 @@ def main() -> None:
             warm_python.install()
             warm_python.WarmPopen.cold = False
             found = tinker.run(Path(work), kills, args.seed, args.seconds)
+        elif args.servers:
+            from lib.chaos import vllm_servers
+
+            real = args.servers == "real"
+            found = vllm_servers.run(Path(work), kills, args.seed, real=real, seconds=args.seconds)
         else:
             found = run(Path(work), kills, args.seed, model=args.model)
     found |= {"seconds": round(time.monotonic() - began, 1), "met": not found["wrong"]}
     if not args.quick:
         found["file"] = str(
             results_file.write(
-                "tinker_kills" if args.tinker else "kills",
-                {"what": "kill -9 at random instants, one run", **found},
+                f"{args.servers}_server_kills"
+                if args.servers
+                else "tinker_kills"
+                if args.tinker
+                else "kills",
+                {"what": "kill -9 at random instants", **found},
             ).name
         )
     print(json.dumps(found) if args.json else "\n".join(f"{k:8} {v}" for k, v in found.items()))

@@ -184,13 +184,17 @@ def trl(
     steps: int,
     seed: int,
     policy: str = "PASSIVE",
+    most: int = MOST,
+    groups: int = GROUPS,
 ) -> dict[str, float]:
     """benchmarks/lib/trl_loop.py, as TRL has `name`; python: one that has the extra `bench`."""
-    threads: Any = TRL[name]["threads"]
+    options: Any = TRL[name] | {"most": most, "groups": groups}
+    options["rows"] = min(options["rows"], groups * SIZE)
     argv = [python, str(HERE / "trl_loop.py"), str(model), f"--steps={steps}", f"--seed={seed}"]
-    argv += [f"--{option}={value}" for option, value in TRL[name].items()]
-    said = output(argv, cores[:threads], threads, policy)
-    return summary(json.loads(next(x for x in said.splitlines() if x.startswith('{"step_seconds'))))
+    argv += [f"--{option}={value}" for option, value in options.items()]
+    said = output(argv, cores[: options["threads"]], options["threads"], policy)
+    line = next(x for x in said.splitlines() if x.startswith('{"step_seconds'))
+    return summary(json.loads(line), groups * SIZE)
 
 
 def has_trl(python: str) -> bool:

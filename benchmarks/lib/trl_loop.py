@@ -3,10 +3,11 @@ strong loop.  Needs the extra `bench` (pip install 'asyncrl[bench]').
 
     OMP_NUM_THREADS=2 python benchmarks/lib/trl_loop.py MODEL_DIR [--steps 40] [--rows 256]
 
-The same batch as everybody's: 32 prompts with 8 answers of at most 56 tokens, temperature 1, one
-clipped update a batch, leave-one-out in all but the scale (GRPO without division by the standard
-deviation), no KL.  For speed: no checkpoints of activations, no logging, no saving, fp32 (bf16 is
-slower on these cores), fused AdamW, no memory pinned, generation without compiling.
+The same batch as everybody's: 32 prompts with 8 answers of at most 56 tokens, or --groups and
+--most, temperature 1, one clipped update a batch, leave-one-out in all but the scale (GRPO without
+division by the standard deviation), no KL.  For speed: no checkpoints of activations, no logging,
+no saving, fp32 (bf16 is slower on these cores), fused AdamW, no memory pinned, generation without
+compiling.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 from asyncrl.config.tree import TaskConfig
 from asyncrl.tasks import get_task
 
-GROUPS, SIZE, MOST = 32, 8, 56
+SIZE = 8
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
@@ -55,10 +56,12 @@ def main() -> None:
     p.add_argument("--attention", default="sdpa", choices=["sdpa", "eager"])
     p.add_argument("--cache", default="dynamic", choices=["dynamic", "static"])
     p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--groups", type=int, default=32)
+    p.add_argument("--most", type=int, default=56, help="tokens of an answer")
     args = p.parse_args()
     torch.set_num_threads(args.threads)
     task: Any = get_task(TaskConfig(name="sort"))
-    asked = [task.prompt("train", i, args.seed) for i in range(args.steps * GROUPS)]
+    asked = [task.prompt("train", i, args.seed) for i in range(args.steps * args.groups)]
     by_text = {prompt.text: prompt for prompt in asked}
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(
@@ -87,9 +90,9 @@ def main() -> None:
             adam_beta2=0.99,
             max_grad_norm=1.0,
             per_device_train_batch_size=args.rows,
-            gradient_accumulation_steps=GROUPS * SIZE // args.rows,
+            gradient_accumulation_steps=args.groups * SIZE // args.rows,
             num_generations=SIZE,
-            max_completion_length=MOST,
+            max_completion_length=args.most,
             temperature=1.0,
             top_k=0,
             cache_implementation=args.cache,
