@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 import time
@@ -39,7 +40,7 @@ from asyncrl.tinker.sample_log import TrainedSampleLog
 from asyncrl.tinker.samplers import SampleOutcome, SamplerRecord, SamplerService, SessionShares
 from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.tinker.settings import TinkerConfig
-from asyncrl.tinker.wire import parse_json, parse_object
+from asyncrl.tinker.wire import decode, parse_json, parse_object
 from asyncrl.transport.connection_guard import raise_descriptor_limit
 from asyncrl.transport.http_server import authorize, open_body
 
@@ -86,6 +87,8 @@ class TinkerServer:
 
     async def start(self) -> None:
         """Continue the models of an earlier server, and start both processes."""
+        for deleted in self.folder.glob("*/*weights/.*"):
+            atomic_write.remove(deleted)
         for path in sorted(self.folder.glob("*/model.json")):
             record = msgspec.json.decode(path.read_bytes(), type=ModelRecord)
             self._serve(record)
@@ -205,9 +208,7 @@ class TinkerServer:
             "training_runs/{id}": self.get_training_run,
             "training_runs/{id}/checkpoints": self.list_checkpoints,
         }
-        delete: dict[str, Handler] = {
-            "training_runs/{id}/checkpoints/{kind}/{name}": self.delete_checkpoint
-        }
+        delete = {"training_runs/{id}/checkpoints/{kind}/{name}": self.delete_checkpoint}
         routes = [
             Route(f"/api/v1/{path}", self._guard(handler), methods=[method])
             for method, table in (("POST", post), ("GET", get), ("DELETE", delete))
@@ -242,7 +243,7 @@ class TinkerServer:
     # ---- sessions --------------------------------------------------------------------------------
 
     async def create_session(self, request: Request, body: bytes) -> Reply:
-        parse_json(sdk.CreateSessionRequest, body)
+        await decode(parse_json, sdk.CreateSessionRequest, body)
         session = f"s-{secrets.token_hex(6)}"
         self.session_rows.write({"id": session, "time": time.time()})
         self.sessions.add(session)
@@ -262,20 +263,19 @@ class TinkerServer:
     # ---- models ----------------------------------------------------------------------------------
 
     async def create_model(self, request: Request, body: bytes) -> Reply:
-        message = parse_json(sdk.CreateModelRequest, body)
+        message = await decode(parse_json, sdk.CreateModelRequest, body)
         self._check_base_model(message.base_model)
         if message.optimizer_config.type != "adamw":
             raise ConfigError(
                 f"optimizer_config.type = {message.optimizer_config.type}: only adamw"
             )
         rank = seed = 0
-        if self.config.lora.rank:
+        if most := self.config.lora.rank:
             lora = message.lora_config
-            rank = self.config.lora.rank if lora is None else lora.rank
-            if not 1 <= rank <= self.config.lora.rank:
+            rank = most if lora is None else lora.rank
+            if not 1 <= rank <= most:
                 raise ConfigError(
-                    f"lora_config.rank = {rank}: the server's largest is lora.rank = "
-                    f"{self.config.lora.rank}"
+                    f"lora_config.rank = {rank}: the server's largest is lora.rank = {most}"
                 )
             if lora is not None and not (lora.train_mlp and lora.train_attn):
                 raise ConfigError(
@@ -309,7 +309,7 @@ class TinkerServer:
         return self._reply_promise(model, 0)
 
     async def load_weights(self, request: Request, body: bytes) -> Reply:
-        message = parse_json(sdk.LoadWeightsRequest, body)
+        message = await decode(parse_json, sdk.LoadWeightsRequest, body)
         if message.model_id is not None:
             return await self.submit_training_call(request, body)
         self._check_base_model(message.base_model)
@@ -346,7 +346,7 @@ class TinkerServer:
         return self._reply_promise(model, call.number)
 
     async def submit_training_call(self, request: Request, body: bytes) -> Reply:
-        values = parse_object(body)
+        values = await decode(parse_object, body)
         id, number = values.get("model_id"), values.get("seq_id")
         if not isinstance(id, str) or type(number) is not int:
             raise ConfigError(
@@ -357,13 +357,13 @@ class TinkerServer:
     async def submit_loss(self, request: Request, body: bytes) -> Reply:
         if wire.PROTOBUF not in request.headers.get("content-type", ""):
             raise HTTPException(415, f"the body must be {wire.PROTOBUF}: update the client")
-        message = wire.parse_loss_request(body)
+        message = await decode(wire.parse_loss_request, body)
         route = "forward" if message.forward_only else "forward_backward"
         call = TrainingCall(message.seq_id, route, body)
         return self._submit(message.model_id, call)
 
     async def get_info(self, request: Request, body: bytes) -> Reply:
-        message = parse_json(sdk.GetInfoRequest, body)
+        message = await decode(parse_json, sdk.GetInfoRequest, body)
         record = self._find_model(message.model_id).record
         return {
             "type": "get_info",
@@ -381,7 +381,7 @@ class TinkerServer:
     # ---- samplers --------------------------------------------------------------------------------
 
     async def create_sampling_session(self, request: Request, body: bytes) -> Reply:
-        message = parse_json(sdk.CreateSamplingSessionRequest, body)
+        message = await decode(parse_json, sdk.CreateSamplingSessionRequest, body)
         session = self._check_session(message.session_id)
         id = f"{session}:sample:{message.sampling_session_seq_id}"
         if message.model_path:
@@ -402,7 +402,7 @@ class TinkerServer:
         return {"type": "create_sampling_session", "sampling_session_id": id}
 
     async def join_sampling_session(self, request: Request, body: bytes) -> Reply:
-        message = parse_json(sdk.JoinSamplingSessionRequest, body)
+        message = await decode(parse_json, sdk.JoinSamplingSessionRequest, body)
         sampler = self.samplers.find(message.sampling_session_id)
         self.samplers.clones[sampler.id] += 1
         return {"client_counter": self.samplers.clones[sampler.id]}
@@ -419,18 +419,18 @@ class TinkerServer:
         }
 
     async def sample(self, request: Request, body: bytes) -> Reply:
-        message = parse_json(sdk.SampleRequest, body)
+        message = await decode(parse_json, sdk.SampleRequest, body)
         name, promise = self.samplers.submit(message, body)
         return {"request_id": name, "sample_sequence_ids": promise.sequences}
 
     async def cancel_future(self, request: Request, body: bytes) -> Reply:
-        self.samplers.cancel(str(parse_object(body).get("request_id")))
+        self.samplers.cancel(str((await decode(parse_object, body)).get("request_id")))
         return Response(status_code=204)
 
     # ---- results ---------------------------------------------------------------------------------
 
     async def retrieve_future(self, request: Request, body: bytes) -> Reply:
-        message = parse_json(sdk.FutureRetrieveRequest, body)
+        message = await decode(parse_json, sdk.FutureRetrieveRequest, body)
         name, _, number = message.request_id.rpartition(":call:")
         if name and number.isdecimal() and len(number) < 19:
             model = self._find_model(name)
@@ -438,15 +438,14 @@ class TinkerServer:
                 raise HTTPException(410, f"{name} has no call {number}, or it is too long ago")
             result = await _wait(request, pending)
             if result is not None:
-                is_json = not result.error and not result.protobuf
+                is_json = not (result.error or result.protobuf)
                 if is_json and model.log.read_call(int(number)) is not None:
                     id = json.loads(result.reply).get("sampling_session_id")
                     if id is not None:  # the sampler that save_weights_for_sampler has promised
-                        weights = model.locate_version(result.branch, result.version)
-                        branch = build_branch_name(name, result.branch)
                         session, version = model.record.session, result.version
-                        record = SamplerRecord(id, session, branch, version, str(weights))
-                        self.samplers.open(record)
+                        weights = str(model.locate_version(result.branch, version))
+                        branch = build_branch_name(name, result.branch)
+                        self.samplers.open(SamplerRecord(id, session, branch, version, weights))
                 return _encode_outcome(result, protobuf=result.protobuf)
             awaited = model.awaited_call
             return _reply_try_again(
@@ -464,7 +463,7 @@ class TinkerServer:
     # ---- the REST client -------------------------------------------------------------------------
 
     async def get_weights_info(self, request: Request, body: bytes) -> Reply:
-        path = str(parse_object(body).get("tinker_path"))
+        path = str((await decode(parse_object, body)).get("tinker_path"))
         return self._describe_rank(find_saved(self.folder, path)[1].rank)
 
     def _describe_rank(self, rank: int) -> JsonObject:
@@ -494,9 +493,8 @@ class TinkerServer:
         record = model.record
         last = {saved["checkpoint_type"]: saved for saved in reversed(self._list_saved(model))}
         metadata = record.metadata
-        if self.config.losses.stable_reinforce:
-            substitute = {"losses.stable_reinforce": self.config.losses.stable_reinforce}
-            metadata = (metadata or {}) | substitute
+        if substitute := self.config.losses.stable_reinforce:
+            metadata = (metadata or {}) | {"losses.stable_reinforce": substitute}
         return {
             **self._describe_rank(record.rank),
             "training_run_id": record.model,
@@ -515,8 +513,7 @@ class TinkerServer:
                 path = f"tinker://{model.record.model}/{kind}/{note.stem}"
                 try:
                     folder, saved = find_saved(self.folder, path)
-                    files = [file for file in folder.rglob("*") if file.is_file()]
-                    size = sum(file.stat().st_size for file in files)
+                    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
                 except (ConfigError, OSError):  # not what this server wrote, or deleted meanwhile
                     continue
                 checkpoints.append(
@@ -540,7 +537,10 @@ class TinkerServer:
         path = f"tinker://{params['id']}/{params['kind']}/{params['name']}"
         folder, _ = find_saved(self.folder, path)
         folder.with_name(f"{folder.name}.json").unlink(missing_ok=True)
-        atomic_write.remove(folder)
+        deleted = folder.with_name(f".{secrets.token_hex(4)}")  # its name may be saved meanwhile
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(deleted)
+        await asyncio.to_thread(atomic_write.remove, deleted)
         return Response(status_code=204)
 
 

@@ -62,14 +62,14 @@ class WorkerLink:
             if self._writer is not None or self.closed:
                 return
             own_end, worker_end = socket.socketpair()
-            descriptor = str(worker_end.fileno())
+            descriptor = worker_end.fileno()
             argv = importing.make_command(
-                "asyncrl.tinker.workers.worker", self.role, str(self.config_path), descriptor
+                "asyncrl.tinker.workers.worker", self.role, str(self.config_path), str(descriptor)
             )
             with worker_end, self.log.open("ab") as log:
                 self.process = subprocess.Popen(
                     argv,
-                    pass_fds=[worker_end.fileno()],
+                    pass_fds=[descriptor],
                     stdin=subprocess.DEVNULL,
                     stderr=log,
                     preexec_fn=end_with_parent(),

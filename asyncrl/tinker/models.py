@@ -16,7 +16,6 @@ MODEL/versions/B-V     weights of version V of branch B for samplers without a n
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import shutil
@@ -81,10 +80,6 @@ CALL_BYTES = 1 << 30  # of calls and results after which a model gets a checkpoi
 FARTHEST = 10_000  # most calls that a call may be ahead of the next one
 
 
-class RequestRefused(Exception):
-    """A call cannot be carried out; the client receives the text."""
-
-
 @dataclass(eq=False)
 class ServedModel:
     """A model since its creation; a restarted server continues it.
@@ -103,6 +98,7 @@ class ServedModel:
     def __post_init__(self) -> None:
         """Open the model's folder."""
         record, folder = self.record, self.folder
+        self.id = record.model
         self.sizes: dict[int, int] = {}  # bytes of the calls that wait
         self.log = CallLog(folder)
         self.logged = self.log.measure()  # bytes
@@ -162,13 +158,13 @@ class ServedModel:
         cannot be written; the next server then writes it."""
         self.next = number + 1
         if not number and outcome.error:
-            self.unusable = f"{self.record.model} was not created: {outcome.error}"
+            self.unusable = f"{self.id} was not created: {outcome.error}"
         if outcome.row and number > self.recorded:
             self.samples.write(self.version)
             seconds = self.clock.seconds_at(time.monotonic())
             self.metrics.write(outcome.row["batch"], outcome.metrics, seconds)
             self.trained_file.write(outcome.row)
-            self.ledger.mark_trained(outcome.row["sequences"], self.record.model, number)
+            self.ledger.mark_trained(outcome.row["sequences"], self.id, number)
             self.recorded = number
             self.supervised += outcome.row["supervised"]
             self.listed += len(outcome.row["sequences"])
@@ -181,7 +177,7 @@ class ServedModel:
             self.write_ledger()
         self.version = outcome.version
         self.branch = outcome.branch
-        branch = build_branch_name(self.record.model, outcome.branch)
+        branch = build_branch_name(self.id, outcome.branch)
         self.ancestry = ModelAncestry(branch, dict(outcome.parents))
         if route == "forward_backward":
             self.lags.update(outcome.lags)
@@ -208,13 +204,13 @@ class ServedModel:
                 first = xxhash.xxh3_128_digest(old.body)
             if first not in (None, xxhash.xxh3_128_digest(call.body)):
                 raise ConfigError(
-                    f"seq_id {number} of {self.record.model} was another call: each call of a "
+                    f"seq_id {number} of {self.id} was another call: each call of a "
                     "model needs the next seq_id"
                 )
             return
         if number > self.next + FARTHEST:
             raise ConfigError(
-                f"seq_id {number} of {self.record.model} is far ahead of the next one, {self.next}"
+                f"seq_id {number} of {self.id} is far ahead of the next one, {self.next}"
             )
         if shutil.disk_usage(self.folder).free - len(call.body) < FREE_BYTES // 4:
             raise HTTPException(
@@ -272,13 +268,13 @@ class ServedModel:
         assert call is not None
         try:
             outcome = await self._perform(call)
-        except (RequestRefused, ConfigError) as error:
+        except ConfigError as error:
             outcome = self._build_outcome(error=str(error))
-            log(f"{self.record.model}, call {number}, {call.route}: {error}")
+            log(f"{self.id}, call {number}, {call.route}: {error}")
         except WorkerExited as error:
             outcome = self._build_outcome(error=str(error), category="server")
         except Exception as error:  # a client waits for the outcome, and later calls must run
-            log(f"{self.record.model}, call {number}, {call.route}", traceback=True)
+            log(f"{self.id}, call {number}, {call.route}", traceback=True)
             outcome = self._build_outcome(error=repr(error), category="server")
         self.log.write(number, "outcome", outcome)  # from here on the call's effect is permanent
         self.logged += len(outcome.reply)
@@ -295,9 +291,9 @@ class ServedModel:
         if is_large or (stepped and not outcome.error):
             path = str(self.log.locate_checkpoint(number, self.version))
             try:
-                await self._call_trainer(SaveWeights(self.record.model, path, state=True))
-            except (WorkerExited, RequestRefused, ConfigError) as error:
-                log(f"{self.record.model}: the checkpoint was not written: {error}")
+                await self._call_trainer(SaveWeights(self.id, path, True))
+            except (WorkerExited, ConfigError) as error:
+                log(f"{self.id}: the checkpoint was not written: {error}")
             else:
                 self.log.prune()
         elif call.route == "load_weights":
@@ -308,18 +304,18 @@ class ServedModel:
 
     async def _perform(self, call: TrainingCall) -> TrainingOutcome:
         if self.unusable:
-            raise RequestRefused(self.unusable)
+            raise ConfigError(self.unusable)
         match call.route:
             case "forward" | "forward_backward":
                 if not call.body:
-                    raise RequestRefused(
-                        f"the calls of {self.record.model} since its last optimizer step take "
+                    raise ConfigError(
+                        f"the calls of {self.id} since its last optimizer step take "
                         f"{self.logged >> 20} MiB of the disk, which is too much: call optim_step"
                     )
                 return await self._compute_loss(wire.parse_loss_request(call.body))
             case "create_model":
                 await self._call_trainer(None)
-                return self._reply({"type": "create_model", "model_id": self.record.model})
+                return self._reply({"type": "create_model", "model_id": self.id})
             case "load_weights":
                 return await self._load(call)
             case "optim_step":
@@ -346,7 +342,7 @@ class ServedModel:
 
         request: None only restores the model.  A process that exits is started again, and the calls
         since the last checkpoint are repeated.  The request that it crashed on is not.  Raises
-        RequestRefused, and WorkerExited for that request or after `restarts` restarts."""
+        ConfigError, and WorkerExited for that request or after `restarts` restarts."""
         for attempt in range(self.config.restarts + 1):
             try:
                 await self.trainer.start()
@@ -366,7 +362,7 @@ class ServedModel:
                     self.loaded = 0
                 if result.category == "server":
                     raise WorkerExited(result.error)
-                raise RequestRefused(result.error)
+                raise ConfigError(result.error)
             return result
         raise AssertionError("unreachable")
 
@@ -378,18 +374,16 @@ class ServedModel:
         if checkpoints:
             last_call, version = checkpoints[-1]
             first, path = last_call + 1, str(self.log.locate_checkpoint(last_call, version))
-        await self._repeat(
-            LoadModel(self.record.model, self.record.rank, self.record.seed, path, bool(path))
-        )
-        gone = f"{self.record.model}: the newest checkpoint of its weights is gone"
+        await self._repeat(LoadModel(self.id, self.record.rank, self.record.seed, path, bool(path)))
+        gone = f"{self.id}: the newest checkpoint of its weights is gone"
         for number in range(first, self.next):
             call, outcome = self.log.read_call(number), self.log.read_outcome(number)
             if call is None or outcome is None:
-                raise RequestRefused(gone)
+                raise ConfigError(gone)
             if call.route == "optim_step":
-                step: Request = DropGradient(self.record.model)
+                step: Request = DropGradient(self.id)
                 if not outcome.error:
-                    step = wire.parse_step(self.record.model, call.body)
+                    step = wire.parse_step(self.id, call.body)
                 await self._repeat(step)
             elif not outcome.error and call.route == "forward_backward":
                 message = wire.parse_loss_request(call.body)
@@ -402,24 +396,21 @@ class ServedModel:
                     add_lags(datum, datum_lags, limit)[0]
                     for datum, datum_lags in zip(decoded.data, np.split(lags, splits), strict=True)
                 ]
-                await self._repeat(
-                    ForwardBackward(self.record.model, data, decoded.loss, decoded.config)
-                )
+                await self._repeat(ForwardBackward(self.id, data, decoded.loss, decoded.config))
             elif not outcome.error and call.route == "load_weights":
-                raise RequestRefused(gone)
+                raise ConfigError(gone)
 
     async def _repeat(self, request: Request) -> None:
         result = await self.trainer.call(request)
         if isinstance(result, CallFailure):
-            raise WorkerExited(f"{self.record.model} cannot be restored: {result.error}")
+            raise WorkerExited(f"{self.id} cannot be restored: {result.error}")
 
     # ---- forward_backward ------------------------------------------------------------------------
 
     async def _compute_loss(self, message: pb.ForwardBackwardRequest) -> TrainingOutcome:
         """Compute a loss after measuring the lags of its tokens.
 
-        Raises RequestRefused for tokens above the limit, and ConfigError for requests that are not
-        served."""
+        Raises ConfigError for tokens above the limit, and for requests that are not served."""
         decoded = wire.parse_loss_call(message, self.config.losses.stable_reinforce)
         staleness = self.config.staleness
         lags: Counter[int] = Counter()
@@ -444,16 +435,14 @@ class ServedModel:
                 supervised=staleness.supervised,
             )
             if measured.refused and not decoded.forward_only:
-                raise RequestRefused(f"datum {index}: {measured.refused}")
+                raise ConfigError(f"datum {index}: {measured.refused}")
             sampled.append(runs)
             token_lags.append(measured.lags.astype("<i4").tobytes())
             datum, gradient_lags = add_lags(datum, measured.lags, staleness.max_lag)
             data.append(datum)
             lags.update(gradient_lags[gradient_lags != NOT_SAMPLED].tolist())
             sequences += measured.sequences
-        request = ForwardBackward(
-            self.record.model, data, decoded.loss, decoded.config, decoded.forward_only
-        )
+        request = ForwardBackward(self.id, data, decoded.loss, decoded.config, decoded.forward_only)
         result = await self._call_trainer(request)
         assert isinstance(result, ScoreResult)
         reply = wire.encode_scores(result, decoded.loss, decoded.requested)
@@ -475,12 +464,12 @@ class ServedModel:
     async def _make_step(self, call: TrainingCall) -> TrainingOutcome:
         refused = self.refused and f"because a forward_backward call of it failed: {self.refused}"
         try:
-            request = wire.parse_step(self.record.model, call.body)
+            request = wire.parse_step(self.id, call.body)
         except ConfigError as error:
             refused = str(error)
         if refused:
-            await self._call_trainer(DropGradient(self.record.model))
-            raise RequestRefused(f"the step was not made, {refused}")
+            await self._call_trainer(DropGradient(self.id))
+            raise ConfigError(f"the step was not made, {refused}")
         result = await self._call_trainer(request)
         assert isinstance(result, StepResult)
         step_metrics = result.metrics | measure_lag_metrics(self.lags)
@@ -494,7 +483,7 @@ class ServedModel:
             tokens = sum(n for lag, n in self.lags.items() if lag != NOT_SAMPLED)
             step_metrics["throughput/learner_tokens_per_s"] = tokens / (now - previous)
             step_metrics["time/step"] = now - previous
-        names = ("optim/grad_norm", "optim/lr", "lag/mean", "lag/max", "lag/unknown_share")
+        names = ["optim/grad_norm", "optim/lr", "lag/mean", "lag/max", "lag/unknown_share"]
         reply_metrics = {
             name.replace("/", "_"): step_metrics[name] for name in names if name in step_metrics
         }
@@ -507,7 +496,7 @@ class ServedModel:
 
     def write_ledger(self) -> None:
         """Write ledger.json if it has changed."""
-        totals = self.ledger.sum_totals(self.record.model) | {"supervised_tokens": self.supervised}
+        totals = self.ledger.sum_totals(self.id) | {"supervised_tokens": self.supervised}
         if totals != self.written_totals:
             atomic_write.write(self.folder / "ledger.json", json.dumps(totals, indent=1))
             self.written_totals = totals
@@ -518,7 +507,7 @@ class ServedModel:
         """Save the model under a name or as a version, and write its record."""
         label = f"{self.version} {self.ancestry.model}"
         named = path.parent.name != "versions"
-        await self._call_trainer(SaveWeights(self.record.model, str(path), state, label, named))
+        await self._call_trainer(SaveWeights(self.id, str(path), state, label, named))
         note = SavedWeights(
             self.ancestry.model,
             self.record.rank,
@@ -532,25 +521,26 @@ class ServedModel:
     def _locate_unused(self, kind: str, name: str, number: int, overwrite: bool) -> Path:
         """Return the directory of new weights.
 
-        Raises ConfigError for an invalid name, RequestRefused if another call has saved weights
-        there."""
+        Raises ConfigError for an invalid name, or if another call has saved weights there."""
         if not NAME.fullmatch(name):
             raise ConfigError(
                 f"path: {name!r} must be a name of letters, digits, dots, dashes and underscores "
                 "that does not end in .json or .part"
             )
-        with contextlib.suppress(ConfigError):
-            _, saved = find_saved(self.folder.parent, f"tinker://{self.record.model}/{kind}/{name}")
-            if saved.call != number and not overwrite:
-                raise RequestRefused(f"{kind} {name} exist already: choose another name")
-        return self.folder / kind / name
+        try:
+            path, saved = find_saved(self.folder.parent, f"tinker://{self.id}/{kind}/{name}")
+        except ConfigError:
+            return self.folder / kind / name
+        if saved.call != number and not overwrite:
+            raise ConfigError(f"{kind} {name} exist already: choose another name")
+        return path
 
     async def _save(self, call: TrainingCall) -> TrainingOutcome:
         request = wire.parse_json(sdk.SaveWeightsRequest, call.body)
         name = request.path or f"{self.version:06d}"
         path = self._locate_unused("weights", name, call.number, request.overwrite)
         await self._write_saved(path, call.number, state=True)
-        tinker_path = f"tinker://{self.record.model}/weights/{name}"
+        tinker_path = f"tinker://{self.id}/weights/{name}"
         return self._reply({"type": "save_weights", "path": tinker_path})
 
     async def _save_for_sampler(self, call: TrainingCall) -> TrainingOutcome:
@@ -561,12 +551,10 @@ class ServedModel:
         if request.path is None:
             path = self.locate_version(self.branch, self.version)
             kind = ":" if request.kind == "snapshot" else INFLIGHT
-            values["sampling_session_id"] = (
-                f"{self.record.model}{kind}v{self.version}:{call.number}"
-            )
+            values["sampling_session_id"] = f"{self.id}{kind}v{self.version}:{call.number}"
         else:
             path = self._locate_unused("sampler_weights", request.path, call.number, False)
-            values["path"] = f"tinker://{self.record.model}/sampler_weights/{request.path}"
+            values["path"] = f"tinker://{self.id}/sampler_weights/{request.path}"
         if request.path is not None or not _locate_note(path).exists():
             await self._write_saved(path, call.number)
         notes = (self.folder / "versions").glob("*-*.json")
@@ -592,12 +580,12 @@ class ServedModel:
                 f"{message.path} has rank {saved.rank}, the model has {self.record.rank}"
             )
         checkpoint = str(self.log.locate_checkpoint(call.number, saved.version))
-        model, rank, seed = self.record.model, self.record.rank, self.record.seed
+        rank, seed = self.record.rank, self.record.seed
         await self._call_trainer(
-            LoadModel(model, rank, seed, str(path), message.optimizer, checkpoint)
+            LoadModel(self.id, rank, seed, str(path), message.optimizer, checkpoint)
         )
         return self._reply(
-            {"type": "load_weights", "path": message.path, "model_id": model},
+            {"type": "load_weights", "path": message.path, "model_id": self.id},
             version=saved.version,
             branch=call.number,
             parents={saved.model: saved.version, **saved.parents},

@@ -66,11 +66,11 @@ class ScoredDatum:
         }
         versions = [
             [
-                "unknown" if run.sequence is None else str(run.sequence.version),
-                run.start - start,
-                run.stop - start,
+                "unknown" if sequence is None else str(sequence.version),
+                begin - start,
+                end - start,
             ]
-            for run in self.runs
+            for begin, end, sequence in self.runs
         ]
         lags = np.frombuffer(self.datum.lags, "<i4")[start:stop].tolist()
         return build_sequence(
@@ -127,7 +127,6 @@ class TrainedSampleLog:
         for index, rules in sorted(rules_of.items()):
             scored = self.collected[index]
             sequence = scored.describe(self.tokenizer)
-            sequences = [run.sequence for run in scored.runs if run.sequence is not None]
             head = {
                 "batch": version,
                 "ticket": index,
@@ -135,7 +134,9 @@ class TrainedSampleLog:
                 "group_key": xxhash.xxh3_64_hexdigest(sequence["prompt"].encode()),
                 "rules": rules,
                 "reward": None,
-                "sequence_ids": [sampled.id for sampled in sequences],
+                "sequence_ids": [
+                    run.sequence.id for run in scored.runs if run.sequence is not None
+                ],
                 "parts": {},
                 "finish": "",
                 "calls": 0,

@@ -140,18 +140,16 @@ class SamplerService:
                 stored = self.samplers.values()
                 usable = [x for x in stored if not x.weights or Path(x.weights).exists()]
                 self.samplers = {x.id: x for x in usable[-self.remembered :]}
-                kept = {id: n for id, n in self.clones.items() if id in self.samplers}
-                self.clones = Counter(kept)
+                self.clones &= Counter(dict.fromkeys(self.samplers, self.clones.total()))
                 self.file.replace(jsonl.encode(map(msgspec.to_builtins, self.samplers.values())))
         return self.samplers[record.id]
 
     def _follow(self, record: SamplerRecord) -> None:
         """Let all inflight samplers of a model sample from a new one's weights."""
-        model, kind, save = record.id.partition(INFLIGHT)
-        if kind:
-            newest = self.inflight.get(model, record)
-            numbers = [int(id.rpartition(":")[2]) for id in (save, newest.id)]
-            self.inflight[model] = record if numbers[0] >= numbers[1] else newest
+        model, kind, _ = record.id.partition(INFLIGHT)
+        if kind:  # the number of the call that saved its weights is the last part of an id
+            both = record, self.inflight.get(model, record)
+            self.inflight[model] = max(both, key=lambda one: int(one.id.rpartition(":")[2]))
 
     def find(self, id: str | None) -> SamplerRecord:
         """Return a sampler.  Raises ConfigError."""

@@ -459,34 +459,35 @@ def measure_lags(
     lags = np.full(datum.length, NOT_SAMPLED, np.int32)
     ids: list[str] = []
     refused = ""
-    for run in runs:
-        sampled_at = None if run.sequence is None else ancestry.find_version(run.sequence)
-        if run.sequence is not None:
-            ids.append(run.sequence.id)
+    for start, stop, sequence in runs:
+        sampled_at = None if sequence is None else ancestry.find_version(sequence)
+        if sequence is not None:
+            ids.append(sequence.id)
         if sampled_at is None:
-            lags[run.start : run.stop] = UNKNOWN
-            if unknown == "refuse" and run.sequence is None:
-                refused = refused or (
-                    f"tokens {run.start} to {run.stop} of a datum are not a sequence of this "
-                    f"server, or not among its newest {REMEMBERED}, so their lag is unknown, and "
+            lags[start:stop] = UNKNOWN
+            if unknown != "refuse" or refused:
+                continue
+            if sequence is None:
+                refused = (
+                    f"tokens {start} to {stop} of a datum are not a sequence of this server, or "
+                    f"not among its newest {REMEMBERED}, so their lag is unknown, and "
                     "staleness.unknown = refuse; pass tokens and log-probabilities on unchanged, "
                     "or name the sequence by provenance spans, which show the position that "
                     "differs"
                 )
-            elif unknown == "refuse" and run.sequence is not None:
-                refused = refused or (
-                    f"sequence {run.sequence.id} was sampled by "
-                    f"{run.sequence.model or 'the base model'}, which is not an earlier version of "
-                    f"{ancestry.model}: its lag is unknown, and staleness.unknown = refuse"
+            else:
+                refused = (
+                    f"sequence {sequence.id} was sampled by {sequence.model or 'the base model'}, "
+                    f"which is not an earlier version of {ancestry.model}: its lag is unknown, and "
+                    "staleness.unknown = refuse"
                 )
             continue
-        lag = version - sampled_at
-        lags[run.start : run.stop] = lag
-        if lag > limit and run.sequence is not None:
+        lags[start:stop] = lag = version - sampled_at
+        if lag > limit and sequence is not None:
             refused = refused or (
-                f"sequence {run.sequence.id} was sampled at version {sampled_at} of "
-                f"{ancestry.model}, which is at version {version}: a lag of {lag}, and "
-                f"staleness.max_lag = {limit:g}; sample from newer weights"
+                f"sequence {sequence.id} was sampled at version {sampled_at} of {ancestry.model}, "
+                f"which is at version {version}: a lag of {lag}, and staleness.max_lag = "
+                f"{limit:g}; sample from newer weights"
             )
     mask, weights = datum.get_field("mask"), datum.get_field("weights")
     if weights is not None and "advantages" not in datum.fields:
@@ -504,7 +505,7 @@ def measure_lag_metrics(lags: Counter[int]) -> dict[str, float]:
     """Compute the lag metrics of an optimizer step from {lag: trained tokens}."""
     known = sorted((lag, tokens) for lag, tokens in lags.items() if lag >= 0)
     total = sum(tokens for _, tokens in known)
-    unknown = lags.get(UNKNOWN, 0)
+    unknown = lags[UNKNOWN]
     metrics: dict[str, float] = {}
     if total + unknown:
         metrics["lag/unknown_share"] = unknown / (total + unknown)
@@ -528,7 +529,7 @@ def build_trained_row(
         "samples": len(set(sequences)),
         "ids": xxhash.xxh3_64_hexdigest(";".join(sequences).encode()),
         "lags": {str(lag): tokens for lag, tokens in sorted(lags.items()) if lag >= 0},
-        "unknown": lags.get(UNKNOWN, 0),
-        "supervised": lags.get(SUPERVISED, 0),
+        "unknown": lags[UNKNOWN],
+        "supervised": lags[SUPERVISED],
         "sequences": sorted(set(sequences)),
     }

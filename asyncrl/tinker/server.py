@@ -19,6 +19,7 @@ from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, private
 from asyncrl.records.process_log import INTERRUPTED, ProcessIncarnation
+from asyncrl.tinker import settings
 from asyncrl.tinker.settings import TinkerConfig
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ def prepare_directory(config: TinkerConfig, source: str) -> Path:
     path = folder / CONFIG
     private.create_directory(folder)
     if path.exists():
-        from asyncrl.tinker import settings
-
         earlier = settings.read(str(path))
         for key in ("model", "lora", "losses"):
             # a loss that takes another's place stays the same when calls are repeated

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import pydantic
 import tinker.types as sdk
@@ -44,7 +45,22 @@ ADAM_RANGES = (
 MOST_LIKELY = 32  # largest topk_prompt_logprobs
 COLDEST, HOTTEST = 1e-6, 1e6  # temperatures at which logits stay finite numbers of float32
 MOST_SEQUENCES = 1024  # largest num_samples
+UNSERVED = "topk_sample_logprobs prompt_alt_tokens_k target_prompt_logprobs prompt_logprobs_last_n"
+JSON_BYTES = 1 << 22  # of a JSON body, which has the tokens of one prompt at most
+MOST_VALUES = 4096  # of a JSON body, besides whole numbers
+INLINE_BYTES = 1 << 14  # of a body that is decoded on the event loop
 _Request = TypeVar("_Request", bound=pydantic.BaseModel)
+_Decoded = TypeVar("_Decoded")
+_thread = ThreadPoolExecutor(1)  # one body at a time, as it takes many times its bytes of memory
+
+
+async def decode(parse: Callable[..., _Decoded], *values: Any) -> _Decoded:
+    """Apply a function of this module to values, the last of which is a body.
+
+    A large one is decoded in a thread: other requests go on."""
+    if len(values[-1]) <= INLINE_BYTES:
+        return parse(*values)
+    return await asyncio.get_running_loop().run_in_executor(_thread, parse, *values)
 
 
 class LossCall(NamedTuple):
@@ -63,34 +79,26 @@ class LossCall(NamedTuple):
 def parse_object(body: bytes) -> dict[str, Any]:
     """Decode a JSON object.  Raises ConfigError.
 
-    Numbers that are not finite or exceed 64 bits, and text that is not Unicode, are refused here,
-    because the values are written to files and sent to other processes."""
+    Whole numbers of more than 64 bits are refused here, because the values are written to files and
+    sent to other processes.  So are many other values: pydantic takes long to refuse them."""
+    if len(body) > JSON_BYTES:
+        raise ConfigError(f"the body: {len(body)} bytes of JSON, more than {JSON_BYTES}")
     try:
-        values = json.loads(
-            body.decode() or "{}",
-            parse_int=_parse_int,
-            parse_float=_parse_float,
-            parse_constant=_parse_float,
-        )
-        if b"\\u" in body:
-            json.dumps(values, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the body is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError("the body must be a JSON object")
+        values = msgspec.json.decode(body or b"{}", type=dict[str, Any])
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"the body is not a JSON object: {error}") from error
+    others, nested = 0, list[Any]([values])
+    for entry in nested:
+        for value in entry.values() if isinstance(entry, dict) else entry:
+            if type(value) is int:
+                if not -(2**63) <= value < 2**63:
+                    raise ConfigError("the body: a whole number has more than 64 bits")
+                continue
+            if (others := others + 1) > MOST_VALUES:
+                raise ConfigError(f"the body: over {MOST_VALUES} values that are no whole numbers")
+            if isinstance(value, dict | list):
+                nested.append(value)
     return values
-
-
-def _parse_int(text: str) -> int:
-    if len(text) > 20 or not -(2**63) <= (number := int(text)) < 2**63:
-        raise ValueError(f"{text[:20]} has more than 64 bits")
-    return number
-
-
-def _parse_float(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text[:20]} is not finite")
-    return number
 
 
 def parse_json(message_type: type[_Request], body: bytes) -> _Request:
@@ -107,6 +115,8 @@ def parse_json(message_type: type[_Request], body: bytes) -> _Request:
     try:
         return message_type.model_validate(values, strict=True)  # refuses "nan" as a number
     except pydantic.ValidationError as error:
+        if error.error_count() > 100:  # to describe them would take long
+            raise ConfigError(f"{message_type.__name__}: {error.error_count()} errors") from None
         problem = error.errors()[0]
         field = ".".join(map(str, problem["loc"]))
         text = f"{message_type.__name__}: {field} = {problem['input']!r:.50}: {problem['msg']}"
@@ -231,10 +241,7 @@ def parse_sample_request(
     sampler: the fields of the call that the request does not have.
     stop_tokens: the model's own stop tokens.  limit: length of prompt and sequence together.
     default: length of a sequence whose request sets none.  Raises ConfigError."""
-    for name in (
-        *("topk_sample_logprobs", "prompt_alt_tokens_k"),
-        *("target_prompt_logprobs", "prompt_logprobs_last_n"),
-    ):
+    for name in UNSERVED.split():
         if getattr(request, name, None):
             raise ConfigError(f"{name}: is not served")
     ids: list[int] = []
@@ -299,13 +306,12 @@ def encode_samples(result: SampleResult) -> bytes:
         encoded.logprobs = sequence.logprobs
     message.prompt_logprobs = result.prompt_logprobs
     if result.topk_ids:
-        positions = len(result.prompt_logprobs) // 4
         message.topk_prompt_logprobs.CopyFrom(
             pb.TopkLogprobs(
                 token_ids=result.topk_ids,
                 logprobs=result.topk_logprobs,
-                k=len(result.topk_ids) // (4 * positions),
-                length=positions,
+                k=len(result.topk_ids) // len(result.prompt_logprobs),
+                length=len(result.prompt_logprobs) // 4,
             )
         )
     return bytes(message.SerializeToString())
@@ -323,9 +329,7 @@ def encode_scores(result: ScoreResult, loss: str = "", requested: str = "") -> b
     record.num_datums = len(result.logprobs)
     offsets = np.zeros(len(result.logprobs) + 1, "<i8")
     np.cumsum([len(row) for row in result.logprobs], out=offsets[1:])
-    record.fields["logprobs"].CopyFrom(
-        pb.BatchedTensor(
-            data=b"".join(result.logprobs), offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32
-        )
-    )
+    tensor = record.fields["logprobs"]
+    tensor.data, tensor.offsets = b"".join(result.logprobs), offsets.tobytes()
+    tensor.dtype = pb.DTYPE_FLOAT32
     return bytes(message.SerializeToString())

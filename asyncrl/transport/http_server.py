@@ -257,10 +257,6 @@ class BoundedConnection(HttpToolsProtocol):
         is_waiting = self.in_message or self.flow.write_paused or self.is_polling
         return self.is_responding and not is_waiting
 
-    def hold(self) -> None:
-        """Send the next write together with the one after it."""
-        self.coalescing.hold()
-
     def data_received(self, data: bytes) -> None:
         self.head_bytes += len(data)
         super().data_received(data)
@@ -285,7 +281,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.head_bytes = 0
         has_body = self.parser.get_method() != b"HEAD" and not self.expect_100_continue
         if has_body and not self.is_responding:
-            self.hold()
+            self.coalescing.hold()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

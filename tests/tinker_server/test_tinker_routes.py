@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import json
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from tinker_kit import draw, prompt, tuned_datum
 from tinker_local_kit import KEY, LocalServer
 
 from asyncrl.contract.errors import ConfigError
+from asyncrl.records import atomic_write
 from asyncrl.tinker import app, samplers, wire
 from asyncrl.tinker.links import WorkerExited
 from asyncrl.tinker.messages import CallFailure
@@ -283,19 +283,45 @@ def test_replies_have_all_fields_of_the_api(
     }
 
 
-def test_a_list_of_models_stops_no_other_client(
-    server: LocalServer, http: httpx.Client, service: tinker.ServiceClient
+@pytest.mark.parametrize(
+    ("owner", "name", "asked"),
+    [
+        (app, "find_saved", ("GET", "training_runs", None)),
+        (wire, "parse_object", ("POST", "get_info", b" " * wire.INLINE_BYTES + b"{}")),
+        (wire, "parse_loss_request", ("POST", "forward", bytes(wire.INLINE_BYTES + 1))),
+        (atomic_write, "remove", ("DELETE", "training_runs/MODEL/checkpoints/weights/w", None)),
+    ],
+)
+def test_slow_work_for_one_client_stops_no_other(
+    http: httpx.Client,
+    service: tinker.ServiceClient,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    asked: tuple[str, str, bytes | None],
 ) -> None:
+    """Files of models, large bodies, and weights that are deleted."""
     client = service.create_lora_training_client("tiny", rank=2).result()
     client.save_state("w").result()
-    note = server.server.models[client.model_id].folder / "weights" / "slow.json"
-    os.mkfifo(note)
+    work, began, goes_on = getattr(owner, name), threading.Event(), threading.Event()
+
+    def wait(*values: Any) -> Any:
+        began.set()
+        assert goes_on.wait(60)
+        return work(*values)
+
+    method, path, body = asked
+    path, kind = path.replace("MODEL", client.model_id), {"content-type": wire.PROTOBUF}
     with ThreadPoolExecutor(1) as pool:
-        listed = pool.submit(http.get, "/training_runs")
-        with note.open("wb"):  # it is being read
-            assert http.get("/healthz", timeout=60).status_code == 200 and not listed.done()
-        assert listed.result().status_code == 200
-    note.unlink()
+        monkeypatch.setattr(owner, name, wait)
+        reply = pool.submit(http.request, method, f"/{path}", content=body, headers=kind)
+        assert began.wait(60)
+        monkeypatch.undo()
+        try:
+            assert http.get("/healthz", timeout=30).status_code == 200 and not reply.done()
+        finally:
+            goes_on.set()
+        assert reply.result().status_code < 401
 
 
 def test_clients_are_told_their_transport(server: LocalServer) -> None:

@@ -422,7 +422,7 @@ class CallReply:
             if stream:
                 answer = event + b"data: " + answer + b"\n\n"
         if stream:
-            connection.hold()  # the last part goes out with the end of the stream
+            connection.coalescing.hold()  # the last part goes out with the end of the stream
         else:
             headers |= {"content-type": "application/json", "content-length": str(len(answer))}
             await self._send_head(send, status, headers)

@@ -76,8 +76,8 @@ MODEL = "model"
 # importance weights and masks of a correction, which only a method has.
 CONSTANT = ("kl/start_target", "by_lag/update")
 UNWEIGHTED = (
-    *("is/mean_weight", "is/weight_ess", "is/ess_by_answer"),
-    *("is/zero_share", "is/rejected", "is/vetoed", "is/masked_share"),
+    *["is/mean_weight", "is/weight_ess", "is/ess_by_answer", "is/zero_share"],
+    *["is/rejected", "is/vetoed", "is/masked_share"],
 )
 
 
@@ -149,14 +149,15 @@ class TrainedModel:
             state = torch.load(path / STATE, weights_only=True, map_location="cpu")
             self.trainer.optimizer.load_state_dict(state["optimizer"])
 
-    def save(self, path: Path, *, state: bool, label: str = "", named: bool = False) -> None:
+    def save(self, request: SaveWeights) -> None:
         """Write the weights with their label, with `state` also the optimizer.
 
         Raises ConfigError if too little of the disk would stay free: named weights leave room for
         two checkpoints, and others for the rows and calls of the server."""
+        path, state = Path(request.path), request.state
         path.parent.mkdir(parents=True, exist_ok=True)
         size = sum(weight.nbytes for weight in self.trainer.parameters) * (3 if state else 1)
-        floor = FREE_BYTES + 2 * size if named else FREE_BYTES // 2
+        floor = FREE_BYTES + 2 * size if request.named else FREE_BYTES // 2
         if (free := shutil.disk_usage(path.parent).free) < size + floor:
             raise ConfigError(
                 f"{path}: not saved: {size / 2**20:.1f} MiB would leave less than "
@@ -167,8 +168,8 @@ class TrainedModel:
             weights = folder / (MODEL if state else "")
             weights.parent.mkdir(exist_ok=True)
             export(self.policy, weights)
-            if label:
-                (weights / LABEL).write_text(label, encoding="utf-8")
+            if request.label:
+                (weights / LABEL).write_text(request.label, encoding="utf-8")
             if state:
                 torch.save({"optimizer": self.trainer.optimizer.state_dict()}, folder / STATE)
                 checkpoint.seal(folder)
@@ -197,7 +198,7 @@ class ServedModels:
                 case LoadModel():
                     model = TrainedModel(self.base, request, self.config.lora)
                     if request.checkpoint:
-                        model.save(Path(request.checkpoint), state=True)
+                        model.save(SaveWeights(request.model, request.checkpoint, True))
                     self.models[request.model] = model
                 case ForwardBackward():
                     return self.forward_backward(request)
@@ -206,13 +207,7 @@ class ServedModels:
                 case DropGradient():
                     self.models[request.model].drop_gradient()
                 case SaveWeights():
-                    model = self.models[request.model]
-                    model.save(
-                        Path(request.path),
-                        state=request.state,
-                        label=request.label,
-                        named=request.named,
-                    )
+                    self.models[request.model].save(request)
                 case _:
                     return CallFailure(f"{type(request).__name__} is not a training call", "server")
         except Exception as error:  # it must not cost the models of other clients
