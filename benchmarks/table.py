@@ -62,6 +62,7 @@ PROGRAMS = {
     "repeatable": Program("repeatable.py", ("repeatable",), 10),
     "kills": Program("kills.py", ("kills",), 10),
     "tinker_kills": Program("kills.py --tinker --kills 300", ("tinker_kills",), 20),
+    "server_kills": Program("kills.py --servers played --kills 300", ("played_server_kills",), 5),
     "chaos": Program("chaos.py --faults 400", ("chaos",), 10),
     "network": Program("network.py", ("network",), 6),
     "ray_run": Program("ray_run.py", ("ray_run",), 3),
