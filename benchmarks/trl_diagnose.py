@@ -85,8 +85,19 @@ class Sampler:
         return prompts, completions, logprobs, None
 
 
-def train(fault: str, model: Path, out: Path, seed: int, steps: int) -> None:
-    """Train by TRL with this fault planted, "" for none."""
+def train(
+    fault: str,
+    model: Path,
+    out: Path,
+    seed: int,
+    steps: int,
+    groups: int = GROUPS,
+    updates: int = 1,
+    most: int = MOST,
+) -> None:
+    """Train by TRL with this fault planted, "" for none.
+
+    updates: of groups each, on completions of at most so many tokens that are generated at once."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -99,7 +110,7 @@ def train(fault: str, model: Path, out: Path, seed: int, steps: int) -> None:
     torch.set_num_threads(1)
     grpo_trainer.VLLMGeneration = Sampler
     task: Any = get_task(TaskConfig(name="sort"))
-    asked = [task.prompt("train", i, seed) for i in range(steps * GROUPS)]
+    asked = [task.prompt("train", i, seed) for i in range(steps * groups)]
     by_text = {prompt.text: (i, prompt) for i, prompt in enumerate(asked)}
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
@@ -121,9 +132,10 @@ def train(fault: str, model: Path, out: Path, seed: int, steps: int) -> None:
             max_steps=steps,
             learning_rate=50 * RATE if fault == "rate" else RATE,
             lr_scheduler_type="constant",
-            per_device_train_batch_size=GROUPS * SIZE,
+            per_device_train_batch_size=groups * SIZE,
+            steps_per_generation=updates,
             num_generations=SIZE,
-            max_completion_length=MOST,
+            max_completion_length=most,
             temperature=1.0,
             top_p=0.8 if fault == "top_p" else 1.0,
             top_k=0,

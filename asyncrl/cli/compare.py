@@ -122,9 +122,6 @@ def sweep(
         return result.put_result(page_kit.clean(found))
     rows = page.format_cells(found)
     page.print_table(page.SWEEP_HEAD, rows, page.SWEPT, f"{directory.name}: {seeds} seed(s)")
-    page.print_other_measures(
-        page.SWEEP_HEAD, rows, ("correction", "limit"), ("OOD end", "KL to ref")
-    )
     print(found["suggestion"]["reason"])
     if found["suggestion"]["set"]:
         print(found["suggestion"]["set"])

@@ -24,18 +24,25 @@ def simulate(
     """
     from asyncrl.config import load
 
-    config = load.load_to_train(source, sets)  # before the imports of torch below
     if from_run is not None and not from_run.exists():
         raise ConfigError(f"--from {from_run}: does not exist; give a run directory or a log")
+    log = None
+    if from_run is not None and not (from_run / "config.toml").is_file():
+        from asyncrl.experiments import diagnose
+        from asyncrl.experiments.simulate import times
+
+        log = diagnose.read(from_run)
+        sets = (*times.list_settings(log), *sets)
+    config = load.load_to_train(source, sets)  # before the imports of torch below
     from asyncrl.experiments.simulate import what_if
 
-    time_model, origin = what_if.collect_times(from_run, file, single_times, config)
+    time_models, origin = what_if.collect_times(log or from_run, file, single_times, config)
     outcome = what_if.simulate(
         config,
-        time_model,
+        time_models,
         origin,
         name=f"simulate {source}",
-        evaluate=not no_evaluation,
+        evaluate=log is None and not no_evaluation,
         **questions,
     )
     emit(outcome, what_if.format_result(outcome))

@@ -105,6 +105,14 @@ class RunLog:
                     return name, column
         return "", {}
 
+    def require(self, role: str, otherwise: str = "") -> Column:
+        """Return a role's values by step. Raises ConfigError without any; otherwise: advice."""
+        if column := self.find(role)[1]:
+            return column
+        names = " or ".join(self.description.names.get(role, ["which this framework lacks"]))
+        meaning = TABLES["roles"][role]
+        raise ConfigError(f"{self.path}: a simulation also needs {meaning}: {names}{otherwise}")
+
     def add_file(self, path: Path) -> None:
         """Add the metrics of a file, unless another file has them."""
         repeated = []

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.toml_writer import read_table
 from asyncrl.models.installed import build_install_command
 from asyncrl.records import metrics
 from asyncrl.records.jsonl import JsonObject
@@ -22,16 +23,7 @@ from buffer import training_log
 HELDOUT, OOD = "eval/heldout", "eval/ood"
 STEP, LAG = "step", "lag"
 LIMIT = ", limit "  # in the name of a series, between correction and limit
-
-
-OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX"
-STYLES = ("-", "--", ":", "-.")
-FORMATS = (".pdf", ".svg", ".png")
-LABELS = {STEP: "step (versions)", LAG: "measured mean lag (versions)"}
-# keep text as text in PDF and SVG, and give the same file for the same points
-SETTINGS = {"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "asyncrl"}
-DATES = {".pdf": "CreationDate", ".svg": "Date"}
+OKABE_ITO, MARKERS, STYLES, FORMATS, LABELS, DATES, SETTINGS = read_table(__file__).values()
 
 
 class FigurePoint(NamedTuple):

@@ -14,6 +14,7 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Numbers
 from asyncrl.experiments.serial_record import KEPT, RunRecord
 from asyncrl.records import jsonl, metrics, rundir
+from asyncrl.records.jsonl import JsonObject
 from asyncrl.supervise.hosts import find_last_words, read_last_lines
 from buffer import training_log
 
@@ -78,7 +79,7 @@ def read_record(run_dir: Path, config: Config) -> RunRecord:
     """Read a finished run's files as the record of a serial run.
 
     Its `clock` is its wall time in milliseconds."""
-    summary = json.loads((run_dir / "summary.json").read_bytes())
+    summary: JsonObject = json.loads((run_dir / "summary.json").read_bytes())
     rows = metrics.read(run_dir)
     batches = training_log.read(run_dir / "trained.jsonl")
 
@@ -91,18 +92,12 @@ def read_record(run_dir: Path, config: Config) -> RunRecord:
         for name in row:
             if name.startswith("eval/"):
                 evaluations.setdefault(name, {})[str(row["step"])] = row[name]
-    return {
+    return summary | {
         "seed": config.seed,
-        "steps": summary["steps"],
-        "tokens": summary["tokens"],
-        "wall_s": summary["wall_s"],
         "clock": round(1000 * summary["wall_s"]),
-        "weights_digest": summary["weights_digest"],
         "batches": [
             {"ids": batch.ids, "tickets": batch.tickets} for _, batch in sorted(batches.items())
         ],
-        "trained_ids": summary["trained_ids"],
-        "lag_histogram": summary["lag_histogram"],
         "curve": [
             {"version": row["step"] + 1, "t": row.get("t", 0.0)}
             | {name: row[name] for name in (*KEPT, "lag/mean", "answer/length") if name in row}
@@ -115,5 +110,4 @@ def read_record(run_dir: Path, config: Config) -> RunRecord:
         "accuracy": list_evaluations("heldout"),
         "ood": list_evaluations("ood"),
         "abandoned": "",
-        "ledger_lines": summary["ledger_lines"],
     }

@@ -14,39 +14,14 @@ import xxhash
 
 from asyncrl.config.tree import StalenessConfig
 from asyncrl.contract.messages import EVAL_BASE, Batch, Numbers, Trajectory
+from asyncrl.contract.toml_writer import read_table
 from asyncrl.records.jsonl import JsonObject
 from buffer import training_log
 from buffer.evaluation import SET_TICKETS
 from buffer.numbers import compute_task_metrics
 from buffer.store import Store
 
-KEPT = (
-    "reward/mean",
-    "is/ess",
-    "is/target_ess",
-    "is/mean_weight",
-    "is/weight_ess",
-    "is/fallback_share",
-    "kl/behavior_start_k3",
-    "kl/behavior_target_k3",
-    "optim/grad_norm",
-    "policy/entropy",
-    "answer/truncated_share",
-    "clip/share",
-    "optim/early_stops",
-    "kl/target_ref_k1",
-    "kl/target_ref_k3",
-    "kl/gradient_share",
-    "kl/reward_gradient_share",
-    "mismatch/k3_at_lag_0",
-    "is/zero_share",
-    "is/rejected_answers",
-    "optim/steps",
-    "optim/lr_scale",
-    "optim/stop_kl",
-    "reshape/gamma",
-    "kl/moved",
-)
+KEPT: list[str] = read_table(__file__)["kept"]
 RunRecord = dict[str, Any]  # the results of one run (`make_run_record`)
 
 

@@ -302,7 +302,7 @@ def test_one_seed_runs_and_allows_no_verdict(sort_model: Path, tmp_path: Path) -
     # its speed is compared with a real run's
     assert (tmp_path / "c" / "runs" / f"sync-seed{RUN_SEED}" / "summary.json").exists()
     # of three batches only the first measures the KL, before any update
-    assert re.search(r"arm +OOD start +OOD end *\n", done.out)
+    assert re.search(r"unstable +OOD start +OOD end *\n", done.out)
     assert "sync: staleness.max_lag=0" in done.out
     assert re.search(r"async, compared with sync: staleness.max_lag = \d+ \(0\)", done.out)
     assert "no verdict is possible" in done.err

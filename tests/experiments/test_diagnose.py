@@ -1,6 +1,7 @@
 """`asyncrl diagnose`: healthy logs and planted faults of each framework, token files, odd inputs.
 
-The writers are those of transformers, torch, and tinker-cookbook; the other files are by schema.
+Real files are of TRL and verl (tests/data/logs, made by benchmarks/log_predictions.py and
+verl_log.py); transformers, torch and tinker-cookbook write others; the rest is by schema.
 """
 
 import gzip
@@ -30,6 +31,7 @@ from asyncrl.experiments.simulate.times import change
 
 Values = dict[str, float]
 STEPS = 60
+LOGS = ROOT / "tests" / "data" / "logs"
 # role -> value of a healthy run, relative noise
 HEALTHY = {
     "lag": (1.0, 0.3),
@@ -517,41 +519,92 @@ def write_outcome(path: Path, outcome: Any) -> Path:
         "timing_s/step": outcome.step_s,
         "timing_s/gen": outcome.step_s * outcome.idle_learner,
         "timing_s/agent_loop/generate_sequences/max": outcome.sample_p90_s,
+        "training/off_policy/trajectory_staleness_worst/mean": outcome.lag_mean,
         "response_length/mean": 45,
         "response_length/max": 60,
     }
     return write_jsonl(path, [{"step": step} | row for step in range(20)], "verl")
 
 
+@pytest.mark.parametrize("limit", [0, 1])
 @pytest.mark.parametrize("train", [0.2, 0.6, 1.2])
-def test_the_effect_of_a_change_is_predicted_from_a_log_alone(train: float, tmp_path: Path) -> None:
+def test_the_effect_of_a_change_is_predicted_from_a_log_alone(
+    train: float, limit: int, tmp_path: Path
+) -> None:
     """The log has a step's seconds, waits and lengths; the run that wrote it is simulated too."""
-    sets = ("staleness.max_lag=1", "generator.slots=16")
+    sets = (f"staleness.max_lag={limit}", "generator.slots=16")
     known = change(BARE, row=0.01 / 16, train=train, lengths="uniform(30, 60)", batch=0.01)
     base = run(known, *sets)
-    path = write_outcome(tmp_path / "m.jsonl", base)
-    fitted = times.fit_log(path, config(*sets))
+    log = diagnosis.read(write_outcome(tmp_path / "m.jsonl", base))
+    fitted = times.fit_log(log, config(*sets))[0][0]
     again = run(fitted, *sets)
-    assert again.step_s == pytest.approx(base.step_s, rel=0.2)
+    assert again.step_s == pytest.approx(base.step_s, rel=0.05 if limit == 0 else 0.2)
     for changed in ("staleness.max_lag=4", "generators=2"):
         expected = run(known, *sets, changed).step_s / base.step_s
         assert run(fitted, *sets, changed).step_s / again.step_s == pytest.approx(expected, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "groups", "finding", "text", "step_s"),
+    [
+        (
+            "trl_1.16_8_groups.json.gz",
+            32,
+            "equal_rewards",
+            "of 4 updates take 2.42 s, generation 1.33 s, updates 1.06 s",
+            2.42,
+        ),
+        (
+            "verl_0.9.1.jsonl.gz",
+            8,
+            "truncated_sampler",
+            "take 32.4 s, generation 20.4 s, updates 11.1 s",
+            32.4,
+        ),
+    ],
+)
+def test_real_logs(name: str, groups: int, finding: str, text: str, step_s: float) -> None:
+    log = diagnosis.read(LOGS / name)
+    assert names_of(diagnosis.diagnose(log)) <= {finding}
+    sets = [*times.list_settings(log), f"learner.groups={groups}", "generator.slots=512"]
+    fitted, said = times.fit_log(log, config(*sets, "learner.group_size=8"))
+    assert f"steps {text}; assumed" in said
+    for model in fitted:
+        again = run(model, *sets, "learner.group_size=8")
+        assert again.step_s == pytest.approx(step_s, rel=0.1) and again.lag_max == 0
+
+
+def test_a_real_run_of_trl_is_predicted_from_the_log_of_another() -> None:
+    """Updates of 16 groups in place of 8; both ran on a busy machine.
+
+    A tiny model on a CPU takes twice the time for twice the completions, the last assumption."""
+    other = diagnosis.read(LOGS / "trl_1.16_16_groups.json.gz")
+    real = 4 * sum(other.find("step_s")[1].values()) / len(other.find("step_s")[1])
+    log = diagnosis.read(LOGS / "trl_1.16_8_groups.json.gz")
+    sets = [*times.list_settings(log), "learner.group_size=8", "generator.slots=512"]
+    fitted, _ = times.fit_log(log, config(*sets, "learner.groups=32"))
+    steps = [run(model, *sets, "learner.groups=64").step_s for model in fitted]
+    assert [step / real for step in steps] == pytest.approx([0.81, 0.71, 0.94], abs=0.02)
+
+
 def test_a_log_gives_times_or_one_error_with_the_metric_that_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    arguments = ["simulate", str(ROOT / "configs" / "demo.toml"), "--from", str(path)]
-    arguments += ["--more", "1", "--steps", "6", "--seeds", "2", "--no-evaluation"]
 
-    def simulate(more: Values) -> Any:
-        write_jsonl(path, [row | more for row in make_rows("verl")], "verl")
+    def simulate(more: Values, *words: str, framework: str = "verl") -> Any:
+        write_jsonl(path, [row | more for row in make_rows(framework)], framework)
+        arguments = ["simulate", str(ROOT / "configs" / "demo.toml"), "--from", str(path)]
+        arguments += ["--more", "1", "--steps", "6", "--seeds", "2", *words]
         return CliRunner().invoke(main, arguments)
 
     assert "also needs tokens of a completion, mean: response_length/mean" in simulate({}).stderr
     long, waits = {"response_length/mean": 900.0}, {"timing_s/wait_for_enough_samples": 9.0}
     assert "agent_loop/generate_sequences/max" in simulate(long).stderr
-    done = simulate(long | waits)
-    assert done.exit_code == 2 and "completions of 1350 tokens" in done.stderr
-    done = simulate({"response_length/mean": 30.0} | waits)
-    assert done.exit_code == 0 and f"times: fitted to {path}" in done.stdout
-    assert "2 generators instead of 1" in done.stdout and "(seeds" in done.stdout
+    done = simulate(long | waits)  # the longest is taken for 1,350 tokens
+    assert done.exit_code == 0 and f"times: {path}, by verl: steps take 30 s" in done.stdout
+    assert "limit 1: " in done.stdout and "2 generators instead of 1" in done.stdout
+    assert "(seeds" in done.stdout and "devices of their own" in done.stdout
+    known = {"step_time": 3.0, "completions/mean_length": 20.0}
+    done = simulate(known, framework="trl")
+    assert done.exit_code == 2 and "or give --time train=SECONDS" in done.stderr
+    done = simulate(known, "--time", "train=1", framework="trl")
+    assert "generation 2 s, updates 1 s" in done.stdout and "limit 0" in done.stdout

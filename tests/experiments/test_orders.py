@@ -23,7 +23,7 @@ from asyncrl.contract import admission
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.experiments import serial
-from asyncrl.experiments.replay.diff import MACHINE
+from asyncrl.experiments.replay import diff
 from asyncrl.tasks import get_task
 from buffer.evaluation import EvaluationRound, EvaluationSet
 
@@ -184,7 +184,9 @@ def numbers(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     # any order
     later: dict[tuple[int, bool], dict[str, float]] = {}
     for row in rows:
-        values = {k: v for k, v in row.items() if not k.startswith(MACHINE) and k != "t"}
+        values = {
+            k: v for k, v in row.items() if not k.startswith(tuple(diff.MACHINE)) and k != "t"
+        }
         later.setdefault((row["step"], "reward/mean" in row), {}).update(values)
     return [later[key] for key in sorted(later)]
 

@@ -527,7 +527,11 @@ def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
 def test_questions_are_answered_with_the_same_seeds() -> None:
     c, known = config("staleness.max_lag=0", "generator.slots=8"), change(rough(), train=0.5)
     seeds = with_seeds(known, 2)
-    limit, more, sync = what_if.answer_questions(c, seeds, seeds(c), [2], [1], [4.0])
+
+    def ask(questions: Any) -> list[dict[str, Any]]:
+        return what_if.answer_questions(c, seeds, seeds(c), questions)
+
+    limit, more, sync, together = ask({"limits": [2], "added_generators": [1], "syncs": [4.0]})
     assert limit["ratio"] > 1.2 and "A limit of 2 instead of 0" in limit["sentence"]
     assert "times the throughput" in limit["sentence"]
     assert more["outcome"]["generators"] == 2 and "2 generators instead of 1" in more["sentence"]
@@ -536,7 +540,14 @@ def test_questions_are_answered_with_the_same_seeds() -> None:
     assert "about the same throughput" in sync["sentence"] and more["lag_range"] is None
     assert limit["lag_range"][0] <= limit["outcome"]["lag_mean"] <= limit["lag_range"][1]
     seeds = with_seeds(change(known, publish=0.4, swap=0.4), 2)
-    (faster,) = what_if.answer_questions(c, seeds, seeds(c), [], [], [4.0])
+    (faster,) = ask({"syncs": [4.0]})
+    assert together["outcome"]["generators"] == together["outcome"]["max_lag"] == 2
+    assert "A limit of 2 and 2 generators and a weight sync 4 times" in together["sentence"]
+    assert together["ratio"] > max(limit["ratio"], more["ratio"])
+    assert f"a step takes {limit['step_ratio']:.2f} of its time" in limit["sentence"]
+    seeds = with_seeds(change(BARE, train_tokens=16 * 64), 1)  # 2 x 0.64 and 0.4 s
+    for question, seconds in (({"groups": [8]}, 3.36), ({"tokens": [32]}, 0.84)):
+        assert ask(question)[0]["outcome"]["step_s"] == pytest.approx(seconds, rel=0.02)
     assert faster["ratio"] > 1.3 and faster["least"] <= faster["ratio"] <= faster["largest"]
 
 
@@ -549,7 +560,7 @@ def test_sides_of_equal_speed_leave_the_lag_open() -> None:
     ranges = []
     for train in (3 * writing, writing):
         seeds = with_seeds(change(rough(), train=train), 1)
-        (answer,) = what_if.answer_questions(c, seeds, seeds(c), [8], [], [])
+        (answer,) = what_if.answer_questions(c, seeds, seeds(c), {"limits": [8]})
         low, high = answer["lag_range"]
         ranges.append((high - low, "if the learner's speed is 5% off" in answer["sentence"]))
     (firm, unsaid), (open_, said) = ranges
@@ -573,7 +584,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     words = "--limit 4 --more 1 --sync 2 --generators 1,100 --seeds 2 --time train=0.3 --json"
     code, out, _ = command(capsys, *words.split(), "--plot", str(page))
     found = json.loads(out)
-    assert [a["outcome"]["max_lag"] for a in found["answers"]] == [4, 2, 2]
+    assert [a["outcome"]["max_lag"] for a in found["answers"]] == [4, 2, 2, 4]
     assert code == 0 and found["base"]["steps"] == 6
     assert [(o["generators"], o["max_lag"]) for o in found["sweep"]] == [
         (g, k) for g in (1, 100) for k in (0, 1, 2, 4, 8, 16)

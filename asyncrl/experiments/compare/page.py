@@ -35,17 +35,10 @@ from asyncrl.supervise.report.run_view import build_length_ledger
 
 Columns = dict[str, tuple[str, str]]  # heading -> key of a summary, format of its number
 
-_TABLES = read_table(__file__)
-ARM_COLUMNS: Columns = _TABLES["arms"]
-CELL_COLUMNS: Columns = _TABLES["cells"]
-CURVES: dict[str, tuple[str, str]] = _TABLES["curves"]
-TEXTS: dict[str, str] = _TABLES["texts"]
+ARM_COLUMNS, CELL_COLUMNS, CURVES, COMPARED, SWEPT, TEXTS = read_table(__file__).values()
 NOT_ON_BOARD = {"optim/grad_norm", "answer/length"}
 TIMES = ("seconds of RL", "seconds to target", "trained tok/s")
-HEAD = tuple(ARM_COLUMNS)
-SWEEP_HEAD = tuple(CELL_COLUMNS)
-COMPARED: dict[str, str] = _TABLES["compared"]
-SWEPT: dict[str, str] = _TABLES["swept"]
+HEAD, SWEEP_HEAD = tuple(ARM_COLUMNS), tuple(CELL_COLUMNS)
 
 
 # ---- tables and lists ----------------------------------------------------------------------------
@@ -457,24 +450,14 @@ def write_tensorboard(
 def print_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], names: dict[str, str], title: str
 ) -> None:
-    """Print the columns of a page's table that fit a terminal.
+    """Print the columns of a page's table that fit a terminal, as far as they were measured.
 
     names: name in `head` -> name in the terminal.
     """
-    chosen = [[row[head.index(name)] for name in names] for row in rows]
-    print(TableBlock([*names.values()], chosen, heading=f"{title}\n").as_text() + "\n")
-
-
-def print_other_measures(
-    head: Sequence[str], rows: Sequence[Sequence[str]], names: Sequence[str], extra: Sequence[str]
-) -> None:
-    """Print a second table with measures other than the held-out reward.
-
-    Its columns are `names`, and those of `extra` that any row has.
-    """
-    measured = [h for h in extra if any(row[head.index(h)] != "-" for row in rows)]
-    if measured:
-        print_table(head, rows, {h: h for h in (*names, *measured)}, TEXTS["other measures"])
+    columns = {name: [row[head.index(name)] for row in rows] for name in names}
+    measured = {name: column for name, column in columns.items() if {*column} != {"-"}}
+    cells = [*zip(*measured.values(), strict=True)]
+    print(TableBlock([names[x] for x in measured], cells, heading=f"{title}\n").as_text() + "\n")
 
 
 def print_comparison(analysis: Summary, title: str, settings: Sequence[ArmDescription]) -> None:
@@ -482,7 +465,6 @@ def print_comparison(analysis: Summary, title: str, settings: Sequence[ArmDescri
     start = next(iter(analysis["arms"].values()))["heldout_start"]
     rows = format_arms(analysis)
     print_table(HEAD, rows, COMPARED, f"{title}, held-out reward from {start:.3f}")
-    print_other_measures(HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
     first, *others = settings
     print(f"{first[0]}: {first[1]}")
     for name, _, differs in others:

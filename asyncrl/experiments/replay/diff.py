@@ -19,26 +19,7 @@ from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import PlotBlock, TextBlock
 
 MetricsByStep = dict[int, Numbers]
-# metrics of speed and waiting, which do not depend on the computation
-MACHINE = (
-    "time/",
-    "throughput/",
-    "memory/",
-    "buffer/",
-    "ledger/",
-    "window/",
-    "lag/in_",
-    "link/",
-    "judge/seconds",
-    "prefix/",
-    "draft/",
-    "reward/queue",
-    "reward/wait_s",
-    "reward/call_s",
-    "reward/workers",
-)
-TEXTS: dict[str, str] = read_table(__file__)
-NAMES = ("name", "runs")  # settings that only locate a run
+MACHINE, PLACES, TEXTS = read_table(__file__).values()
 
 
 def read(run_dir: Path) -> tuple[JsonObject, MetricsByStep, str | None]:
@@ -70,7 +51,7 @@ def find_first_difference(rows_a: MetricsByStep, rows_b: MetricsByStep) -> JsonO
         differences = []
         for name in sorted(rows_a[step].keys() & rows_b[step].keys()):
             pair = value_a, value_b = rows_a[step][name], rows_b[step][name]
-            if name.startswith(MACHINE) or value_a == value_b or all(map(math.isnan, pair)):
+            if name.startswith(tuple(MACHINE)) or value_a == value_b or all(map(math.isnan, pair)):
                 continue
             relative = abs(value_a - value_b) / max(*map(abs, pair), 1e-12)
             differences.append({"name": name, "a": value_a, "b": value_b, "relative": relative})
@@ -87,7 +68,7 @@ def diff(run_a: Path, run_b: Path) -> JsonObject:
     """
     (ca, ra, da), (cb, rb, db) = read(run_a), read(run_b)
     for config in (ca, cb):
-        for name in NAMES:
+        for name in PLACES:
             config.pop(name, None)
     difference = find_first_difference(ra, rb)
     return {

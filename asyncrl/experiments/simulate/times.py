@@ -19,13 +19,14 @@ import statistics
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from actors.turn import DECODE_STEPS
 from asyncrl.algorithms.settings import (
     Decay,
     NonNegative,
@@ -38,6 +39,7 @@ from asyncrl.config import load as configs
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments import diagnose
+from asyncrl.experiments.diagnose import RunLog
 from asyncrl.models.devices import has_cuda
 from asyncrl.records import jsonl, metrics, process_log, rundir, trace
 from asyncrl.records.health_checks import list_values
@@ -47,6 +49,9 @@ from asyncrl.records.trace import TraceSpan
 FEWEST = 20  # decode calls that a fit needs, besides 5 batches
 MOST_BESIDE = 3.0  # bound of the factor by which generators and learner slow each other down
 WAITING = 0.1  # share of a step's seconds: the trainer waits for generation
+GROWING = 0.5, 0.1, 1.0  # share of a decode step's time that its completions take, by seed
+BINS = 200  # lengths that stand for a distribution
+NOT_LOGGED = "admit finish look batch ready commit checkpoint wire buffer"
 WAIT_S = 0.03  # a longer pause of a process counts as a wait
 
 Interval = tuple[float, float]
@@ -279,40 +284,85 @@ def fit(run_dir: Path) -> tuple[TimeModel, Config]:
     return change(times, cores=process_log.find_shared_cores(run_dir)), config
 
 
-def fit_log(path: Path, config: Config) -> TimeModel:
-    """Return the times of a run of another framework whose batches are those of `config`.
+def list_settings(log: RunLog) -> list[str]:
+    """Return the settings that a log shows, as KEY=VALUE."""
+    lags = [*(log.find("lag_max")[1] or log.find("lag")[1]).values()] or [0.0]
+    longest = math.ceil(measure_lengths(log)[1])
+    return [
+        f"staleness.max_lag={math.ceil(statistics.median(lags))}",
+        f"generator.max_new_tokens={longest}",
+        f"generator.context={2 * longest}",
+    ]
 
-    A log does not tell what a decode step costs with more completions: half of its time is taken to
-    grow with them. Without its own key, generation takes a step's seconds if the trainer waits.
+
+def measure_lengths(log: RunLog) -> tuple[float, float]:
+    """Return the tokens of the mean and of the longest completion of a typical step."""
+    mean = statistics.median(log.require("length").values())
+    return mean, statistics.median(log.find("length_max")[1].values() or [1.5 * mean])
+
+
+def fit_log(log: RunLog, config: Config, update_s: Any = None) -> tuple[list[TimeModel], str]:
+    """Return times of a run of another framework by GROWING, and what was measured and assumed.
+
+    config: has the batches and engines of that run.
+    update_s: seconds of an update, for a log without times of generation.
 
     Raises ConfigError with the metric that is missing."""
-    log = diagnose.read(path)
-    step_s, wait_s = (log.find(role)[1] for role in ("step_s", "wait_s"))
-    values = {role: [*log.find(role)[1].values()] for role in diagnose.TABLES["roles"]}
-    values["wait_s"] = [max(0.0, step_s[step] - wait_s[step]) for step in step_s if step in wait_s]
-    if sum(wait_s.values()) >= WAITING * sum(step_s.values()):
-        values["generate_s"] = values["generate_s"] or values["step_s"]
-    for role in ("length", "step_s", "wait_s", "generate_s"):
-        if not values[role]:
-            names = " or ".join(log.description.names.get(role, ["which this framework lacks"]))
-            meaning = diagnose.TABLES["roles"][role]
-            raise ConfigError(f"{path}: a simulation also needs {meaning}: {names}")
-    mean, seconds = (statistics.median(values[role]) for role in ("length", "generate_s"))
-    longest = statistics.median(values["length_max"] or [1.5 * mean])
-    if longest > config.generator.max_new_tokens:
-        raise ConfigError(
-            f"generator.max_new_tokens: {path} has completions of {longest:g} tokens; set at least "
-            "that, and the other keys of generators and batches as they are there"
-        )
-    tokens = config.learner.groups * config.learner.group_size * mean / config.generators
-    return TimeModel(
-        step=seconds / 2 / max(longest, tokens / config.generator.slots),
-        row=seconds / 2 / tokens,
-        noise={"sequence": [second / seconds for second in values["generate_s"]]},
-        lengths=f"uniform({max(0.0, 2 * mean - longest)}, {longest})",
-        train={"sequence": values["wait_s"]},
-        train_tokens=None,
-        swap=values["sync_s"] or 0.0,
+    step_s, lags = log.require("step_s"), log.find("lag")[1]
+    mean, longest = measure_lengths(log)
+    # a step without lengths trains on completions of a step before
+    turns = [at for at in step_s if at in log.find("length")[1]]
+    updates_of_turn = len(step_s) / max(1, len(turns))
+    is_async = statistics.median(lags.values() or [0.0]) >= diagnose.MIXED
+    waited = log.find("wait_s")[1] or ({} if is_async else log.find("generate_s")[1])
+    if not (waited or is_async) and updates_of_turn > 1:
+        repeated = [x for at, x in step_s.items() if at not in turns]
+        update_s = update_s or statistics.fmean(repeated)
+    if update_s is not None:
+        waited = {at: max(0.0, step_s[at] - update_s) for at in turns}
+    if not waited:
+        log.require("wait_s" if is_async else "generate_s", "; or give --time train=SECONDS")
+    generated = waited
+    if is_async and sum(waited.values()) >= WAITING * sum(step_s.values()):
+        generated = step_s  # the engines limit the run
+    elif is_async:
+        latencies = log.find("sample_s")[1]  # of a mean completion
+        generated = {at: x * longest / mean for at, x in latencies.items()}
+        generated = generated or log.require("generate_s")
+    seconds = max(1e-6, statistics.median(generated.values()))
+    step = updates_of_turn * statistics.fmean(step_s.values())
+    sync = statistics.median(log.find("sync_s")[1].values() or [0.0])
+    rests = [updates_of_turn * (x - waited[at]) for at, x in step_s.items() if at in waited]
+    rests = rests or [step - statistics.fmean(waited.values())]
+    updates = [max(0.0, rest - sync) for rest in rests]
+    learner, slots = config.learner, config.generator.slots
+    samples = learner.groups * learner.group_size
+    # a power of uniform numbers, with this mean and this largest value
+    lengths = [longest * ((i + 0.5) / BINS) ** (longest / mean - 1) for i in range(BINS)]
+    # a row is free at the end of the call in which its completion ends
+    rows = statistics.fmean(math.ceil(x / DECODE_STEPS) * DECODE_STEPS for x in lengths)
+    share = samples / config.generators * min(rows, longest)
+    base = change(
+        TimeModel(),
+        **dict.fromkeys(NOT_LOGGED.split(), 0.0),
+        noise={"sequence": [second / seconds for second in generated.values()]},
+        lengths=lengths,
+        train={"sequence": updates},
+        train_tokens=samples * mean,
+        publish=sync,
+    )
+    steps = max(longest, share / slots)
+    models = [
+        change(base, step=(1 - grows) * seconds / steps, row=grows * seconds / share)
+        for grows in GROWING
+    ]
+    kind = f" of {updates_of_turn:g} updates" if updates_of_turn > 1 else ""
+    return models, (
+        f"{log.path}, by {log.description.title}: steps{kind} take {step:.3g} s, generation "
+        f"{seconds:.3g} s, updates {statistics.median(updates):.3g} s; assumed: batches of "
+        f"{learner.groups} groups of {learner.group_size}, {slots} completions at once in each of "
+        f"{config.generators} generator(s), of a decode step's time {GROWING[0]} (with other seeds "
+        f"{GROWING[1]}, {GROWING[2]}) grows with their number, devices of their own"
     )
 
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -18,6 +18,7 @@ from asyncrl.config import load, rules
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import fill, read_table
+from asyncrl.experiments.diagnose import RunLog
 from asyncrl.experiments.simulate import times
 from asyncrl.experiments.simulate.simulation import Outcome, Simulation, average
 from asyncrl.experiments.simulate.times import TimeModel, fit, fit_log
@@ -33,53 +34,54 @@ WIDE = 0.2  # a smaller range of the mean lag is not reported
 DRIFT = 0.05  # assumed error of the learner's speed
 LIMITS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)  # of --plot
 MOST_GENERATORS = 10_000
-OUTCOME_COLUMNS, TREATMENT_COLUMNS, PLOTS, TEXTS = read_table(__file__).values()
+TREATMENTS, OUTCOME_COLUMNS, TREATMENT_COLUMNS, PLOTS, TEXTS = read_table(__file__).values()
 
 # simulates a config once per seed: `simulate_seeds` with its times, seeds and evaluation given
 SimulateSeeds = Callable[..., list[Outcome]]
-TREATMENTS: dict[str, Literal["pace", "drop", "mask", "downweight"]] = {
-    "wait": "pace",
-    "mask": "mask",
-    "downweight": "downweight",
-    "drop": "drop",
-    "deadline": "pace",  # of sessions
-}
 
 
 def collect_times(
-    from_run: Path | None, file: Path | None, single_times: Sequence[str], config: Config
-) -> tuple[TimeModel, str]:
-    """Return the times and a description of their source.
+    from_run: Path | RunLog | None, file: Path | None, single_times: Sequence[str], config: Config
+) -> tuple[list[TimeModel], str]:
+    """Return the times by seed, and a description of their source.
 
     Later sources win: defaults, a run, a file, single times.
     """
-    time_model = TimeModel()
+
+    def override(time_model: TimeModel) -> TimeModel:
+        return times.parse(times.load(file, time_model) if file else time_model, single_times)
+
+    models = [TimeModel()]
     source = "defaults, those of configs/demo.toml on one 2.5 GHz core a process"
-    if from_run is not None:
-        is_own = (from_run / "config.toml").is_file()
-        time_model = fit(from_run)[0] if is_own else fit_log(from_run, config)
-        source = f"fitted to {from_run}"
+    if isinstance(from_run, RunLog):
+        train = override(models[0])  # with `train` alone it has no tokens
+        update_s = train.train if train.train_tokens is None else None
+        models, source = fit_log(from_run, config, update_s)
+    elif from_run is not None:
+        models, source = [fit(from_run)[0]], f"fitted to {from_run}"
     if file is not None:
-        time_model = times.load(file, time_model)
-        source = f"{file}" + (f" on those of {from_run}" if from_run else "")
-    if single_times:
-        time_model = times.parse(time_model, single_times)
-        source = f"{source}; {', '.join(single_times)}"
-    return time_model, source
+        source = f"{file}" + (f" on those of {source}" if from_run else "")
+    return [*map(override, models)], "; ".join([source, ", ".join(single_times)]).rstrip("; ")
 
 
 def simulate_seeds(
     config: Config,
-    times: TimeModel,
+    times: TimeModel | Sequence[TimeModel],
     seeds: int,
     *,
     evaluate: bool = True,
     **changes: Any,
 ) -> list[Outcome]:
-    """Simulate `config` with its seed and the next ones. changes: see `Simulation`."""
+    """Simulate `config` with its seed and the next ones. changes: see `Simulation`.
+
+    times: one for all seeds, or several in turn.
+    """
+    models = [times] if isinstance(times, TimeModel) else times
     return [
-        Simulation(config, times, seed, evaluate=evaluate, **changes).run()
-        for seed in range(config.seed, config.seed + seeds)
+        Simulation(
+            config, models[i % len(models)], config.seed + i, evaluate=evaluate, **changes
+        ).run()
+        for i in range(seeds)
     ]
 
 
@@ -142,14 +144,14 @@ def answer(
         lag accumulates the difference of their speeds, so a small error changes it (`lag_range`).
     """
     before, after = average_outcomes(base), average_outcomes(changed)
-    ratios = [
-        new["tokens_per_s"] / max(old["tokens_per_s"], 1e-9)
-        for old, new in zip(base, changed, strict=True)
-    ]
+    pairs = [*zip(base, changed, strict=True)]
+    ratios = [new["tokens_per_s"] / max(old["tokens_per_s"], 1e-9) for old, new in pairs]
+    steps = [new["step_s"] / max(old["step_s"], 1e-9) for old, new in pairs]
     ratio, least, largest = average(ratios), min(ratios), max(ratios)
     lags = [outcome["lag_mean"] for outcome in (after, *drifted)]
     low, high = min(lags), max(lags)
     result = {"question": question, "ratio": ratio, "least": least, "largest": largest}
+    result |= {"step_ratio": average(steps), "step_least": min(steps), "step_largest": max(steps)}
     sentence = fill(
         TEXTS["answer"],
         **result,
@@ -171,33 +173,55 @@ def answer(
     }
 
 
+def ask(config: Config, kind: str, value: Any) -> tuple[str, object, Config, JsonObject]:
+    """Return a question, the present setting, the changed config and keywords of its simulation."""
+    learner, generator = config.learner, config.generator
+    match kind:
+        case "limits":
+            limit = f"{config.staleness.limit:g}"
+            return f"a limit of {value:g}", limit, change_limit(config, value), {}
+        case "added_generators":
+            count = config.generators + value
+            changed = replace(config, generators=count)
+            return f"{count} generators", config.generators, changed, {}
+        case "syncs":
+            scale = {"publish": 1 / value, "swap": 1 / value}
+            question = f"a weight sync {value:g} times as fast"
+            return question, "the present one", config, {"scale": scale}
+        case "threads":
+            return f"{value} learner threads", learner.threads, config, {"threads": value}
+        case "groups":
+            changed = replace(config, learner=replace(learner, groups=value))
+            return f"{value} groups a batch", learner.groups, changed, {}
+    changed = replace(config, generator=replace(generator, max_new_tokens=value))
+    return f"at most {value} tokens a completion", generator.max_new_tokens, changed, {}
+
+
 def answer_questions(
     config: Config,
     run: SimulateSeeds,
     base: Sequence[Outcome],
-    limits: Sequence[float] = (),
-    added_generators: Sequence[int] = (),
-    syncs: Sequence[float] = (),
-    threads: Sequence[int] = (),
+    questions: Mapping[str, Sequence[float]],
 ) -> list[JsonObject]:
-    """Answer each question. base: the outcomes of `config`."""
+    """Answer questions by kind, and all together if there are several kinds.
+
+    base: the outcomes of `config`.
+    """
     answers = []
-    for limit in limits:
-        changed = change_limit(config, limit)
-        drifts = [run(changed, seeds=1, scale={"train": 1 + x})[0] for x in (-DRIFT, DRIFT)]
-        instead = f"{config.staleness.limit:g}"
-        answers.append(answer(f"a limit of {limit:g}", instead, base, run(changed), drifts))
-    for extra in added_generators:
-        count = config.generators + extra
-        outcomes = run(replace(config, generators=count))
-        answers.append(answer(f"{count} generators", f"{config.generators}", base, outcomes))
-    for factor in syncs:
-        outcomes = run(config, scale={"publish": 1 / factor, "swap": 1 / factor})
-        question = f"a weight sync {factor:g} times as fast"
-        answers.append(answer(question, "the present one", base, outcomes))
-    for count in threads:
-        question, instead = f"{count} learner threads", f"{config.learner.threads}"
-        answers.append(answer(question, instead, base, run(config, threads=count)))
+    asked = [(kind, value) for kind, values in questions.items() for value in values]
+    for kind, value in asked:
+        question, instead, changed, how = ask(config, kind, value)
+        drifts: list[Outcome] = []
+        if kind == "limits":
+            drifts = [run(changed, seeds=1, scale={"train": 1 + x})[0] for x in (-DRIFT, DRIFT)]
+        answers.append(answer(question, f"{instead}", base, run(changed, **how), drifts))
+    if len(asked) == len({kind for kind, _ in asked}) > 1:
+        together, keywords = config, JsonObject()
+        for kind, value in asked:
+            _, _, together, how = ask(together, kind, value)
+            keywords |= how
+        question = " and ".join(answer["question"] for answer in answers)
+        answers.append(answer(question, "the present settings", base, run(together, **keywords)))
     return answers
 
 
@@ -219,7 +243,7 @@ def predict(run_dir: Path) -> dict[str, str]:
                 run = functools.partial(
                     simulate_seeds, times=fit(run_dir)[0], seeds=1, evaluate=False
                 )
-                (prediction,) = answer_questions(config, run, run(config), **question)
+                (prediction,) = answer_questions(config, run, run(config), question)
                 predictions[finding.name] = prediction["sentence"].rstrip(".")
     return predictions
 
@@ -287,14 +311,10 @@ def parse_counts(text: str) -> list[int]:
 
 def simulate(
     config: Config,
-    time_model: TimeModel,
+    time_models: Sequence[TimeModel],
     source: str,
     *,
     name: str,
-    limits: Sequence[float] = (),
-    added_generators: Sequence[int] = (),
-    syncs: Sequence[float] = (),
-    threads: Sequence[int] = (),
     generators: str = "",
     treatments: bool = False,
     deadline: float | None = None,
@@ -302,15 +322,19 @@ def simulate(
     steps: int | None = None,
     evaluate: bool,
     plot: Path | None = None,
+    **questions: Sequence[float],
 ) -> JsonObject:
-    """Return the result of the command, as the object of `--json`. source: of the times."""
+    """Return the result of the command, as the object of `--json`. source: of the times.
+
+    questions: see `ask`.
+    """
     if steps is not None:
         config = replace(config, learner=replace(config.learner, steps=steps))
     counts = parse_counts(generators) if generators else [config.generators]
     limit, inject = config.staleness.limit, config.staleness.inject
     for problem in rules.apply_table("simulations", config):
         raise ConfigError(problem)
-    for extra in added_generators:
+    for extra in questions.get("added_generators", ()):
         if not 1 <= config.generators + extra <= MOST_GENERATORS:
             raise ConfigError(
                 f"--more {extra}: {config.generators + extra} generators; give a number that "
@@ -324,12 +348,14 @@ def simulate(
         raise ConfigError("--deadline: belongs to --treatments")
     if deadline is not None and not config.agent.uses_sessions:
         raise ConfigError("--deadline: belongs to sessions, and the config has no [agent]")
-    run = functools.partial(simulate_seeds, times=time_model, seeds=seeds, evaluate=evaluate)
+    run = functools.partial(simulate_seeds, times=time_models, seeds=seeds, evaluate=evaluate)
     base = run(config)
-    if not (limits or added_generators or syncs or threads or treatments):
+    if not (any(questions.values()) or treatments):
         limits = [] if inject is not None or limit == inf else [2 * limit or 1]
-        added_generators, syncs, threads = [1], [2.0], [2 * config.learner.threads]
-    answers = answer_questions(config, run, base, limits, added_generators, syncs, threads=threads)
+        threads = [2 * config.learner.threads]
+        defaults: JsonObject = {"added_generators": [1], "syncs": [2.0], "threads": threads}
+        questions = {"limits": limits, **defaults}
+    answers = answer_questions(config, run, base, questions)
     average = average_outcomes(base)
     result: JsonObject = {
         "tokens_per_s": average["tokens_per_s"],
@@ -346,7 +372,7 @@ def simulate(
     if generators or plot is not None:
         axis = [limit]
         if plot is not None and inject is None:
-            axis = sorted({*LIMITS, *limits, limit})
+            axis = sorted({*LIMITS, *questions.get("limits", ()), limit})
         result["sweep"] = [
             average_outcomes(run(change_limit(replace(config, generators=count), at)))
             for count, at in itertools.product(counts, axis)
