@@ -3,8 +3,8 @@
     TRL_PYTHON benchmarks/trl_async.py MODEL_DIR OUT_DIR [--steps 30] [--top-p 1.0] [--never-sync]
 
 AsyncGRPOTrainer of TRL 1.16.0 needs a CUDA GPU: it asks for the GPU's name, its attention is a
-FlashAttention 3 kernel, and it sends weights to a vLLM server by NCCL.  Here the first is skipped, a
-loop over segments stands for the kernel, and by TRL's own protocols a thread with transformers
+FlashAttention 3 kernel, and it sends weights to a vLLM server by NCCL.  Here the first is skipped,
+a loop over segments stands for the kernel, and by TRL's own protocols a thread with transformers
 stands for the server.  Trainer, queue, batches, loss and log are TRL's.  `asyncrl diagnose OUT_DIR`
 reads the log."""
 
@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
 from trl.experimental.async_grpo import async_grpo_trainer as trl_async
-from trl.experimental.async_grpo import packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from asyncrl.config.tree import TaskConfig
@@ -66,12 +65,14 @@ class ThreadEngine:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=4 * GROUPS * SIZE)
         self.metrics_queue: queue.Queue[Any] = queue.Queue()
         self.stopped, self.lock = threading.Event(), threading.Lock()
+        self.thread = threading.Thread(target=self.work, daemon=True)
 
     def start(self) -> None:
-        threading.Thread(target=self.work, daemon=True).start()
+        self.thread.start()
 
     def stop(self) -> None:
         self.stopped.set()
+        self.thread.join()
 
     def update_model_version(self, model_version: int) -> None:
         self.version = model_version
@@ -189,6 +190,7 @@ def main() -> None:
             per_device_train_batch_size=GROUPS * SIZE,
             gradient_accumulation_steps=1,
             num_generations=SIZE,
+            token_budget=0,  # otherwise the server is asked for one
             max_completion_length=MOST,
             gradient_checkpointing=False,
             logging_steps=1,

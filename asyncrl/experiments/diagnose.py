@@ -45,7 +45,7 @@ TOKEN_FILE = re.compile(r"(?:train_data_step(\d+)|step_(\d+)/rank_\d+)\.jsonl(?:
 STEPS = 8  # steps whose tokens are read, spread over the run
 TOKENS = 500_000  # of a step, at least
 SHORT = 16  # tokens: completions below it may all be of one length
-MIXED = 0.5  # mean lag from which a difference of engine and trainer is not judged alone
+MIXED = 0.1  # mean lag from which a difference of engine and trainer is not judged alone
 NUMBERS = ("median", "first third", "last third", "least", "largest")
 PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
 Column = dict[int, float]  # step -> value, in order
@@ -60,6 +60,7 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     names: dict[str, list[str]]
     keys: dict[str, str]
     prefix: str = ""
+    asynchronous: dict[str, list[str]] = {}
     refused: dict[str, str] = {}
     traps: dict[str, list[str]] = {}
 
@@ -99,7 +100,10 @@ class RunLog:
 
     def find(self, role: str) -> tuple[str, Column]:
         """Return a role's metric and its values by step; without one, "" and none."""
-        for pattern in self.description.names.get(role, ()):
+        names, changed = self.description.names, self.description.asynchronous
+        if role in changed and self.find("lag")[1]:
+            names = changed
+        for pattern in names.get(role, ()):
             for name, column in self.columns.items():
                 if self.description.matches(pattern, name):
                     return name, column
@@ -331,7 +335,9 @@ def diagnose(log: RunLog) -> JsonObject:
         values["at"][role], values[role] = evidence, summary[0]
         values[f"{role}_high"] = fmean(series) + 3 * stdev(series) / math.sqrt(len(series))
         if role in TABLES["growing"]:
-            first, later = series[0], series[third:]
+            lags, later = log.find("lag")[1], series[third:]
+            usual = (x for at, x in column.items() if lags.get(at, 0) >= values.get("lag", 0))
+            first = next(usual, series[0])  # the first steps have no lag yet
             # an engine that gets no new weights differs so within steps, and goes on to
             leaps = min(later) >= 3 * first and median(later) >= 10 * first
             grown = find_growth(series) or ((first, median(later)) if leaps else None)

@@ -210,6 +210,18 @@ def test_what_real_runs_of_trl_taught(tmp_path: Path) -> None:
     assert find(0.13, 15) == {"stale_weights"}  # of a task whose answers all have one length
     assert not find(0.006, 15, 30)  # a sharper policy rounds otherwise, by far less
 
+    def find_async(kl: Callable[[int], float], ratio: float) -> set[str]:
+        """Of the asynchronous trainer; the first step has no lag, and no difference by it."""
+        rows = [{"step": x, "kl": kl(x), "ratio": ratio} for x in range(1, 41)]
+        rows = [row | {"sample/staleness_mean": min(row["step"] - 1, 0.25)} for row in rows]
+        log = diagnosis.read(write_jsonl(tmp_path / "a.jsonl", rows))
+        assert log.find("k3")[0] == "kl" and not log.find("reference_kl")[1]
+        return names_of(diagnosis.diagnose(log))
+
+    assert not find_async(lambda step: 6e-5 if step == 1 else 0.002, 1.0)
+    assert find_async(lambda step: 0.0023, 0.974) == {"truncated_sampler"}
+    assert find_async(lambda step: 0.001 * step, 0.996) == {"stale_weights"}
+
 
 # ---- files of the packages' own writers ----------------------------------------------------------
 

@@ -22,57 +22,17 @@ from asyncrl.algorithms.settings import AveragedCorrection, Correction, Recomput
 from asyncrl.config.presets import PRESETS
 from asyncrl.contract.messages import Numbers
 from asyncrl.contract.printable import Say
+from asyncrl.contract.toml_writer import read_table
 from asyncrl.experiments.lab.bias import EXACT, average
 from asyncrl.experiments.lab.findings import LabFindings, make_table, transpose
 from asyncrl.experiments.lab.policy import ResponseSpace, differentiate
 from asyncrl.records.jsonl import JsonObject
 
-DISTANCES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
+SIZES, DISTANCES, CANDIDATES, CENTERED = read_table(__file__).values()
 LAGS = range(5)
-# a correction with score centering on so many symbols, 0: on all
-CENTERED = {
-    "none, centered": ("none", 0),
-    "none, centered on 1": ("none", 1),
-    "token truncate, centered": ("token truncate", 0),
-}
 HISTORY = 16  # versions before the samples', for ema
 # KL between neighboring versions, and of mu to its version, in nats a token
 STEP, ROUNDING = 0.01, 0.001
-SIZES = (64, 256, 1024, 4096, 16384)
-
-
-def list_candidates() -> dict[str, Correction]:
-    """Return every level with every bound, rejection alone, and the presets.
-
-    Levels with bounds are listed plain and self-normalized.
-    """
-    return {
-        "none": RecomputedCorrection(level="none"),
-        **{
-            f"{level} {bound}{' normalised' if normalized else ''}": RecomputedCorrection(
-                level=level, bound=bound, self_normalize=normalized
-            )
-            for level in ("token", "sequence", "geometric")
-            for bound in ("none", "truncate", "clip", "mask")
-            for normalized in (False, True)
-        },
-        **{
-            f"reject ratio {over}": RecomputedCorrection(
-                level="none", reject="ratio", reject_over=over
-            )
-            for over in ("token", "sum", "mean", "max")
-        },
-        "reject k3 max": RecomputedCorrection(
-            level="none", reject="k3", reject_over="max", reject_hi=0.1
-        ),
-        **{
-            f"preset {name}": RecomputedCorrection(
-                **{key: value for key, value in fields.items() if key != "proximal"}
-            )
-            for name, fields in PRESETS.items()
-            if name != "none"
-        },
-    }
 
 
 def draw_rewards(space: ResponseSpace, seed: int) -> Tensor:
@@ -189,7 +149,12 @@ def measure(vocabulary: int, length: int, seeds: int, say: Say) -> JsonObject:
 
     Values are means over `seeds` random policies, directions of mu, and rewards.
     """
-    corrections = list_candidates()
+    fields = CANDIDATES | {
+        f"preset {name}": {key: value for key, value in keys.items() if key != "proximal"}
+        for name, keys in PRESETS.items()
+        if name != "none"
+    }
+    corrections = {name: RecomputedCorrection(**keys) for name, keys in fields.items()}
     results, proximal = {}, []
     for tokens in sorted({n for n in (2, 4, 8, 16) if n < length} | {length}):
         space = ResponseSpace(vocabulary, tokens)
