@@ -66,10 +66,10 @@ def measure_step(log: Path) -> float:
         sum(row["step_time"] for row in rows[start:end])
         for start, end in zip(starts, ends, strict=True)
     ]
-    return statistics.median(turns[1:])
+    return float(statistics.median(turns[1:]))
 
 
-def predict_trl(log: Path) -> dict[str, dict[str, float]]:
+def predict_trl(log: Path) -> dict[str, dict[str, Any]]:
     """Predict the settings from the log of the first: seconds of a step, and their range."""
     from asyncrl.config.load import load
     from asyncrl.experiments import diagnose
@@ -85,15 +85,13 @@ def predict_trl(log: Path) -> dict[str, dict[str, float]]:
         return what_if.simulate_seeds(config, models, seeds, evaluate=False, **changes)
 
     base = simulate(config)
-    steps = {FITTED: [x["step_s"] for x in base]}
+    known = statistics.fmean(x["step_s"] for x in base)
+    predicted: dict[str, dict[str, Any]] = {FITTED: {"step_s": known}}
     for name, (*_, question) in SETTINGS.items():
         for answer in what_if.answer_questions(config, simulate, base, question):
-            ratios = (answer[key] for key in ("step_ratio", "step_least", "step_largest"))
-            steps[name] = [x * what_if.average(steps[FITTED]) for x in ratios]
-    return {
-        name: {"step_s": x[0] if name != FITTED else what_if.average(x), "range": [min(x), max(x)]}
-        for name, x in steps.items()
-    }
+            spread = [known * answer[key] for key in ("step_least", "step_largest")]
+            predicted[name] = {"step_s": known * answer["step_ratio"], "range": spread}
+    return predicted
 
 
 def predict_own(run_dir: Path) -> dict[str, dict[str, Any]]:
@@ -118,7 +116,7 @@ def run_round(number: int, args: argparse.Namespace, folder: Path) -> dict[str, 
     """Make the runs of a round and predict all but the first of each kind from it."""
     names = [FITTED, *sorted({*SETTINGS} - {FITTED}, reverse=bool(number % 2))]
     steps = {name: measure_step(run_trl(name, number, args, folder)) for name in names}
-    found = {f"TRL, {name}": {"step_s": step} for name, step in steps.items()}
+    found: dict[str, Any] = {f"TRL, {name}": {"step_s": step} for name, step in steps.items()}
     predictions = predict_trl(run_trl(FITTED, number, args, folder))
     predicted: dict[str, Any] = {f"TRL, {name}": x for name, x in predictions.items()}
     model = Path(args.model).resolve()

@@ -45,10 +45,11 @@ class SegmentAttention:
         edges = zip(*(x.unfold(0, 2, 1).tolist() for x in (ends, path_ends)), strict=True)
         for (start, end), (first, last) in edges:
             mask = torch.ones(end - start, last - first).tril(last - first - end + start).bool()
-            inside = (x.transpose(0, 1) for x in (q[start:end], k[first:last], v[first:last]))
-            scale = how["softmax_scale"]
+            query, key, value = (
+                x.transpose(0, 1) for x in (q[start:end], k[first:last], v[first:last])
+            )
             attended = torch.nn.functional.scaled_dot_product_attention(
-                *inside, attn_mask=mask, scale=scale
+                query, key, value, attn_mask=mask, scale=how["softmax_scale"]
             )
             rows.append(attended.transpose(0, 1))
         return torch.cat(rows)
