@@ -128,8 +128,8 @@ demo: $(VENV)/.demo
 	$(PY) -m asyncrl.cli run configs/demo.toml
 
 # CPU seconds by file are printed at the end of every run.  A file above 10 carries the marker `slow`, which `make check` leaves out.
-# Three workers for two cores, as many tests wait for processes; six at most.
-WORKERS ?= $(shell n=$$(nproc); w=$$((n + (n + 1) / 2)); echo $$((w < 6 ? w : 6)))
+# Four workers for two cores, as many tests wait for processes; six at most.
+WORKERS ?= $(shell w=$$(($$(nproc) * 2)); echo $$((w < 6 ? w : 6)))
 TESTS := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test: env browser

@@ -43,9 +43,10 @@ settings.load_profile("any speed")
 # The most expensive files, which begin first, so that no worker ends long after the others.  Each
 # worker gets the next one of them, and so many other tests that all have as many.
 LONG = (
-    *("test_tasks_train", "test_backends", "test_shutdown", "test_vllm", "test_run"),
-    *("test_both_engines", "test_real_model", "test_new", "test_vllm_calls"),
-    *("test_docs_commands", "test_compare"),
+    *("test_shutdown", "test_docs_commands", "test_backends", "test_vllm"),
+    *("test_vllm_serve", "test_tinker_cookbook", "test_ray", "test_planted_mutants"),
+    *("test_verifiers", "test_gpu_check", "test_both_engines", "test_real_model", "test_new"),
+    *("test_run", "test_vllm_calls", "test_tasks_train", "test_compare"),
 )
 
 
