@@ -43,7 +43,8 @@ HOLD = ROOT / "tests" / "support" / "hold"
 MOST = 1 << 17  # bytes of an order
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, MADV_COLLAPSE = 1, 36, 25
 MODULES = ("asyncrl.cli", "asyncrl.supervise.start", "torch.distributed.run")
-PROGRAMS = [ROOT / "benchmarks", ROOT / "tests" / "support"]  # folders; a test may add its own
+# folders; a test may add its own
+PROGRAMS = [ROOT / "benchmarks", ROOT / "benchmarks" / "lib", ROOT / "tests" / "support"]
 FORKED = "# forked\n"
 WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # of pytest-xdist, by execnet
 TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
@@ -111,8 +112,10 @@ class WarmPopen(subprocess.Popen):
         fds = [own if fd == -1 else fd for own, fd in enumerate(streams)]
         mask = os.umask(0)
         os.umask(mask)
+        cores, argv = split_affinity([os.fspath(word) for word in args])
         order = {
-            "argv": [os.fspath(word) for word in args],
+            "argv": argv,
+            "cores": cores,
             "env": dict(os.environ if options["env"] is None else options["env"]),
             "cwd": os.path.abspath(options["cwd"] or os.getcwd()),
             "numbers": [0, 1, 2, *options["pass_fds"]],
@@ -131,7 +134,7 @@ def is_warm(args: Any, executable: Any, options: dict[str, Any]) -> bool:
     mine = os.getpid() == WarmPopen.owner and not WarmPopen.cold
     if not mine or isinstance(args, (str, bytes)) or executable is not None:
         return False
-    words = [os.fspath(word) for word in args]
+    _, words = split_affinity([os.fspath(word) for word in args])
     words = [word for place, word in enumerate(words) if place != 1 or word not in OPTIONS]
     if words[0] != sys.executable:
         known = words[0] in WarmPopen.foreign and words[1:2] == [str(FOREIGN_START)]
@@ -153,6 +156,13 @@ def is_warm(args: Any, executable: Any, options: dict[str, Any]) -> bool:
         and (options["cwd"] is None or os.path.isdir(options["cwd"]))
         and not options["shell"]
     )
+
+
+def split_affinity(words: list[str]) -> tuple[list[int], list[str]]:
+    """The cores of `taskset -c 0,1 COMMAND`, none without it, and the command."""
+    if words[:2] != ["taskset", "-c"]:
+        return [], words
+    return [int(core) for core in words[2].split(",")], words[3:]
 
 
 def is_forked(code: str) -> bool:
@@ -232,6 +242,8 @@ def be_process(order: dict[str, Any], fds: list[int], seed: socket.socket) -> No
             os._exit(1)
     if order["session"]:
         os.setsid()
+    if order["cores"]:
+        os.sched_setaffinity(0, order["cores"])
     WarmPopen.servers = {sys.executable: place_files(fds, order["numbers"], seed)}
     WarmPopen.cold = False
     subprocess.Popen = WarmPopen
