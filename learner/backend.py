@@ -36,8 +36,6 @@ class TorchBackend(Trainer):
     ranks = 1
     # every rank takes part in each forward pass, and the parameters on a rank are parts
     sharded = False
-    # early stopping may use the gradient's own forward pass: an unused gradient is dropped
-    stops_first = False
     # cosine of the last step's gradient with the previous one, where it is measured
     cosine: float | None = None
     # a learner checkpoint holds all trained parts in the backend's own files

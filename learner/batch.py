@@ -19,7 +19,7 @@ from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.models import trainer
-from asyncrl.models.packed_forward import SupportTable, copy_to
+from asyncrl.models.packed_forward import copy_to
 
 
 def split_minibatches(
@@ -99,33 +99,13 @@ class PackedBatch(LossBatch):
 
     def select_rows(self, samples: Sequence[int]) -> dict[str, Any]:
         """Return the arguments of a forward pass (`ForwardInput`) over the rows of `samples`."""
-        columns: dict[str, list[Any]] = {
-            "prompts": self.prompts,
-            "responses": self.responses,
-            "groups": self.shared,
-            "supports": self.supports,
-            "routed": self.routed,
-            "images": self.images,
-        }
+        names = ("prompts", "responses", "supports", "routed", "images")
+        columns = {name: getattr(self, name) for name in names} | {"groups": self.shared}
         rows = self.list_rows(samples)
         count = from_numpy(np.diff(self.row_offsets)[list(samples)])
         temperature = self.temperature[list(samples)].repeat_interleave(count)
         selected = {name: [column[row] for row in rows] for name, column in columns.items()}
         return selected | {"temperature": temperature}
-
-    def build_support_table(
-        self, samples: Sequence[int], device: torch.device
-    ) -> SupportTable | None:
-        """Return the supports of the tokens of `samples` on `device`; None: nothing truncated."""
-        rows = self.list_rows(samples)
-        lengths = [len(self.responses[row]) for row in rows]
-        return SupportTable.build([self.supports[row] for row in rows], lengths, device)
-
-    def get_token_temperature(self, samples: Sequence[int]) -> Tensor:
-        """Return the sampling temperature of each token of `samples`."""
-        return copy_to(self.seq.device, self.temperature)[
-            self.seq[self.find_token_positions(samples)]
-        ]
 
     def to_device(self, device: torch.device) -> PackedBatch:
         """Move the loss's tensors to `device`; returns self."""

@@ -264,8 +264,9 @@ def load_checkpoint(core: LearnerCore, path: Path) -> dict[str, Any]:
         )
     if core.model.adapter is not None:
         # in the backend's own files or not, it must be of this base and rank
-        read = adapters.read_fitting if core.backend.writes_parts else adapters.restore
-        read(core.model, path / "model")
+        stored = adapters.read_fitting(core.model, path / "model")
+        if not core.backend.writes_parts:
+            load_weights(core.model, stored)
     elif not core.backend.writes_parts:
         with core.backend.gather_full_parameters():
             restore_weights(core.model, path, core.layout, core.config.model)

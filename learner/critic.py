@@ -111,19 +111,17 @@ class Critic:
             # an extra token yields the state after the last one; which token it is has no effect
             answers = [
                 np.append(r, r[-1:]) if is_truncated[sample] else r
-                for sample, r in ((sample, packed.responses[sample]) for sample in part)
+                for sample in part
+                for r in [packed.responses[sample]]
             ]
             states = self._compute_states(trunk, packed, part, responses=answers)
             computed = self._apply_head(states).cpu()
-            start = 0
-            for sample, answer in zip(part, answers, strict=True) if is_real else ():
-                length = len(packed.responses[sample])
-                values[int(packed.offsets[sample]) : int(packed.offsets[sample]) + length] = (
-                    computed[start : start + length]
-                )
+            by_sample = torch.split(computed, [len(answer) for answer in answers])
+            for sample, row in zip(part, by_sample, strict=True) if is_real else ():
+                start, end = packed.offsets[sample : sample + 2]
+                values[start:end] = row[: end - start]
                 if is_truncated[sample]:
-                    bootstrap[sample] = computed[start + length]
-                start += len(answer)
+                    bootstrap[sample] = row[-1]
         return values, bootstrap
 
     def _apply_head(self, hidden: Tensor) -> Tensor:
@@ -143,10 +141,9 @@ class Critic:
 
     def get_state(self) -> dict[str, Any]:
         """Return weights and optimizer for the checkpoint."""
-        trunk = self.trunk.hf.state_dict() if self.trunk is not None else {}
         return {
             "head": self.head.state_dict(),
-            "trunk": trunk,
+            "trunk": {} if self.trunk is None else self.trunk.hf.state_dict(),
             "optimizer": self.trainer.optimizer.state_dict(),
         }
 

@@ -395,7 +395,7 @@ class Learner(BufferPeer):
         """Write a checkpoint; `handle_messages` announces it after its commits."""
         with self.tracer.time_span("checkpoint"):
             for log in filter(None, (self.step_log, self.core.sample_log)):
-                log.sync()
+                log.file.sync()  # a resumed run relies on the rows before its checkpoint
             self.checkpointed = checkpoint.save(
                 self.directory,
                 self.core,
@@ -410,7 +410,7 @@ class Learner(BufferPeer):
         if self.recorder is not None:
             self.recorder.close()
         for log in filter(None, (self.step_log, self.core.sample_log)):
-            log.close()
+            log.file.close()
         self.core.backend.close()
         self.tracer.close()
         self.publisher.close()

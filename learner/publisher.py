@@ -34,12 +34,6 @@ LARGE = 1e3
 HUGE = 1e6
 
 
-def count_earlier_versions(config: Config) -> int:
-    """Return how many earlier versions lag injection may use."""
-    inject = config.staleness.inject
-    return 0 if inject is None else (inject if isinstance(inject, int) else len(inject) - 1)
-
-
 class Publisher:
     """Publisher of one epoch's ring.
 
@@ -49,7 +43,7 @@ class Publisher:
     def __init__(self, config: Config, run_dir: Path, epoch: int, core: LearnerCore) -> None:
         self.epoch = epoch
         self.core = core
-        self.depth = count_earlier_versions(config)
+        self.depth = config.staleness.most_injected  # earlier versions to keep
         self.directory = rundir.get_ring_dir(run_dir, epoch)
         private.create_directory(self.directory.parent)
         layout = core.layout
@@ -191,7 +185,6 @@ class Recorder:
         self.config = config
         self.core = core
         self.directory = stream.get_directory(run_dir) / "weights"
-        self.run_dir = run_dir
         self.start = core.state.number
         self.size_reported = False
         self.broken = ""

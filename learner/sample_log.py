@@ -73,13 +73,6 @@ class BatchLog:
             self.file.write(row)
             self.written += row_bytes
 
-    def sync(self) -> None:
-        """Make the rows so far survive a power cut, which a later checkpoint relies on."""
-        self.file.sync()
-
-    def close(self) -> None:
-        self.file.close()
-
 
 class SampleLog(BatchLog):
     """RUN/token_samples.jsonl."""
@@ -228,7 +221,7 @@ def choose_samples(
     distances = ratios.sum_by_sample(moved.double(), packed.seq, packed.count).cpu().numpy()
     rewards = packed.rewards.tolist()
     groups = sorted({packed.group_of[i] for i in usable})
-    group_index = number // max(config.record.samples_every, 1)
+    group_index = number // config.record.samples_every
     source = random.Random(config.seed * 1_000_003 + number)
     by_rule = {
         "group": [i for i in usable if packed.group_of[i] == groups[group_index % len(groups)]],

@@ -133,7 +133,7 @@ class LearnerCore:
         self.average = None
         if isinstance(config.correction, settings.AveragedCorrection):
             self.average = WeightAverage(self.backend, config.correction.ema_half_life)
-        self.reported: set[str] = set()
+        self.reported = False  # that token rewards are not trained on
         self.trained_samples: set[int] = set()  # of the batch, by any optimizer step
         self.sample_log: SampleLog | None = None  # set by the owner of a run directory
         self.updates: list[dict[str, float]] = []  # of the last batch, one row per optimizer step
@@ -223,9 +223,11 @@ class LearnerCore:
         self.updates = []
         for update, values in zip(steps.updates, step_metrics, strict=True):
             row = {"optim/grad_norm": update.norm, "optim/lr": update.lr, **update.before}
-            for name, value in values.items():
-                if name in OF_EACH_STEP or name.startswith("reshape/"):
-                    row[name] = value
+            row |= {
+                name: value
+                for name, value in values.items()
+                if name in OF_EACH_STEP or name.startswith("reshape/")
+            }
             row = {name: value for name, value in row.items() if math.isfinite(value)}
             self.updates.append({"step": batch.number, "update": len(self.updates), **row})
         if config.exact is True and (error := metrics.get("mismatch/max_at_lag_0", 0.0)) != 0:
@@ -318,9 +320,9 @@ class LearnerCore:
                 "reward function's token_rewards are not trained on; "
                 f"{', '.join(advantages.BY_TOKEN)} use them"
             )
-            if remark not in self.reported and self.backend.rank == 0:
+            if not self.reported and self.backend.rank == 0:
                 print(f"learner: {remark}", file=sys.stderr)
-            self.reported.add(remark)
+            self.reported = True
         self._set_proximal(batch, packed)
         self._add_gradient_norms(packed)
         if self.centers:
@@ -361,10 +363,7 @@ class LearnerCore:
                     output = self._run(self.model, packed, micro, entropy=False, hidden=True)
                 if is_real:
                     squares = packed_forward.compute_squared_probabilities(
-                        self.model.fast,
-                        output.hidden,
-                        packed.get_token_temperature(micro),
-                        packed.build_support_table(micro, output.hidden.device),
+                        self.model.fast, output.hidden, output.scale, output.support
                     )
                     part = packed.find_token_positions(micro)
                     energy[part] = (1 - 2 * output.logprobs.exp() + squares).to(energy)
@@ -387,7 +386,6 @@ class LearnerCore:
         stop_kl = 0.0
         stop = self.config.stop
         self.trained_samples = set()
-        by_step = stop.kl_max > 0 and stop.every == "step"
         for epoch in range(self.config.learner.epochs):
             if epoch and stop.every == "epoch":
                 lp = self._forward(self.model, packed)
@@ -396,39 +394,26 @@ class LearnerCore:
                     self.state.early_stops += 1
                     break
             for samples in self._choose_minibatches(packed, epoch):
-                decides_before = self.backend.stops_first and by_step and bool(updates)
-                current = None
-                if decides_before or step_loss.needs_current(prep):
-                    current = self._forward(self.model, packed)
+                current = (
+                    self._forward(self.model, packed) if step_loss.needs_current(prep) else None
+                )
                 step = step_loss.begin_step(
                     prep, packed_forward.copy_to(self.loss_device, torch.tensor(samples)), current
                 )
                 prep.metrics |= step.metrics
                 # skip the step: with a learning rate of 0 it would still move Adam's moments
                 stopped = step.lr_scale == 0
-                if decides_before and current is not None and not stopped:
-                    part = packed.find_token_positions(samples)
-                    stop_kl = self._compute_stop_kl(
-                        *step_loss.sum_update_kl(prep, part, current[part])
-                    )
-                    stopped = stop.action == "skip" and stop_kl > stop.kl_max
                 sums: dict[str, Tensor] = {}
                 if not stopped:
                     sums, step_kl = self._accumulate_gradient(prep, step, packed, samples)
                     if stop.every == "step":
                         stop_kl = step_kl
-                    exceeds_kl = by_step and stop.action == "skip" and stop_kl > stop.kl_max
-                    stopped = exceeds_kl and bool(updates)
+                        exceeds_kl = 0 < stop.kl_max < stop_kl
+                        stopped = exceeds_kl and stop.action == "skip" and bool(updates)
                 if stopped:
                     # sums for the metrics, of a batch whose first step was stopped
-                    if not total and not self.backend.stops_first:
+                    if not total:
                         total = self._accumulate_gradient(prep, step, packed, samples)[0]
-                    elif not total:
-                        part = packed.find_token_positions(samples)
-                        with torch.no_grad():
-                            total = step_loss.compute_micro_loss(
-                                prep, step, part, prep.start[part]
-                            )[1]
                     self.state.early_stops += 1
                     self._drop_gradient()
                     return StepSums(total, updates, stop_kl)
@@ -452,9 +437,7 @@ class LearnerCore:
         counts the tokens that were rejected or vetoed in every step.
         """
         # each rank has seen only its own samples
-        used_tokens = (
-            self.backend.sum_over_ranks(prep.used.float()) if self.backend.ranks > 1 else prep.used
-        )
+        used_tokens = self.backend.sum_over_ranks(prep.used.float())
         unused_mask = (prep.valid & (used_tokens == 0)).double()
         counts, sampled = torch.stack(
             [
@@ -516,10 +499,10 @@ class LearnerCore:
                     self.model.fast,
                     output.hidden,
                     (ref.hidden, self.reference.hf.get_output_embeddings().weight),
-                    packed.get_token_temperature(micro),
-                    packed.build_support_table(micro, output.hidden.device),
+                    output.scale,
+                    output.support,
                 )
-            center = self._compute_center(packed, micro, output.hidden) if self.centers else None
+            center = self._compute_center(packed, micro, output) if self.centers else None
             if not is_real:  # every rank makes as many passes as the busiest one
                 outputs = [x for x in (output.logprobs, values, step_kl) if x is not None]
                 zero_loss = torch.stack([x.sum().to(self.loss_device) * 0.0 for x in outputs]).sum()
@@ -667,17 +650,14 @@ class LearnerCore:
                 states[found[found >= 0]] = hidden[found >= 0].to(states)
             packed.sampling.append((rows, states, head))
 
-    def _compute_center(
-        self, packed: PackedBatch, samples: Sequence[int], hidden: Tensor
-    ) -> Tensor:
+    def _compute_center(self, packed: PackedBatch, samples: Sequence[int], output: Any) -> Tensor:
         """Return the center of each token's score [n] with gradient, 0 where it is not known."""
         loss = self.config.loss
         assert self.model.fast is not None and isinstance(loss, settings.ReinforceLoss)
         top = loss.center_top if loss.center == "top" else 0
         term = partial(correction.compute_score_center, c=self.config.correction, top=top)
-        temperature = packed.get_token_temperature(samples)
         part = packed.find_token_positions(samples)
-        center = hidden.new_zeros(len(part), dtype=torch.float32)
+        center: Tensor = output.hidden.new_zeros(len(part), dtype=torch.float32)
         for rows, states, head in packed.sampling:
             (chosen,) = torch.nonzero(rows[part] >= 0, as_tuple=True)
             if not len(chosen):
@@ -685,9 +665,9 @@ class LearnerCore:
             values = packed_forward.compute_vocabulary_term(
                 term,
                 self.model.fast,
-                hidden[chosen],
+                output.hidden[chosen],
                 (states[rows[part[chosen]]], head),
-                temperature[chosen],
+                output.scale[chosen],
             )
             center = center.index_put((chosen,), values)
         return center

@@ -119,8 +119,8 @@ def check_name_and_device(config: Any) -> list[str]:
 def _check_staleness(config: Config) -> Problems:
     """Check the injected lag, and the slots that the proximal policy needs."""
     inject = config.staleness.inject
-    largest = len(inject) - 1 if isinstance(inject, list) else inject or 0
-    if inject is not None and largest > config.staleness.limit:
+    largest = config.staleness.most_injected
+    if largest > config.staleness.limit:
         yield (
             f"staleness.inject: injects up to {largest} versions, above staleness.max_lag = "
             f"{config.staleness.limit:g}"

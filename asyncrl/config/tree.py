@@ -507,6 +507,11 @@ class StalenessConfig(Section):
         return bounded and self.on_exceed == "pace" and self.inject is None
 
     @property
+    def most_injected(self) -> int:
+        """The largest injected lag."""
+        return len(self.inject) - 1 if isinstance(self.inject, list) else self.inject or 0
+
+    @property
     def ess_floor(self) -> float:
         """`floor` of an adaptive limit; 0: the limit is constant."""
         return self.max_lag.floor if isinstance(self.max_lag, AutoLimitConfig) else 0.0

@@ -36,13 +36,13 @@ def is_adapter_weight(name: str) -> bool:
     return f".lora_A.{NAME}." in name or f".lora_B.{NAME}." in name
 
 
-def list_adapter_weights(hf: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, tensor) of the adapters.
+def list_adapter_weights(hf: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return (name, parameter) of the adapters.
 
     Names and shapes: MODULE.lora_A.weight [rank, in], MODULE.lora_B.weight [out, rank].
     """
     return [
-        (name.replace(f".{NAME}.", "."), parameter.detach())
+        (name.replace(f".{NAME}.", "."), parameter)
         for name, parameter in hf.named_parameters()
         if is_adapter_weight(name)
     ]
@@ -65,7 +65,7 @@ def save(hf: Any, adapter: AdapterInfo, base_directory: str, path: Path) -> None
         "inference_mode": True,
     }
     (path / CONFIG).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-    state = {PREFIX + name: tensor.contiguous() for name, tensor in list_adapter_weights(hf)}
+    state = {PREFIX + name: p.detach().contiguous() for name, p in list_adapter_weights(hf)}
     safetensors.torch.save_file(
         state, path / WEIGHTS, metadata={"format": "pt", BASE: adapter.base}
     )

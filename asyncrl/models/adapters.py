@@ -36,6 +36,7 @@ from asyncrl.models.policy import (
     count_flat_bytes,
     list_named_weights,
     load_policy,
+    load_weights,
 )
 from asyncrl.models.weight_rounding import list_linear_layers
 
@@ -45,7 +46,7 @@ def compute_base_digest(model: PolicyModel) -> str:
     digest = xxhash.xxh3_64()
     for name, tensor in list_named_weights(model):
         digest.update(name.encode())
-        raw = tensor.detach().contiguous().flatten().view(torch.uint8)
+        raw = tensor.contiguous().flatten().view(torch.uint8)
         digest.update(raw.cpu().numpy().data)
     return str(digest.hexdigest())
 
@@ -181,17 +182,6 @@ class AdapterBase:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def restore(model: PolicyModel, path: Path) -> None:
-    """Load the adapter in `path` into the model's adapter.
-
-    Raises DamagedDataError for another base or other shapes.
-    """
-    tensors = read_fitting(model, path)
-    with torch.no_grad():
-        for name, tensor in list_adapter_weights(model.hf):
-            tensor.copy_(tensors[name])
-
-
 def read_fitting(model: PolicyModel, path: Path) -> dict[str, Tensor]:
     """Return the adapter in `path` by the names of `list_adapter_weights`.
 
@@ -215,12 +205,12 @@ def read_fitting(model: PolicyModel, path: Path) -> dict[str, Tensor]:
     return stored.tensors
 
 
-def merge_model(model: PolicyModel, device: str = "auto") -> PolicyModel:
+def merge_model(model: PolicyModel, device: str) -> PolicyModel:
     """Return a new model with base and adapter of `model` merged."""
     assert model.adapter is not None
     dtype = str(model.hf.get_output_embeddings().weight.dtype).removeprefix("torch.")
     base = load_policy(model.tokenizer_dir, dtype, device)
-    return _write_merged(base, dict(list_adapter_weights(model.hf)), model.adapter.scale)
+    return _merge(base, dict(list_adapter_weights(model.hf)), model.adapter.scale)
 
 
 def merge_directory(base: PolicyModel, path: Path) -> PolicyModel:
@@ -233,13 +223,9 @@ def merge_directory(base: PolicyModel, path: Path) -> PolicyModel:
         raise DamagedDataError(
             f"the adapter in {path} belongs to another base than {base.tokenizer_dir}"
         )
-    return _write_merged(base, stored.tensors, stored.settings["lora_alpha"] / stored.settings["r"])
+    return _merge(base, stored.tensors, stored.settings["lora_alpha"] / stored.settings["r"])
 
 
-def _write_merged(base: PolicyModel, adapter: Mapping[str, Tensor], scale: float) -> PolicyModel:
-    own_weights = dict(list_named_weights(base))
-    merged = MergedWeights(own_weights, adapter, scale)
-    with torch.no_grad():
-        for name, tensor in own_weights.items():
-            tensor.copy_(merged[name])
+def _merge(base: PolicyModel, adapter: Mapping[str, Tensor], scale: float) -> PolicyModel:
+    load_weights(base, MergedWeights(dict(list_named_weights(base)), adapter, scale))
     return base

@@ -81,9 +81,8 @@ class _ExactNormalization(torch.autograd.Function):
         return (g - n * (g * n).mean(-1, keepdim=True)) * r, None
 
 
-def normalize(x: Tensor, eps: float) -> Tensor:
-    """x divided by its root mean square over the last axis."""
-    return _ExactNormalization.apply(x, eps)  # type: ignore[no-any-return, no-untyped-call]
+# x divided by its root mean square over the last axis
+normalize: Callable[[Tensor, float], Tensor] = _ExactNormalization.apply
 
 
 class _ExactRotation(torch.autograd.Function):
@@ -103,9 +102,8 @@ def apply_rotation(x: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Apply `apply_rotation` with a gradient."""
-    return _ExactRotation.apply(x, turns)  # type: ignore[no-any-return, no-untyped-call]
+# `apply_rotation` with a gradient
+rotate: Callable[[Tensor, Tensor], Tensor] = _ExactRotation.apply
 
 
 def interleave_halves(lay: Any, fused: Weights) -> dict[str, Tensor]:

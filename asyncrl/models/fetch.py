@@ -6,7 +6,6 @@ renamed when it is complete.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -16,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
+from asyncrl.records import atomic_write
 
 HUB = "hf://"
 DATA_SETS = "hf://datasets/"
@@ -80,27 +80,12 @@ def get_last_line(text: str) -> str:
     return lines[-1] if lines else "it gave no message"
 
 
-@contextlib.contextmanager
-def create_directory(target: Path) -> Iterator[Path]:
-    """Create a directory next to `target`, renamed to it when the block ends without an error.
-
-    Raises ConfigError when `target` exists.
-    """
-    if target.exists():
-        raise ConfigError(f"{target} already exists; name a new directory, or remove it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    try:
-        yield part
-        part.chmod(0o755)
-        part.rename(target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+def _run(argv: Sequence[str], env: dict[str, str] | None = None) -> Any:
+    return subprocess.run(argv, capture_output=True, text=True, env=env, check=False)
 
 
-def _run_pip(command: str, *words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", *words]
-    return subprocess.run(argv, capture_output=True, text=True, check=False)
+def _run_pip(*words: str) -> Any:
+    return _run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words])
 
 
 def is_gguf(path: Path) -> bool:
@@ -117,7 +102,7 @@ def convert_gguf(file: Path, target: Path, dtype: str) -> None:
 
     Raises ConfigError for a file that transformers cannot read.
     """
-    with create_directory(target) as part, tempfile.TemporaryDirectory() as folder:
+    with atomic_write.replace(target) as part, tempfile.TemporaryDirectory() as folder:
         # out of the environment: if accelerate is installed there, transformers imports it, and
         # DeepSpeed with it, in every process
         process = _run_pip("install", "--no-deps", "--target", folder, *READERS)
@@ -128,12 +113,9 @@ def convert_gguf(file: Path, target: Path, dtype: str) -> None:
                 "package index"
             )
         paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-        process = subprocess.run(
+        process = _run(
             importing.make_command("asyncrl.models.fetch", str(file), str(part), dtype),
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
+            os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
         )
         if process.returncode:
             raise ConfigError(
@@ -272,28 +254,21 @@ def push_to_hub(directory: Path, name: str, *, private: bool) -> str:
             f"{get_last_line(process.stderr).rstrip('.')}; "
             f"{directory} is complete: `hf upload` uploads it, too"
         )
-    return process.stdout.splitlines()[-1]
+    return str(process.stdout.splitlines()[-1])
 
 
-def _run_client(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+def _run_client(program: str, *words: str) -> Any:
     """Run a program with the hub's client in a process that may contact the hub."""
     env = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     if env.get("HF_HUB_OFFLINE") == OWN_OFFLINE_VALUE:
         del env["HF_HUB_OFFLINE"]
-    return subprocess.run(
-        [sys.executable, "-P", "-c", program, *words],
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
-    )
+    return _run([sys.executable, "-P", "-c", program, *words], env)
 
 
 def explain_missing_model(path: str) -> str:
     """Explain how to make a directory of a GGUF file at `model.path`; "" for any other path."""
-    if is_gguf(Path(path)):
-        return f"{path} is a GGUF file: `asyncrl model get {path} DIR` makes a directory of it"
-    return ""
+    advice = f"{path} is a GGUF file: `asyncrl model get {path} DIR` makes a directory of it"
+    return advice if is_gguf(Path(path)) else ""
 
 
 def get(
@@ -309,8 +284,8 @@ def get(
     if source.startswith(HUB):
         log(f"downloading {source}")
         local = download_model(source)
-        with create_directory(target) as part:
-            shutil.copytree(local, part, dirs_exist_ok=True)
+        with atomic_write.replace(target) as part:
+            shutil.copytree(local, part)
     elif source in KNOWN:
         model = KNOWN[source]
         with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as folder:

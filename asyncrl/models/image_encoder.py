@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +31,6 @@ class ImageEncoder:
     hf: Any
     path: str
     shape: ImageShape
-    pixels: OrderedDict[str, Tensor] = field(default_factory=OrderedDict)
 
     @classmethod
     def from_model(cls, hf: Any, path: str) -> ImageEncoder | None:
@@ -57,15 +55,16 @@ class ImageEncoder:
                 f"({' or '.join(PROCESSOR_FILES)}): {str(error).splitlines()[0]}"
             ) from error
 
-    def load_pixels(self, name: str, blob: bytes) -> Tensor:
-        """Return the pixels of the image with digest `name` as the model reads them, [3, H, W]."""
-        if name not in self.pixels:
+    @cached_property
+    def load_pixels(self) -> Callable[[bytes], Tensor]:
+        """Return the pixels of a blob as the model reads them, [3, H, W]."""
+
+        def load(blob: bytes) -> Tensor:
             processed = self.processor(pictures.as_pil(blob), return_tensors="pt")
-            self.pixels[name] = processed["pixel_values"][0]
-            if len(self.pixels) > KEPT_IMAGES:
-                self.pixels.popitem(last=False)
-        self.pixels.move_to_end(name)
-        return self.pixels[name]
+            pixels: Tensor = processed["pixel_values"][0]
+            return pixels
+
+        return lru_cache(KEPT_IMAGES)(load)
 
     def compute_features(self, blobs: Mapping[str, bytes], *, single: bool) -> dict[str, Tensor]:
         """Return digest -> features [length, hidden] of images, differentiable.
@@ -75,7 +74,7 @@ class ImageEncoder:
         """
         if not blobs:
             return {}
-        pixels = [self.load_pixels(name, blob) for name, blob in blobs.items()]
+        pixels = [self.load_pixels(blob) for blob in blobs.values()]
         encoded: list[Tensor] = []
         for group in [[image] for image in pixels] if single else [pixels]:
             stacked = torch.stack(group).to(self.hf.device, self.hf.dtype)

@@ -49,11 +49,8 @@ def list_shapes(raw: JsonObject) -> dict[str, tuple[int, ...]]:
     width: int = raw["hidden_size"]
     intermediate = raw["intermediate_size"]
     dim = compute_head_dim(raw)
-    rows = {
-        "q": raw["num_attention_heads"] * dim,
-        "k": raw["num_key_value_heads"] * dim,
-        "v": raw["num_key_value_heads"] * dim,
-    }
+    heads, keys = (raw[f"num_{part}_heads"] * dim for part in ("attention", "key_value"))
+    attention = {"q": (heads, width), "k": (keys, width), "v": (keys, width), "o": (width, heads)}
     family = raw["model_type"]
     biased = "qkv" if family == "qwen2" else ""
     if raw.get("attention_bias"):
@@ -61,12 +58,10 @@ def list_shapes(raw: JsonObject) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (raw["vocab_size"], width)}
     for layer in range(raw["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        for part in "qkvo":
-            shapes[f"{prefix}self_attn.{part}_proj.weight"] = (
-                (rows[part], width) if part != "o" else (width, rows["q"])
-            )
+        for part, shape in attention.items():
+            shapes[f"{prefix}self_attn.{part}_proj.weight"] = shape
             if part in biased:
-                shapes[f"{prefix}self_attn.{part}_proj.bias"] = (rows.get(part, width),)
+                shapes[f"{prefix}self_attn.{part}_proj.bias"] = shape[:1]
         if family == "qwen3":
             shapes |= {f"{prefix}self_attn.{part}_norm.weight": (dim,) for part in "qk"}
         for part, shape in (

@@ -8,7 +8,6 @@ process also compares our log-probabilities with those of the model's own eager 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -113,17 +112,10 @@ def check(
         report(
             f"tokenizer.json is used as it is, because {replaced} of transformers reads otherwise"
         )
-    if config.lora.rank:
-        if importlib.util.find_spec("peft") is None:
-            raise ConfigError("lora.rank: needs peft: pip install 'asyncrl[lora]'")
-        if layout.is_plain_config(raw):  # for any other model the learner checks it
-            outside = ("model.embed_tokens.weight", "lm_head.weight")
-            linears = [
-                name.removesuffix(".weight")
-                for name, shape in layout.list_shapes(raw).items()
-                if len(shape) == 2 and name not in outside
-            ]
-            layout.select_targets(linears, config.lora.target_modules)
+    if config.lora.rank and layout.is_plain_config(raw):  # the learner checks any other model
+        names = (name.removesuffix(".weight") for name in layout.list_shapes(raw))
+        linears = [name for name in names if name.endswith("_proj")]
+        layout.select_targets(linears, config.lora.target_modules)
     for key, reference in list_references(config):
         reference_config = read_settings(reference, key)
         check_kind(reference_config, reference, key)

@@ -85,11 +85,10 @@ class AttentionSide:
 class AttentionRows:
     """All attention calls of a layer over padded rows."""
 
-    prompts: AttentionSide  # each prompt over itself
-    answers: list[AttentionSide]  # responses of similar length, over their prompt and themselves
-    owners: list[Tensor]  # of each of `answers`, the prompt [B] of each row
-    prompt_keys: Tensor  # index of each packed prompt token's heads in [G, h_kv, Pmax]
-    answer_keys: list[Tensor]  # of each of `answers`, its tokens' indices in [B, h_kv, K]
+    # prompts over themselves, then responses of similar length over their prompt and themselves
+    sides: list[AttentionSide]
+    keys: list[Tensor]  # of each side, index of each packed token's heads in [B, h_kv, K]
+    owners: list[Tensor]  # of each side of responses, the prompt [B] of each row
     exact: bool  # use the operators of exact mode, where queries are already scaled
 
 
@@ -271,9 +270,10 @@ class _Attention(torch.autograd.Function):
         dim = q.shape[2]
         by_head = q.reshape(-1, dim), k.reshape(-1, dim), v.reshape(-1, dim)
         ctx.rows, ctx.scale = rows, 1.0 if rows.exact else dim**-0.5
+        ctx.shapes = q.shape, k.shape, v.shape
         saved: list[Tensor] = []  # of each side: queries, keys, values, shares
         parts = []
-        for side in (rows.prompts, *rows.answers):
+        for side in rows.sides:
             columns = side.shape[2]
             groups = len(side.keys) // max(columns, 1)
             # query heads that share a key head are handled as further queries of it
@@ -297,11 +297,10 @@ class _Attention(torch.autograd.Function):
         rows: AttentionRows = ctx.rows
         saved = ctx.saved_tensors
         dim = saved[0].shape[2]
-        sides = [rows.prompts, *rows.answers]
-        lengths = [len(side.back) for side in sides]
+        lengths = [len(side.back) for side in rows.sides]
         grad = torch.split(grads[0].reshape(-1, dim)[: sum(lengths)], lengths)
         to_q, to_k, to_v = [], [], []  # of keys and values in the layout of the rows
-        for at, (side, of_side) in enumerate(zip(sides, grad, strict=True)):
+        for at, (side, of_side) in enumerate(zip(rows.sides, grad, strict=True)):
             queries, keys, values, shares = saved[4 * at : 4 * at + 4]
             # padded queries have no gradient, and add none to keys
             padded = torch.zeros_like(queries)
@@ -313,13 +312,8 @@ class _Attention(torch.autograd.Function):
             to_q.append(of_queries.mul_(ctx.scale))
             to_k.append(bmm(of_scores.transpose(1, 2), queries))
         gradients = cat(to_q), _sum_key_gradients(rows, to_k), _sum_key_gradients(rows, to_v)
-        n = len(grads[0])
-        heads = grads[0].shape[1] // dim
-        kv_heads = heads * len(gradients[1]) // len(gradients[0])
-        q, k, v = (
-            _pad_rows(x, n, count).view(n, count, dim)
-            for x, count in zip(gradients, (heads, kv_heads, kv_heads), strict=True)
-        )
+        pairs = zip(gradients, ctx.shapes, strict=True)
+        q, k, v = (_pad_rows(x, *shape[:2]).view(shape) for x, shape in pairs)
         return q, k, v, None
 
 
@@ -339,7 +333,7 @@ def _sum_key_gradients(rows: AttentionRows, sides: list[Tensor]) -> Tensor:
     A prompt's gradient includes the sum over its responses.
     """
     prompts, *answers = sides
-    count, _, width = rows.prompts.shape
+    count, _, width = rows.sides[0].shape
     dim = prompts.shape[2]
     of_prompts = prompts.view(count, -1, width, dim)
     for owner, grad in zip(rows.owners, answers, strict=True):
@@ -347,10 +341,5 @@ def _sum_key_gradients(rows: AttentionRows, sides: list[Tensor]) -> Tensor:
         # belongs to padding and is not read
         shared = grad.view(len(owner), -1, grad.shape[1], dim)[:, :, :width]
         of_prompts[:, :, : shared.shape[2]].index_add_(0, owner, shared)
-    places = [rows.prompt_keys, *rows.answer_keys]
-    return cat(
-        [
-            grad.view(-1, dim).index_select(0, place)
-            for grad, place in zip([prompts, *answers], places, strict=True)
-        ]
-    )
+    pairs = zip(sides, rows.keys, strict=True)
+    return cat([grad.view(-1, dim).index_select(0, place) for grad, place in pairs])

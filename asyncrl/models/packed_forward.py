@@ -81,7 +81,11 @@ class ForwardInput:
     images: Sequence[Sequence[bytes]] | None = None
 
     def build_support(self, device: torch.device) -> SupportTable | None:
-        return SupportTable.build(self.supports, [len(r) for r in self.responses], device)
+        """Return the table of the supports, or None where nothing was truncated."""
+        supports = self.supports
+        if supports is None or not any(s is not None and s.sizes.any() for s in supports):
+            return None
+        return SupportTable(supports, [len(r) for r in self.responses], device)
 
     def locate(self, plan: PackingPlan) -> tuple[Tensor, Tensor]:
         """Return the inverse temperature and the token to score of each response position [N]."""
@@ -93,16 +97,11 @@ class ForwardInput:
         """Return the rows `part`, which may end beyond the last row."""
         start = sum(map(len, self.responses[: part.start]))
         positions = slice(start, start + sum(map(len, self.responses[part])))
-        return replace(
-            self,
-            prompts=self.prompts[part],
-            responses=self.responses[part],
-            temperature=self.temperature[part],
-            supports=None if self.supports is None else self.supports[part],
-            targets=None if self.targets is None else self.targets[positions],
-            routed=None if self.routed is None else self.routed[part],
-            images=None if self.images is None else self.images[part],
-        )
+        columns = dict.fromkeys(
+            ("prompts", "responses", "temperature", "supports", "routed", "images"), part
+        ) | {"targets": positions}
+        values = {name: getattr(self, name) for name in columns}
+        return replace(self, **{n: x[columns[n]] for n, x in values.items() if x is not None})
 
 
 @dataclass
@@ -112,6 +111,9 @@ class ForwardOutput:
     logprobs: Tensor  # [N]
     entropy: Tensor | None = None  # [N], nats
     hidden: Tensor | None = None  # [N, H]
+    # of the packed forward: the inverse temperature [N], and the supports
+    scale: Tensor | None = None
+    support: SupportTable | None = None
 
 
 @dataclass
@@ -148,8 +150,8 @@ class ModelLayout:
         if experts is None and c.model_type in SPARSE:
             return None
         dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-        return cls(hf, heads, kv_heads, dim, c.rms_norm_eps, experts)
+        heads = c.num_attention_heads, c.num_key_value_heads
+        return cls(hf, *heads, dim, c.rms_norm_eps, experts)
 
     @property
     def routing(self) -> RoutingShape | None:
@@ -169,7 +171,7 @@ class ModelLayout:
 
 
 class _RMSNorm(Function):
-    """x / rms(x) * w; its backward makes three passes fewer than autograd's."""
+    """x / rms(x) * w over the last axis in fp32; three passes fewer backward than by autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, eps: float) -> Tensor:
@@ -192,9 +194,7 @@ class _RMSNorm(Function):
         return gx.to(grads[0].dtype), gw.to(w.dtype), None
 
 
-def apply_rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, computed in fp32."""
-    return _RMSNorm.apply(x, w, eps)  # type: ignore[no-any-return, no-untyped-call]
+apply_rms_norm: Callable[[Tensor, Tensor, float], Tensor] = _RMSNorm.apply
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -204,7 +204,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotate(Function):
-    """`rotate` without copies of the halves; its backward applies the inverse rotation."""
+    """`rotate` without copies of the halves; its backward applies the inverse rotation.
+
+    cos, sin: [n, 1, d], whose second half repeats the first, as in rotary embeddings.
+    """
 
     @staticmethod
     def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
@@ -226,12 +229,7 @@ class _Rotate(Function):
         return _Rotate._turn(grads[0], cos, sin, -1), None, None
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate`, differentiable in x.
-
-    cos, sin: [n, 1, d], whose second half repeats the first, as in rotary embeddings.
-    """
-    return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
+apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = _Rotate.apply
 
 
 # ---- truncated sampling, shared by engine and learner, which then agree bitwise ------------------
@@ -295,18 +293,6 @@ class SupportTable:
         position = np.repeat(np.arange(len(joined.sizes)), joined.sizes)
         self.position, self.ids = (_to_device(x, device) for x in (position, joined.ids))
         self.truncated = _to_device(joined.sizes > 0, device, np.bool_)
-
-    @classmethod
-    def build(
-        cls,
-        supports: Sequence[SampledSupport | None] | None,
-        lengths: Sequence[int],
-        device: torch.device,
-    ) -> SupportTable | None:
-        """Return the table, or None where nothing was truncated."""
-        if supports is None or not any(s is not None and s.sizes.any() for s in supports):
-            return None
-        return cls(supports, lengths, device)
 
     def renormalize(self, logs: Tensor, start: int) -> Tensor:
         """`renormalize` of logs [n, V], the positions from `start` on.
@@ -402,6 +388,9 @@ class _PickedLogprobs(Function):
         return gh, gw, None, None, None, None
 
 
+pick_logprobs: Callable[..., tuple[Tensor, Tensor]] = _PickedLogprobs.apply
+
+
 # log-probabilities [n, V] of the policy and of another -> a value of each state [n], and its
 # gradient by the policy's logits [n, V]
 VocabularyTerm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -414,24 +403,12 @@ class _VocabularySum(Function):
     """
 
     @staticmethod
-    def _compute_chunk(
-        s: slice, tensors: Sequence[Tensor], support: SupportTable | None, term: VocabularyTerm
-    ) -> tuple[Tensor, Tensor]:
-        hidden, weight, other_hidden, other_weight, scale = tensors
-        return term(
-            _compute_logs(s, hidden, weight, scale, support),
-            _compute_logs(s, other_hidden, other_weight, scale, support),
-        )
-
-    @staticmethod
-    def forward(
-        ctx: Any, support: SupportTable | None, term: VocabularyTerm, *tensors: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, compute: Callable[..., Any], *tensors: Tensor) -> Tensor:
         ctx.step = count_logit_rows(tensors[1])
-        ctx.compute = partial(_VocabularySum._compute_chunk, support=support, term=term)
+        ctx.compute = compute
         ctx.save_for_backward(*tensors)
         chunks = (slice(at, at + ctx.step) for at in range(0, len(tensors[0]), ctx.step))
-        return torch.cat([ctx.compute(s, tensors)[0] for s in chunks])
+        return torch.cat([compute(s, *tensors)[0] for s in chunks])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -440,11 +417,11 @@ class _VocabularySum(Function):
         gw = torch.zeros_like(weight)
         for at in range(0, len(hidden), ctx.step):
             s = slice(at, at + ctx.step)
-            d = ctx.compute(s, ctx.saved_tensors)[1]
+            d = ctx.compute(s, *ctx.saved_tensors)[1]
             d = (d * (grads[0][s] * scale[s])[:, None]).to(hidden.dtype)
             gh[s] = d @ weight
             gw += d.T @ hidden[s]
-        return None, None, gh, gw, None, None, None
+        return None, gh, gw, None, None, None
 
 
 def compute_vocabulary_term(
@@ -452,35 +429,38 @@ def compute_vocabulary_term(
     lay: ModelLayout,
     hidden: Tensor,
     other: tuple[Tensor, Tensor],
-    temperature: Tensor,
+    scale: Tensor,
     support: SupportTable | None = None,
 ) -> Tensor:
     """Return `term` of the trained policy and another one at each state [N], with gradient.
 
     hidden: [N, H], states of the trained model
     other: states [N, H] and head [V, H] of the other one
-    temperature: [N]
-    support: of the N positions; both policies are then normalized over their kept tokens
+    scale, support: of the N positions, as in `ForwardOutput`; both policies are normalized over the
+        kept tokens
     """
-    scale = 1.0 / temperature.to(hidden.device, float32)
+
+    def compute(part: slice, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        own, own_head, others, other_head, _ = tensors
+        logs = _compute_logs(part, own, own_head, scale, support)
+        return term(logs, _compute_logs(part, others, other_head, scale, support))
+
     head = lay.hf.get_output_embeddings().weight
     return _VocabularySum.apply(  # type: ignore[no-any-return, no-untyped-call]
-        support, term, hidden, head, *(x.detach() for x in other), scale
+        compute, hidden, head, *(tensor.detach() for tensor in other), scale
     )
 
 
 @torch.no_grad()
 def compute_squared_probabilities(
-    lay: ModelLayout, hidden: Tensor, temperature: Tensor, support: SupportTable | None = None
+    lay: ModelLayout, hidden: Tensor, scale: Tensor, support: SupportTable | None
 ) -> Tensor:
     """sum_v p_v^2 of the next token at each state [N].
 
     hidden: [N, H]
-    temperature: [N]
-    support: of the N positions, over which p is then normalized
+    scale, support: of the N positions, as in `ForwardOutput`
     """
     weight = lay.hf.get_output_embeddings().weight
-    scale = 1.0 / temperature.to(hidden.device, float32)
     squares = torch.empty(len(hidden), dtype=float32, device=hidden.device)
     rows = count_logit_rows(weight)
     for start in range(0, len(hidden), rows):
@@ -625,10 +605,8 @@ def _plan_rows(
         return AttentionSide.build(indices, at, (lay.heads, lay.kv_heads))
 
     attention = AttentionRows(
-        build((ptab, ptab, pflat), (np.arange(width)[None],) * 2),
-        [],
-        [],
-        packed_attention.index_by_position(to_device(pflat), width, lay.kv_heads),
+        [build((ptab, ptab, pflat), (np.arange(width)[None],) * 2)],
+        [packed_attention.index_by_position(to_device(pflat), width, lay.kv_heads)],
         [],
         exact=fixed,
     )
@@ -650,11 +628,11 @@ def _plan_rows(
             of_prompt = np.where(pval[of_row], np.arange(width), HIDDEN)
             of_keys = np.concatenate([of_prompt, of_queries], 1)
             starts = np.full_like(before, width)
-        attention.answers.append(build((rows, keys, flat), (of_queries, of_keys)))
+        attention.sides.append(build((rows, keys, flat), (of_queries, of_keys)))
         attention.owners.append(to_device(of_row))
         row = flat // max(rows.shape[1], 1)
         places = flat + row * (keys.shape[1] - rows.shape[1]) + starts[row]
-        attention.answer_keys.append(
+        attention.keys.append(
             packed_attention.index_by_position(to_device(places), keys.shape[1], lay.kv_heads)
         )
         begin += int(own.sum())
@@ -710,11 +688,10 @@ def compute_logprobs(
     run_layer: Callable[..., Any] = operator.call
     if recompute and torch.is_grad_enabled():  # keeps only a layer's arguments
         run_layer = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if fixed:
-        return _compute_fixed_logprobs(lay, rows, run_layer)
-    lp, ent, hidden = call_as_forward(lay.hf, _compute_packed_logprobs, lay, rows, run_layer)
+    compute = _compute_fixed_logprobs if fixed else _compute_packed_logprobs
+    lp, ent, hidden, *inputs = call_as_forward(lay.hf, compute, lay, rows, run_layer)
     return ForwardOutput(
-        lp, ent if rows.want_entropy else None, hidden if rows.want_hidden else None
+        lp, ent if rows.want_entropy else None, hidden if rows.want_hidden else None, *inputs
     )
 
 
@@ -730,8 +707,8 @@ def call_as_forward(module: Any, function: Callable[..., Any], *args: Any, **kwa
 
 def _compute_packed_logprobs(
     lay: ModelLayout, rows: ForwardInput, run_layer: Callable[..., Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities, entropies and states of `compute_logprobs`."""
+) -> tuple[Any, ...]:
+    """Return the fields of `ForwardOutput`; FSDP2 finds the tensors of a tuple."""
     model = lay.hf.model
     weight = lay.hf.get_output_embeddings().weight
     pl = plan_packing(rows, lay, weight)
@@ -743,10 +720,9 @@ def _compute_packed_logprobs(
         x = call_as_forward(layer, run_layer, apply_block, lay, layer, x, **kwargs)
     hidden = apply_rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
     scale, scored = rows.locate(pl)
-    lp, ent = _PickedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, scored, scale, rows.want_entropy, rows.build_support(weight.device)
-    )
-    return lp, ent, hidden
+    support = rows.build_support(weight.device)
+    lp, ent = pick_logprobs(hidden, weight, scored, scale, rows.want_entropy, support)
+    return lp, ent, hidden, scale, support
 
 
 def _list_replayed(lay: ModelLayout, pl: PackingPlan, rows: ForwardInput) -> list[Tensor | None]:
@@ -755,23 +731,22 @@ def _list_replayed(lay: ModelLayout, pl: PackingPlan, rows: ForwardInput) -> lis
     if shape is None or routed is None or not any(recorded is not None for recorded in routed):
         return [None] * len(layers)
     lengths = [(len(p), len(r)) for p, r in zip(rows.prompts, rows.responses, strict=True)]
-    parts = [np.full((0, shape.layers, shape.chosen), shape.experts, np.uint16)]
+    table = RoutedExperts.make_unrecorded(len(pl.ids), shape).ids
+    start = 0
     segments = [(sample, 0, lengths[sample][0]) for sample in pl.first]
     segments += [(sample, lengths[sample][0], sum(lengths[sample]) - 1) for sample in pl.order]
     for sample, begin, end in segments:
-        recorded = routed[sample] or RoutedExperts.make_unrecorded(sum(lengths[sample]) - 1, shape)
-        parts.append(recorded.ids[begin:end])
-    ids = np.concatenate(parts)
-    padding = (0, len(pl.ids) - len(ids)), (0, 0), (0, 0)
-    ids = np.pad(ids, padding, constant_values=shape.experts)
-    by_layer = iter(expert_layers.divide_by_layer(ids, pl.ids.device))
+        if (recorded := routed[sample]) is not None:
+            table[start : start + end - begin] = recorded.ids[begin:end]
+        start += end - begin
+    by_layer = iter(expert_layers.divide_by_layer(table, pl.ids.device))
     return [next(by_layer) if expert_layers.is_sparse(layer) else None for layer in layers]
 
 
 def _compute_fixed_logprobs(
     lay: ModelLayout, rows: ForwardInput, run_layer: Callable[..., Tensor]
-) -> ForwardOutput:
-    """`compute_logprobs` with the operators that the engine uses in exact mode."""
+) -> tuple[Any, ...]:
+    """`_compute_packed_logprobs` with the operators that the engine uses in exact mode."""
     hf = lay.hf
     pl = plan_packing(rows, lay, hf.get_output_embeddings().weight, True)
     weights = dict(hf.named_parameters())
@@ -791,11 +766,9 @@ def _compute_fixed_logprobs(
     )
     scale, scored = map(exact_operators.pad_rows, rows.locate(pl))
     head = top["head"].contiguous()
-    picked: Any = _PickedLogprobs.apply
     support = rows.build_support(head.device)
-    lp, ent = picked(hidden, head.T, scored, scale, rows.want_entropy, support)
-    normed = hidden[:n] * hf.model.norm.weight if rows.want_hidden else None
-    return ForwardOutput(lp[:n], ent[:n] if rows.want_entropy else None, normed)
+    lp, ent = pick_logprobs(hidden, head.T, scored, scale, rows.want_entropy, support)
+    return lp[:n], ent[:n], hidden[:n] * hf.model.norm.weight, scale[:n], support
 
 
 def _apply_fixed_block(

@@ -8,11 +8,13 @@ every other causal LM. Neither holds logits [B, T, V] of a whole batch.
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from asyncrl.models.image_tokens import read_shape
 from asyncrl.models.packed_forward import ForwardInput, ForwardOutput
 from asyncrl.models.tokenizer import describe_missing_weights
 from asyncrl.records import atomic_write
+from asyncrl.records.jsonl import read_object
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -150,14 +153,11 @@ def compute_plain_logprobs(
 
     recompute: each chunk is recomputed in the backward pass. width: see `_compute_plain_rows`.
     """
-    parts = []
-    for begin in range(0, len(rows.prompts), at_once):
-        args = hf, rows.take(slice(begin, begin + at_once)), vision, width
-        parts.append(
-            checkpoint(_compute_plain_rows, *args, use_reentrant=False)
-            if recompute and torch.is_grad_enabled()
-            else _compute_plain_rows(*args)
-        )
+    run: Any = operator.call
+    if recompute and torch.is_grad_enabled():
+        run = partial(checkpoint, use_reentrant=False)
+    chunks = (slice(at, at + at_once) for at in range(0, len(rows.prompts), at_once))
+    parts = [run(_compute_plain_rows, hf, rows.take(chunk), vision, width) for chunk in chunks]
     return ForwardOutput(*_join_parts(parts))
 
 
@@ -343,11 +343,8 @@ def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> No
         copy_tokenizer(model.tokenizer_dir, part)
         if ends:
             file = part / fetch.GENERATION_CONFIG
-            settings = json.loads(file.read_bytes()) if file.is_file() else {}
-            file.write_text(
-                json.dumps(settings | {"eos_token_id": list(ends)}, indent=2) + "\n",
-                encoding="utf-8",
-            )
+            settings = read_object(file) | {"eos_token_id": list(ends)}
+            file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
@@ -365,9 +362,8 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
             shutil.copy(file, target / file.name)
 
 
-def build_model(
-    path: str | Path,
-    symbols: Sequence[str],
+def build_text_config(
+    tokenizer: Any,
     *,
     hidden: int = 64,
     layers: int = 2,
@@ -377,18 +373,15 @@ def build_model(
     tied: bool = True,
     family: str = "qwen3",
     max_positions: int = 256,
-    seed: int = 0,
     experts: int = 8,
-) -> PolicyModel:
-    """Build a tiny causal LM with a character tokenizer in the Hugging Face directory `path`.
+) -> Any:
+    """Build transformers' config of a tiny causal LM.
 
-    symbols: characters and words; pad, end-of-text and unknown tokens are added.
     family: llama, qwen2, qwen3 or mistral; qwen3_moe or mixtral for a model with experts, of which
         a token uses CHOSEN.
     """
     import transformers
 
-    tokenizer = build_character_tokenizer(symbols)
     extra: dict[str, Any] = {} if family == "qwen2" else {"head_dim": hidden // heads}
     extra |= {"sliding_window": None} if family in ("mistral", "mixtral") else {}
     if family == "qwen3_moe":
@@ -398,7 +391,7 @@ def build_model(
         extra |= {"num_local_experts": experts}
     if family in packed_forward.SPARSE:
         extra |= {"num_experts_per_tok": CHOSEN}
-    config = transformers.AutoConfig.for_model(
+    return transformers.AutoConfig.for_model(
         family,
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -413,10 +406,32 @@ def build_model(
         bos_token_id=None,
         **extra,
     )
+
+
+def build_model(
+    path: str | Path, symbols: Sequence[str], *, seed: int = 0, **sizes: Any
+) -> PolicyModel:
+    """Build a tiny causal LM with a character tokenizer in the Hugging Face directory `path`.
+
+    symbols: characters and words; pad, end-of-text and unknown tokens are added.
+    sizes: of `build_text_config`.
+    """
+    import transformers
+
+    tokenizer = build_character_tokenizer(symbols)
+    config = build_text_config(tokenizer, **sizes)
+    return initialize_model(path, transformers.AutoModelForCausalLM, config, seed, tokenizer)
+
+
+def initialize_model(
+    path: str | Path, maker: Any, config: Any, seed: int, *processors: Any
+) -> PolicyModel:
+    """Write a model with random weights, and its tokenizer and processor, to `path`."""
     torch.manual_seed(seed)
-    hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    hf = maker.from_config(config, dtype=torch.float32)
     Path(path).mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(str(path))
+    for processor in processors:
+        processor.save_pretrained(str(path))
     fetch.save(hf, path)
     return PolicyModel(hf.eval(), str(path))
 
@@ -445,14 +460,19 @@ def build_character_tokenizer(symbols: Sequence[str]) -> Any:
 # ---- flat weights --------------------------------------------------------------------------------
 
 
-def list_named_weights(model: PolicyModel) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) of every parameter in a fixed order, tied ones once.
+def list_published(model: PolicyModel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return (name, parameter) of every parameter in a fixed order, tied ones once.
 
     Of a model with adapters, only those of the adapters.
     """
     if model.adapter is not None:
         return adapter_files.list_adapter_weights(model.hf)
-    return [(n, p.detach()) for n, p in model.hf.named_parameters(remove_duplicate=True)]
+    return list(model.hf.named_parameters())
+
+
+def list_named_weights(model: PolicyModel) -> list[tuple[str, Tensor]]:
+    """Return `list_published` without gradient."""
+    return [(name, parameter.detach()) for name, parameter in list_published(model)]
 
 
 def build_manifest(model: PolicyModel) -> Manifest:

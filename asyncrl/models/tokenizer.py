@@ -424,9 +424,8 @@ def _find_text_after(turn: str, text: str) -> str:
 
 def has_template(path: str | Path) -> bool:
     """Return whether the tokenizer in a model directory has a chat template."""
-    if (Path(path) / "chat_template.jinja").is_file():
-        return True
-    return bool(read_object(Path(path) / "tokenizer_config.json").get("chat_template"))
+    settings = read_object(Path(path) / "tokenizer_config.json")
+    return (Path(path) / "chat_template.jinja").is_file() or bool(settings.get("chat_template"))
 
 
 def describe_missing_weights(path: str | Path, missing: Sequence[str]) -> str:

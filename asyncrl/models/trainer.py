@@ -88,7 +88,7 @@ class MuonWithAdamW:
 
     def __init__(
         self,
-        settings: LearnerConfig,
+        settings: LearnerConfig | SftTraining,
         matrices: Sequence[torch.nn.Parameter],
         others: Sequence[torch.nn.Parameter],
     ) -> None:
@@ -136,9 +136,10 @@ def build_optimizer(
     matrices: Sequence[torch.nn.Parameter] = (),
 ) -> Any:
     """matrices: of `parameters`, those that Muon steps; without any it is AdamW."""
-    if isinstance(settings, LearnerConfig) and settings.optimizer == "sgd":
+    name = getattr(settings, "optimizer", "adamw")
+    if name == "sgd":
         return torch.optim.SGD(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
-    if isinstance(settings, LearnerConfig) and settings.optimizer == "muon" and matrices:
+    if name == "muon" and matrices:
         chosen = set(matrices)
         return MuonWithAdamW(settings, matrices, [p for p in parameters if p not in chosen])
     return build_adamw(settings, parameters)

@@ -85,10 +85,6 @@ class WeightModule(nn.Module):
         self.weight = weight
 
 
-class ModuleHolder(nn.Module):
-    """An inner node of the tree of modules."""
-
-
 class BareModel(nn.Module):
     """A Llama-like model with transformers' parameter names.
 
@@ -101,14 +97,14 @@ class BareModel(nn.Module):
         super().__init__()
         self.config = BareConfig(**raw)
         self._files = files
-        self.model: Any = ModuleHolder()
+        self.model: Any = nn.Module()
         parameters = {name: nn.Parameter(tensors[name]) for name in list_shapes(raw)}
         for name, parameter in parameters.items():
             path, _, leaf = name.rpartition(".")
             *parents, last = path.split(".")
             owner: Any = self
             for part in parents:
-                made = nn.ModuleList() if part == "layers" else ModuleHolder()
+                made = nn.ModuleList() if part == "layers" else nn.Module()
                 owner = owner._modules.setdefault(part, made)
             if leaf == "weight" and last.endswith("_proj"):
                 owner.add_module(last, BareLinear(parameter, parameters.get(f"{path}.bias")))

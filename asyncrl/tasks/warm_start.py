@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import Config
-from asyncrl.contract.blobs.images import MARKER, digest
+from asyncrl.contract.blobs.images import MARKER
 from asyncrl.contract.messages import Prompt
 from asyncrl.contract.printable import Say
 from asyncrl.models import image_tokens
@@ -237,7 +237,7 @@ def _sample_continuations(
     if images:
         length = model.vision.shape.length
         texts = [text.replace(MARKER, MARKER * length) for text in texts]
-        pixels = [model.vision.load_pixels(digest(blob), blob) for blob in images]
+        pixels = [model.vision.load_pixels(blob) for blob in images]
         image_inputs = {"pixel_values": torch.stack(pixels).to(model.device)}
     encoded = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
     sequences = model.hf.generate(

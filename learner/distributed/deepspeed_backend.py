@@ -22,16 +22,13 @@ import torch.distributed as dist
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import DamagedDataError
-from asyncrl.models.policy import PolicyModel, list_named_weights, recompute_modules
+from asyncrl.models.policy import PolicyModel, list_published, recompute_modules
 from asyncrl.models.trainer import build_optimizer
 from learner.distributed.ranks import DistributedBackend
 
 
 class DeepSpeedBackend(DistributedBackend):
     """The backend of DeepSpeed's engine; see `TorchBackend`."""
-
-    # gradients reduced by ZeRO cannot be dropped: early stopping decides before the backward pass
-    stops_first = True
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
         os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
@@ -116,7 +113,7 @@ class DeepSpeedBackend(DistributedBackend):
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
         if flag.item() or not math.isfinite(norm or 0.0):
-            self._drop()
+            self.drop_gradient()
             return math.nan
         with self.guard():
             self.engine.step()
@@ -124,9 +121,8 @@ class DeepSpeedBackend(DistributedBackend):
             norm = self.engine.get_global_grad_norm()
         return math.nan if norm is None else float(norm)
 
-    def _drop(self) -> None:
-        """Discard an accumulated gradient that must not be used."""
-        self.drop_gradient()
+    def drop_gradient(self) -> None:
+        super().drop_gradient()
         for name in ("averaged_gradients", "_DeepSpeedZeroOptimizer_Stage3__param_reduce_events"):
             cache = getattr(self.optimizer, name, None)
             if isinstance(cache, dict):
@@ -166,11 +162,7 @@ class DeepSpeedBackend(DistributedBackend):
         """Yield one parameter at a time: no second full copy, also under ZeRO-3."""
         self.release_gathered()
         # partitioned parameters are gathered by identity, not by content
-        if self.model.adapter is not None:
-            published = list_named_weights(self.model)
-        else:
-            published = list(self.model.hf.named_parameters(remove_duplicate=True))
-        for name, parameter in published:
+        for name, parameter in list_published(self.model):
             with self.guard(), self.gathered([parameter], modifier_rank=None, enabled=self.sharded):
                 yield name, parameter.detach()
 

@@ -59,22 +59,22 @@ class DistributedBackend(TorchBackend):
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
         learner = config.learner
-        self.owner = self
-        self.clip_norm = learner.clip_norm
         self.config = config
         self.model = model
         self.device = torch.device(resolve_device(config.model.device))
-        self.own = "WORLD_SIZE" not in os.environ
+        self.environment: dict[str, str] = {}
         self.others: list[subprocess.Popen[bytes]] = []
         reserved = reserve_port()
-        if self.own:  # this process becomes rank 0, and the others are copies of it
-            ranks = {
+        # without a launcher this process becomes rank 0, and the others are copies of it
+        if "WORLD_SIZE" not in os.environ:
+            self.environment = {
                 "WORLD_SIZE": str(learner.process_count),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(reserved.getsockname()[1]),
+                "RANK": "0",
+                "LOCAL_RANK": "0",  # other ranks choose their own GPU: asyncrl/models/devices.py
             }
-            # other ranks choose their own GPU: asyncrl/models/devices.py
-            os.environ.update(ranks | {"RANK": "0", "LOCAL_RANK": "0"})
+            os.environ.update(self.environment)
             self.others = [
                 subprocess.Popen(
                     [sys.executable, *sys.orig_argv[1:]],
@@ -198,8 +198,6 @@ class DistributedBackend(TorchBackend):
 
     def split_samples(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         order = sorted(samples, key=lambda i: (lengths[i], i))
-        if self.ranks == 1:
-            return [list(samples)]
         return [order[r :: self.ranks] for r in range(self.ranks)]
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
@@ -240,9 +238,8 @@ class DistributedBackend(TorchBackend):
                     process.wait()
         if dist.is_initialized():
             dist.destroy_process_group()
-        if self.own:
-            for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"):
-                os.environ.pop(name, None)
+        for name in self.environment:
+            os.environ.pop(name, None)
 
 
 class ReplicatedBackend(DistributedBackend):

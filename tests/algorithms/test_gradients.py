@@ -340,8 +340,7 @@ def test_the_statistic_by_hand() -> None:
     assert statistic(against="behavior") == pytest.approx([k(8) + k(0.25) - k(4) - k(0.5), 2])
 
 
-@pytest.mark.parametrize("deepspeed_order", [False, True])
-def test_the_rule_of_epochs_ends_between_passes(model_dir: Path, deepspeed_order: bool) -> None:
+def test_the_rule_of_epochs_ends_between_passes(model_dir: Path) -> None:
     """By the KL of the whole batch: the first pass is whole, as with one epoch, bitwise."""
     layout: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01, "minibatches": 3}
     stop = {"kl_max": 1e-12, "every": "epoch"}
@@ -350,7 +349,6 @@ def test_the_rule_of_epochs_ends_between_passes(model_dir: Path, deepspeed_order
     start = one._forward(one.model, packed, range(packed.count))
     one.train(batch())
     c = core(model_dir, learner={**layout, "epochs": 3}, stop=stop)
-    c.backend.stops_first = deepspeed_order
     metrics = c.train(batch())
     assert (metrics["optim/steps"], metrics["optim/early_stops"]) == (3, 1)
     assert torch.equal(weights(one), weights(c))
@@ -374,25 +372,17 @@ def test_with_one_step_a_pass_the_two_rules_are_one(model_dir: Path) -> None:
     assert made[0][0] == made[1][0] and 1 < made[0][0] < 5 and torch.equal(made[0][1], made[1][1])
 
 
-@pytest.mark.parametrize("deepspeed_order", [False, True])
-def test_a_batch_below_the_ess_floor_is_left_out(model_dir: Path, deepspeed_order: bool) -> None:
+def test_a_batch_below_the_ess_floor_is_left_out(model_dir: Path) -> None:
     """Neither weights nor Adam's moments move, in the first step too; it is counted, and its
     metrics are all there."""
     adam: dict[str, Any] = {"optimizer": "adamw", "epochs": 2, "weight_decay": 0.1}
     c = core(model_dir, learner=adam, stop={"ess_min": 1.0})
-    c.backend.stops_first = deepspeed_order
-    passes: list[Any] = []
-    real = c.backend.accumulate
-    # type: ignore[method-assign]
-    c.backend.accumulate = lambda *a, **k: (passes.append(a), real(*a, **k))[1]
     before = weights(c)
     metrics = c.train(batch())
     assert torch.equal(weights(c), before) and not c.backend.optimizer.state
     assert metrics["optim/early_stops"] == 1 and metrics["optim/steps"] == 0
     assert metrics["optim/grad_norm"] == 0 and metrics["optim/skipped"] == 0
     assert metrics["optim/lr_scale"] == 0 and metrics["optim/stop_ess"] < 1
-    # what accumulates gradients by itself is given none that no step would take
-    assert bool(passes) != deepspeed_order
     plain = core(model_dir, learner=adam | {"epochs": 1}).train(batch())
     for name in ("loss/policy", "is/ess", "kl/behavior_start_k3"):
         assert metrics[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-7)

@@ -21,7 +21,7 @@ def logged(c: Any, run_dir: Path, *batches: int) -> list[dict[str, Any]]:
     c.sample_log = SampleLog(c.config, run_dir, 0, load_tokenizer(c.config.model.path))
     for number in batches:
         c.train(batch(number, seed=number))
-    c.sample_log.close()
+    c.sample_log.file.close()
     return [json.loads(line) for line in (run_dir / FILE).read_text().splitlines()]
 
 
@@ -97,7 +97,7 @@ def test_a_resumed_learner_drops_what_it_trains_again(model_dir: Path, tmp_path:
     with (tmp_path / FILE).open("a") as file:
         file.write('{"batch": 0, "torn')
     log = SampleLog(made.config, tmp_path, 1, None)
-    log.close()
+    log.file.close()
     assert [json.loads(line)["batch"] for line in (tmp_path / FILE).read_text().splitlines()] == [0]
     assert log.written == len((tmp_path / FILE).read_bytes())
 
@@ -110,7 +110,7 @@ def test_the_file_keeps_to_its_bound(
     log.add([{"batch": 0, "filler": "x" * 300_000}] * 5)
     assert not log.is_due(0) and (tmp_path / FILE).stat().st_size <= 2**20
     assert capsys.readouterr().err.count("record.token_samples_mib = 1") == 1
-    log.close()
+    log.file.close()
 
 
 def test_each_optimizer_step_has_its_row(model_dir: Path, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_each_optimizer_step_has_its_row(model_dir: Path, tmp_path: Path) -> Non
     for number in range(2):
         metrics = made.train(batch(number, seed=number))
         log.add(made.updates)
-    log.close()
+    log.file.close()
     rows = jsonl.read(tmp_path / "optimizer_steps.jsonl")
     assert [(r["step"], r["update"]) for r in rows] == [(n, i) for n in range(2) for i in range(6)]
     names = {"gamma", "gamma_base", "sigma2", "c", "p_correct", "share", "ratio"}
@@ -137,7 +137,7 @@ def test_each_optimizer_step_has_its_row(model_dir: Path, tmp_path: Path) -> Non
     last = rows[6:]
     assert max(row["is/target_ratio_max"] for row in last) == metrics["is/target_ratio_max"]
     assert last[-1]["reshape/sigma2"] == metrics["reshape/sigma2"] != last[0]["reshape/sigma2"]
-    BatchLog(made.config, tmp_path, 1).close()
+    BatchLog(made.config, tmp_path, 1).file.close()
     assert jsonl.read(tmp_path / "optimizer_steps.jsonl") == rows[:6]
 
 
@@ -147,7 +147,7 @@ def test_the_log_of_steps_keeps_to_its_bound(
     log = BatchLog(core(model_dir, record={"optimizer_steps_mib": 1}).config, tmp_path, 0)
     log.add([{"step": 0, "filler": "x" * 300_000}] * 5)
     log.add([{"step": 1}])
-    log.close()
+    log.file.close()
     assert [row["step"] for row in jsonl.read(log.path)] == [0] * 3
     assert capsys.readouterr().err.count("record.optimizer_steps_mib = 1: later rows") == 1
 

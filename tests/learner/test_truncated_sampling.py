@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 from engine_kit import engine, request, run
 from learner_step_kit import GROUPS, batch, core, model_dir
 from run_kit import survive_kills
@@ -77,14 +76,15 @@ def test_a_distillation_is_over_the_kept_tokens(model_dir: Path) -> None:
 
 
 def test_the_rows_of_a_batch_carry_their_supports(model_dir: Path) -> None:
-    asked = sampled(core(model_dir))
+    learner = core(model_dir)
+    asked = sampled(learner)
     packed = pack(asked)
     for row, sample in zip(packed.supports, asked.samples, strict=True):
         assert row is not None and row.encode() == sample.support
-    table = packed.build_support_table([2, 5], torch.device("cpu"))
+    table = learner.model.logprobs(**packed.select_rows([2, 5])).support
     assert table is not None
     assert len(table.truncated) == sum(asked.samples[i].length for i in (2, 5))
-    assert pack(batch()).build_support_table([0, 1], torch.device("cpu")) is None
+    assert learner.model.logprobs(**pack(batch()).select_rows([0, 1])).support is None
 
 
 def test_an_engine_without_support_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:

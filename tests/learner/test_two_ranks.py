@@ -45,11 +45,9 @@ class Rank(TorchBackend):
 
     ranks = 2
 
-    def __init__(
-        self, c: LearnerCore, rank: int, meeting: Meeting, first: int, stops_first: bool
-    ) -> None:
+    def __init__(self, c: LearnerCore, rank: int, meeting: Meeting, first: int) -> None:
         super().__init__(c.config, c.model)
-        self.rank, self.meeting, self.first, self.stops_first = rank, meeting, first, stops_first
+        self.rank, self.meeting, self.first = rank, meeting, first
         self.passes = 0
 
     def split_samples(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
@@ -76,7 +74,7 @@ class Rank(TorchBackend):
 
 
 def trained(
-    model_dir: Path, first: int, batches: int, stops_first: bool, how: dict[str, Any]
+    model_dir: Path, first: int, batches: int, how: dict[str, Any]
 ) -> list[tuple[torch.Tensor, list[dict[str, float]], int]]:
     """(weights, metrics of each batch, passes) of both ranks."""
     meeting, found, errors = Meeting(), [None, None], []
@@ -91,7 +89,7 @@ def trained(
 
     cores = [core(model_dir, **how) for _ in range(2)]
     for rank, c in enumerate(cores):
-        c.backend = Rank(c, rank, meeting, first, stops_first)
+        c.backend = Rank(c, rank, meeting, first)
     threads = [threading.Thread(target=run, args=(rank, c)) for rank, c in enumerate(cores)]
     for t in threads:
         t.start()
@@ -115,20 +113,16 @@ HOW: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("stops_first", [False, True])
 @pytest.mark.parametrize("first", [5, 0])
 @pytest.mark.parametrize("how", HOW, ids=str)
-def test_two_ranks_make_the_step_of_one(
-    model_dir: Path, how: dict[str, Any], first: int, stops_first: bool
-) -> None:
+def test_two_ranks_make_the_step_of_one(model_dir: Path, how: dict[str, Any], first: int) -> None:
     """A rank may be dealt nothing (first = 0): it makes passes of no weight beside the other."""
     alone = core(model_dir, **how)
-    alone.backend.stops_first = stops_first
     rows = [alone.train(batch(n, seed=n)) for n in range(2)]
-    (a, mine, some), (b, theirs, others) = trained(model_dir, first, 2, stops_first, how)
+    (a, mine, some), (b, theirs, others) = trained(model_dir, first, 2, how)
     assert torch.equal(a, b) and torch.allclose(a, weights(alone), atol=2e-6) and some == others > 0
-    if how is HOW[2]:  # a step that is not made costs no gradient where one cannot be taken back
-        assert some == (2 if stops_first else 4)
+    if how is HOW[2]:  # a step that is not made costs its gradient
+        assert some == 4
     for one, two in zip(rows, mine, strict=True):
         said = {k for k in one if not k.startswith(MEASURED)}
         assert {k for k in two if not k.startswith(MEASURED)} == said

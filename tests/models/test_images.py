@@ -197,7 +197,7 @@ def test_engine_learner_and_transformers_agree(llava: Path) -> None:
     at = 0
     for one in found:
         if one.support is None:  # transformers by itself, with pixel_values
-            pixels = [model.vision.load_pixels(images.digest(x), x) for x in SHOWN[one.key[0]]]
+            pixels = [model.vision.load_pixels(x) for x in SHOWN[one.key[0]]]
             ids = torch.from_numpy(np.concatenate([one.prompt, one.tokens]).astype(np.int64))
             with torch.no_grad():
                 logits = model.hf(input_ids=ids[None], pixel_values=torch.stack(pixels)).logits[0]

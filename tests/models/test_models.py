@@ -38,7 +38,7 @@ def test_packed_logprobs_equal_plain_ones_in_value_and_gradient(
     prompts, responses, owner = sample_batch(11)
     rows = policy.ForwardInput(prompts, responses, torch.ones(6), owner)
     attention = policy.packed_forward.plan_packing(rows, model.fast, torch.empty(0)).attention
-    assert isinstance(attention, AttentionRows) and len(attention.answers) == tables
+    assert isinstance(attention, AttentionRows) and len(attention.sides) == 1 + tables
     temperature = torch.tensor([1.0, 0.7, 1.3, 1.0, 2.0, 0.5])
     grads = []
     for path in ("fast", "plain"):
@@ -90,7 +90,7 @@ def test_answers_are_padded_with_others_of_like_length(tmp_path: Path) -> None:
         rows = policy.ForwardInput(prompts, answers, torch.ones(81), None if fixed else [0] * 81)
         made = policy.packed_forward.plan_packing(rows, lay, torch.empty(0), fixed).attention
         assert isinstance(made, AttentionRows)
-        return made.answers
+        return made.sides[1:]
 
     answers = [np.ones(n + 1, np.int32) for n in lengths]
     sides = plan(answers)

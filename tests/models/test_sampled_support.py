@@ -18,7 +18,7 @@ from asyncrl.contract.messages import ModelShape, TrainingSequence
 from asyncrl.contract.sampled_support import HEAD, MOST_TOKENS, SampledSupport
 from asyncrl.contract.versions import Label
 from asyncrl.models import packed_forward, policy
-from asyncrl.models.packed_forward import SupportTable, find_kept_tokens, renormalize
+from asyncrl.models.packed_forward import find_kept_tokens, renormalize
 from asyncrl.transport import arrays
 
 D = torch.float64
@@ -231,16 +231,17 @@ def test_kl_and_energies_are_those_over_the_support(model: policy.PolicyModel) -
     _, _, mask = by_hand(model, given_rows)
     lay = model.fast
     assert lay is not None
-    out = model.logprobs(prompts, responses, temperature, groups=groups, want_hidden=True)
+    more = {"groups": groups, "supports": supports, "want_hidden": True}
+    out = model.logprobs(prompts, responses, temperature, **more)
     assert out.hidden is not None
     hidden = out.hidden.detach().requires_grad_(True)
     other = hidden.detach().roll(1, 0)
-    scale = temperature.repeat_interleave(torch.tensor([len(r) for r in responses]))
-    table = SupportTable.build(supports, [len(r) for r in responses], hidden.device)
+    scale, table = out.scale, out.support
+    assert scale is not None and table is not None
     weight = lay.hf.get_output_embeddings().weight.detach()
 
     def logs(states: torch.Tensor) -> torch.Tensor:
-        logits = (states @ weight.T).double() / scale[:, None]
+        logits = (states @ weight.T).double() * scale[:, None]
         return torch.log_softmax(logits.masked_fill(~mask, -torch.inf), -1)
 
     a, b = logs(hidden), logs(other)

@@ -140,7 +140,7 @@ class TrainedModel:
     def load(self, path: Path, optimizer: bool) -> None:
         """Load a state that `save` wrote.  Raises DamagedDataError."""
         if self.policy.adapter is not None:
-            adapters.restore(self.policy, path / MODEL)
+            load_weights(self.policy, adapters.read_fitting(self.policy, path / MODEL))
         else:
             dtype = str(self.trainer.parameters[0].dtype).removeprefix("torch.")
             saved = load_policy(path / MODEL, dtype)
