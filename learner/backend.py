@@ -104,7 +104,7 @@ class TorchBackend(Trainer):
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's object."""
+        """Return the object of every rank, of a tensor group that of its first one."""
         return [value]
 
     # ---- one optimizer step ----------------------------------------------------------------------

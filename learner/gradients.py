@@ -60,4 +60,5 @@ class GradientAlignment:
 
 def sum_squares(gradients: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares over all tensors, float64."""
-    return torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
+    squares = (gradient.double().square().sum() for gradient in gradients)
+    return sum(squares, torch.zeros((), dtype=torch.float64))

@@ -338,10 +338,11 @@ def _check_devices(config: Config) -> Problems:
     here = min(ranks, config.placement.gpus_per_node) if config.placement.nodes else ranks
     if gpus and (len(gpus) != here or len(set(gpus)) < len(gpus)):
         yield f"learner.gpus: {gpus} for {here} rank(s) of a host; each needs its own GPU"
-    if mesh.replicate * (mesh.shard or max(1, ranks // mesh.replicate)) != ranks:
+    parts = mesh.replicate * mesh.tensor
+    if parts * (shards := mesh.shard or max(1, ranks // parts)) != ranks:
         yield (
-            f"learner.mesh: {mesh.replicate} copies of {mesh.shard or 'equally many'} ranks are "
-            f"not the {ranks} of learner.ranks; set learner.ranks to shard x replicate"
+            f"learner.mesh: replicate x shard x tensor = {mesh.replicate} x {shards} x "
+            f"{mesh.tensor} is not learner.ranks = {ranks}; change one of them"
         )
     shared = sorted(set(gpus) & set(config.generator.gpus))
     if config.weights.transport == "nccl" and shared:

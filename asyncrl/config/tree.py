@@ -326,7 +326,10 @@ class MeshConfig(Section):
     other, and the copies add up their gradients. Links between machines then carry gradients alone,
     once a backward pass."""
     shard: Count = 0
-    """FSDP2: ranks that divide one copy. 0: learner.ranks / learner.mesh.replicate."""
+    """FSDP2: ranks that divide the parameters of one copy. 0: all others."""
+    tensor: Positive = 1
+    """FSDP2: ranks that follow each other and compute each token together, with heads, feed-forward
+    and vocabulary divided among them (tensor parallelism): Llama, Qwen2, Qwen3 and Mistral."""
 
 
 class LearnerConfig(Section):

@@ -116,6 +116,35 @@ class ForwardOutput:
     support: SupportTable | None = None
 
 
+class WholeModel:
+    """A model that one process has; `TensorGroup` is one that several ranks divide."""
+
+    rows = 0  # most tokens of the vocabulary on a rank; 0: all
+
+    def enter(self, states: Tensor) -> Tensor:
+        """Return states that are equal on all ranks; their gradient is the sum over the ranks."""
+        return states
+
+    def leave(self, states: Tensor) -> Tensor:
+        """Return the sum over the ranks; its gradient is equal on all of them."""
+        return states
+
+    def locate(self, ids: Tensor, table: Tensor) -> tuple[Tensor, Any]:
+        """Return the rows of tokens in this part's `table`, and which tokens it has."""
+        return ids, True
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Return the embeddings [n, H] of tokens [n]."""
+        return F.embedding(ids, table)
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """Normalize the logits [n, V] of this part over the whole vocabulary."""
+        return log_softmax(logits, -1)
+
+
+WHOLE = WholeModel()
+
+
 @dataclass
 class ModelLayout:
     """A Llama-like transformers model with the constants of its layers."""
@@ -126,6 +155,7 @@ class ModelLayout:
     head_dim: int
     eps: float
     experts: expert_layers.ExpertSettings | None = None  # None: no layer has experts
+    part: WholeModel = WHOLE  # of a rank, to which `heads` and `kv_heads` belong
 
     @classmethod
     def from_model(cls, hf: Any) -> ModelLayout | None:
@@ -310,24 +340,30 @@ class SupportTable:
 # ---- log-probabilities ---------------------------------------------------------------------------
 
 
-def count_logit_rows(head: Tensor) -> int:
+def count_logit_rows(head: Tensor, model_part: WholeModel = WHOLE) -> int:
     """Return the number of tokens whose logits are in memory at a time; head: [V, H].
 
     Each time, the whole head is read. On a GPU, the four float32 tensors of that size take 1 / 32
     of its memory, or as much as 1,024 tokens need.
     """
+    width = model_part.rows or len(head)
     if head.device.type == "cpu":
-        return max(1, LOGIT_CHUNK // len(head))
+        return max(1, LOGIT_CHUNK // width)
     total = torch.cuda.get_device_properties(head.device).total_memory
-    return max(1024, total // (32 * 4 * 4 * len(head)))
+    return max(1024, total // (32 * 4 * 4 * width))
 
 
 def _compute_logs(
-    part: slice, hidden: Tensor, head: Tensor, scale: Tensor, support: SupportTable | None = None
+    part: slice,
+    hidden: Tensor,
+    head: Tensor,
+    scale: Tensor,
+    support: SupportTable | None = None,
+    model_part: WholeModel = WHOLE,
 ) -> Tensor:
     """Log-probabilities [n, V] of the positions `part` in float32, over their support."""
     logits = exact_operators.multiply(hidden[part], head.T).float()
-    logs = log_softmax(logits.mul_(scale[part, None]), -1)
+    logs = model_part.log_softmax(logits.mul_(scale[part, None]))
     return logs if support is None else support.renormalize(logs, part.start)
 
 
@@ -348,15 +384,18 @@ class _PickedLogprobs(Function):
         scale: Tensor,
         want_entropy: bool,
         support: SupportTable | None,
+        model_part: WholeModel = WHOLE,
     ) -> tuple[Tensor, Tensor]:
         n = hidden.shape[0]
-        step = exact_operators.round_up(count_logit_rows(weight), exact_operators.ROWS)
+        step = exact_operators.round_up(count_logit_rows(weight, model_part), exact_operators.ROWS)
+        targets, ctx.here = model_part.locate(targets, weight)
+        ctx.compute = partial(_compute_logs, model_part=model_part)
         lp = hidden.new_empty(n, dtype=float32)
-        ent = hidden.new_zeros(n if want_entropy else 0, dtype=float32)
+        ent = hidden.new_zeros(n, dtype=float32)
         saved_logs = []
         for at in range(0, n, step):
             s = slice(at, at + step)
-            logs = _compute_logs(s, hidden, weight, scale)
+            logs = ctx.compute(s, hidden, weight, scale)
             picked = logs if support is None else support.renormalize(logs, at)
             lp[s] = picked.gather(1, targets[s, None])[:, 0]
             if want_entropy:
@@ -366,26 +405,27 @@ class _PickedLogprobs(Function):
         ctx.step = step
         ctx.support = support
         ctx.save_for_backward(hidden, weight, targets, scale, ent, *saved_logs)
-        return lp, ent
+        return model_part.leave(lp * ctx.here), model_part.leave(ent)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden, weight, targets, scale, ent, *saved_logs = ctx.saved_tensors
         gh = torch.empty_like(hidden)
         gw = torch.zeros_like(weight)
+        of_target = grads[0] * ctx.here
         for at in range(0, hidden.shape[0], ctx.step):
             s = slice(at, at + ctx.step)
-            logs = saved_logs[0] if saved_logs else _compute_logs(s, hidden, weight, scale)
+            logs = saved_logs[0] if saved_logs else ctx.compute(s, hidden, weight, scale)
             p = logs.exp()
             supported = p if ctx.support is None else ctx.support.renormalize(logs, at).exp()
             d = supported * -grads[0][s, None]
-            d.scatter_add_(1, targets[s, None], grads[0][s, None])
+            d.scatter_add_(1, targets[s, None], of_target[s, None])
             if ctx.want_entropy:
                 d -= (logs + ent[s, None]).mul_(p).mul_(grads[1][s, None])
             d = d.mul_(scale[s, None]).to(hidden.dtype)
             gh[s] = d @ weight
             gw += d.T @ hidden[s]
-        return gh, gw, None, None, None, None
+        return gh, gw, None, None, None, None, None
 
 
 pick_logprobs: Callable[..., tuple[Tensor, Tensor]] = _PickedLogprobs.apply
@@ -462,12 +502,12 @@ def compute_squared_probabilities(
     """
     weight = lay.hf.get_output_embeddings().weight
     squares = torch.empty(len(hidden), dtype=float32, device=hidden.device)
-    rows = count_logit_rows(weight)
+    rows = count_logit_rows(weight, lay.part)
     for start in range(0, len(hidden), rows):
         chunk = slice(start, start + rows)
-        logs = _compute_logs(chunk, hidden, weight, scale, support)
+        logs = _compute_logs(chunk, hidden, weight, scale, support, lay.part)
         squares[chunk] = logs.exp().square().sum(-1)
-    return squares
+    return lay.part.leave(squares)
 
 
 def _index_rows(lengths: ndarray, start: int, multiple: int) -> tuple[ndarray, ndarray, ndarray]:
@@ -654,18 +694,18 @@ def apply_block(
     """
     att = layer.self_attn
     mlp = layer.mlp
-    h = apply_rms_norm(x, layer.input_layernorm.weight, lay.eps)
+    h = lay.part.enter(apply_rms_norm(x, layer.input_layernorm.weight, lay.eps))
     heads = (-1, lay.head_dim)
     q = att.q_proj(h).view(len(h), *heads)
     k = att.k_proj(h).view(len(h), *heads)
     v = att.v_proj(h).view(len(h), *heads)
     if hasattr(att, "q_norm"):
-        q = apply_rms_norm(q, att.q_norm.weight, lay.eps)
-        k = apply_rms_norm(k, att.k_norm.weight, lay.eps)
+        q = apply_rms_norm(q, lay.part.enter(att.q_norm.weight), lay.eps)
+        k = apply_rms_norm(k, lay.part.enter(att.k_norm.weight), lay.eps)
     q = apply_rotary(q, cos, sin)
     k = apply_rotary(k, cos, sin)
-    x = x + att.o_proj(packed_attention.attend_packed(q, k, v, rows))
-    h = apply_rms_norm(x, layer.post_attention_layernorm.weight, lay.eps)
+    x = x + lay.part.leave(att.o_proj(packed_attention.attend_packed(q, k, v, rows)))
+    h = lay.part.enter(apply_rms_norm(x, layer.post_attention_layernorm.weight, lay.eps))
     if lay.experts is not None and expert_layers.is_sparse(layer):
         weights = expert_layers.ExpertWeights(
             mlp.gate.weight.T,
@@ -673,8 +713,7 @@ def apply_block(
             mlp.experts.down_proj.transpose(1, 2),
         )
         return x + expert_layers.apply(h, weights, lay.experts, replayed)
-    mlp_output: Tensor = mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
-    return x + mlp_output
+    return x + lay.part.leave(mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h)))
 
 
 def compute_logprobs(
@@ -713,7 +752,7 @@ def _compute_packed_logprobs(
     weight = lay.hf.get_output_embeddings().weight
     pl = plan_packing(rows, lay, weight)
     replayed = _list_replayed(lay, pl, rows)
-    x = F.embedding(pl.ids, model.embed_tokens.weight)
+    x = lay.part.embed(pl.ids, model.embed_tokens.weight)
     cos, sin = (table.to(x.dtype) for table in lay.compute_rope(pl.positions))
     for layer, ids in zip(model.layers, replayed, strict=True):
         kwargs = {"cos": cos, "sin": sin, "rows": pl.attention, "replayed": ids}
@@ -721,7 +760,8 @@ def _compute_packed_logprobs(
     hidden = apply_rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
     scale, scored = rows.locate(pl)
     support = rows.build_support(weight.device)
-    lp, ent = pick_logprobs(hidden, weight, scored, scale, rows.want_entropy, support)
+    inputs = lay.part.enter(hidden), weight, scored, scale
+    lp, ent = pick_logprobs(*inputs, rows.want_entropy, support, lay.part)
     return lp, ent, hidden, scale, support
 
 

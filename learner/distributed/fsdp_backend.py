@@ -4,21 +4,25 @@ Each rank keeps a part of every parameter, gradient and moment, divided along it
 layer's parameters are gathered for its forward and its backward pass, and its gradient is added up
 and divided again at once, so no rank holds a whole model or a whole gradient (Zhao et al. 2023,
 arXiv 2304.11277). With `learner.mesh.replicate` only the ranks of a replica divide the model, and
-the replicas add up their gradients. Ranks add gradients up without averaging them. In bfloat16 the
-parts are float32: layers are gathered, multiplied and published in bfloat16.
+the replicas add up their gradients. With `learner.mesh.tensor` the ranks of a `TensorGroup` share
+their samples, and divide heads, feed-forward and vocabulary. Ranks add gradients up without
+averaging them. In bfloat16 the parts are float32: layers are gathered, multiplied and published in
+bfloat16.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -27,11 +31,12 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from asyncrl.config.tree import Config
-from asyncrl.contract.errors import DamagedDataError
-from asyncrl.models.policy import PolicyModel, list_named_weights, recompute_modules
+from asyncrl.contract.errors import ConfigError, DamagedDataError
+from asyncrl.models.packed_forward import WholeModel
+from asyncrl.models.policy import PolicyModel, list_published, recompute_modules
 from asyncrl.models.trainer import Trainer
 from asyncrl.records.jsonl import JsonObject
 from learner.distributed.ranks import DistributedBackend
@@ -39,6 +44,42 @@ from learner.gradients import sum_squares
 
 FOLDER = "fsdp2"  # of a checkpoint
 PREVIOUS = "previous_gradient"
+# heads, columns of the feed-forward and rows of the vocabulary, by module
+ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+AXES = dict.fromkeys(ROWS, 0) | {"o_proj": 1, "down_proj": 1}
+
+
+class TensorGroup(WholeModel):
+    """A rank's part of a model that a tensor group divides (Shoeybi et al. 2019, arXiv 1909.08053).
+
+    torch's ColwiseParallel would sum the gradient of each projection by itself, five times a layer
+    instead of twice, and its loss_parallel computes no entropy.
+    """
+
+    def __init__(self, mesh: DeviceMesh, vocabulary: int) -> None:
+        self.mesh = mesh
+        self.rows = -(-vocabulary // mesh.size())
+
+    def enter(self, states: Tensor) -> Tensor:
+        copies = DTensor.from_local(states, self.mesh, [Replicate()], run_check=False)
+        return copies.to_local(grad_placements=[Partial()])
+
+    def leave(self, states: Tensor) -> Tensor:
+        return DTensor.from_local(states, self.mesh, [Partial()], run_check=False).full_tensor()
+
+    def locate(self, ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        row = ids - self.mesh.get_local_rank() * self.rows
+        here = (row >= 0) & (row < len(table))
+        return row * here, here
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        row, here = self.locate(ids, table)
+        return self.leave(F.embedding(row, table) * here[:, None])
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        total = logits.logsumexp(-1, keepdim=True)
+        totals = DTensor.from_local(total, self.mesh, [Shard(1)], run_check=False).full_tensor()
+        return logits - totals.logsumexp(-1, keepdim=True)
 
 
 class FsdpBackend(DistributedBackend):
@@ -46,15 +87,18 @@ class FsdpBackend(DistributedBackend):
 
     sharded = True
     writes_parts = True
+    load_device = "cpu"
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
         super().__init__(config, model)
         self.replicas = config.learner.mesh.replicate
-        self.shards = self.ranks // self.replicas
-        # the ranks of a replica follow each other
-        sizes = (self.replicas, self.shards) if self.replicas > 1 else (self.ranks,)
-        names = ("replicate", "shard")[-len(sizes) :]
-        self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        # the ranks of a tensor group follow each other, and so do those of a replica. A tensor
+        # group's part of a parameter is divided into shards
+        numbers = torch.arange(self.ranks).view(self.replicas, -1, self.tensor)
+        names = ("replicate", "tensor", "shard")
+        self.mesh = DeviceMesh(self.device.type, numbers.transpose(1, 2), mesh_dim_names=names)
+        # of the parameters that tensor groups divide: the axis, and the whole shape
+        self.divided: dict[nn.Parameter, tuple[int, torch.Size]] = {}
         self.roots: list[FSDPModule] = []
         # of each part of a checkpoint: its parameters and their optimizer
         self.parts: dict[str, tuple[dict[str, nn.Parameter], torch.optim.Optimizer]] = {}
@@ -64,10 +108,6 @@ class FsdpBackend(DistributedBackend):
         )
         self._keep_part("policy", self, [model.hf])
         self.alignment = self.build_gradient_alignment()
-
-    @property
-    def load_device(self) -> str:
-        return "cpu"
 
     def add_part(self, name: str, head: nn.Module, trunk: PolicyModel | None) -> Trainer:
         self._shard(head, [], MixedPrecisionPolicy(cast_forward_inputs=False))
@@ -79,18 +119,14 @@ class FsdpBackend(DistributedBackend):
 
     def _keep_part(self, name: str, trainer: Trainer, modules: Sequence[nn.Module]) -> None:
         """Keep the modules' parameters and their optimizer in checkpoints."""
-        parameters = {
-            f"{index}.{path}": parameter
-            for index, module in enumerate(modules)
-            for path, parameter in module.named_parameters()
-            if parameter.requires_grad
-        }
-        self.parts[name] = parameters, trainer.optimizer
+        named = nn.ModuleList(modules).named_parameters()
+        self.parts[name] = {path: p for path, p in named if p.requires_grad}, trainer.optimizer
 
     def _shard_model(self, model: PolicyModel) -> None:
         """Divide a model among the ranks, layer by layer, in place."""
         config = self.config
         model.one_pass = True
+        divided = self._divide(model) if self.tensor > 1 else {}
         if config.learner.gradient_checkpointing and model.fast is None:
             recompute_modules(model.hf)
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -108,6 +144,38 @@ class FsdpBackend(DistributedBackend):
 
             layers = [m for m in model.hf.modules() if isinstance(m, GradientCheckpointingLayer)]
         self._shard(model.hf, layers, policy)
+        named = model.hf.named_parameters()
+        self.divided |= {p: divided[name] for name, p in named if name in divided}
+
+    def _divide(self, model: PolicyModel) -> dict[str, tuple[int, torch.Size]]:
+        """Divide a model among the ranks of its tensor group, in place; return `divided` by name.
+
+        Raises ConfigError for a model that cannot be divided.
+        """
+        lay, size, config = model.fast, self.tensor, model.hf.config
+        if (
+            lay is None
+            or lay.experts is not None
+            or any(count % size for count in (lay.heads, lay.kv_heads, config.intermediate_size))
+            or config.vocab_size < size**2
+            or any(getattr(config, key, False) for key in ("attention_bias", "mlp_bias"))
+        ):
+            raise ConfigError(
+                f"learner.mesh.tensor: {size} ranks cannot divide {model.tokenizer_dir}; it needs "
+                "a Llama, Qwen2, Qwen3 or Mistral without attention_bias and mlp_bias in its "
+                "config.json, whose heads, key heads and intermediate_size are multiples of it"
+            )
+        mesh, divided = self.mesh["tensor"], {}
+        for name, parameter in model.hf.named_parameters():
+            axis = AXES.get(name.split(".")[-2])
+            if axis is not None:
+                divided[name] = axis, parameter.shape
+                # in place: a tied head stays the same parameter
+                parameter.data = parameter.data.chunk(size, axis)[mesh.get_local_rank()].clone()
+        lay.heads //= size
+        lay.kv_heads //= size
+        lay.part = TensorGroup(mesh, config.vocab_size)
+        return divided
 
     def _shard(
         self, root: nn.Module, layers: Sequence[nn.Module], policy: MixedPrecisionPolicy
@@ -115,16 +183,15 @@ class FsdpBackend(DistributedBackend):
         offload = OffloadPolicy()
         if self.config.learner.offload:
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        mesh = self.mesh["shard"] if self.replicas == 1 else self.mesh["replicate", "shard"]
         for module in [*layers, root]:
-            sharded: Any = fully_shard(
-                module, mesh=self.mesh, mp_policy=policy, offload_policy=offload
-            )
+            sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
             # the loss has global denominators
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             # for instance the experts that no token of a rank chose
             sharded.set_reduce_scatter_unused_params(True, recurse=False)
-            sharded.gathered_call = _call
+            sharded.gathered_call = operator.call
             register_fsdp_forward_method(sharded, "gathered_call")
         self.roots.append(sharded)
 
@@ -142,64 +209,55 @@ class FsdpBackend(DistributedBackend):
         return [get_local_part(p.grad) for p in parameters if p.grad is not None]
 
     def clip(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        gradients = self.collect_gradients(parameters)
-        norm = self._sum_over_parts(sum_squares(gradients).cpu()).sqrt()
+        norm = self._square_norm(parameters).sqrt()
         if self.clip_norm:
+            gradients = self.collect_gradients(parameters)
             torch._foreach_mul_(gradients, float((self.clip_norm / (norm + 1e-6)).clamp(max=1.0)))
         return norm
 
     def compute_squared_gradient(self, value: Tensor) -> Tensor:
         self.drop_gradient()
-        self.accumulate(value / self.ranks)
-        square = sum_squares(self.collect_gradients(self.parameters)).cpu()
+        self.accumulate(value * self.tensor / self.ranks)
+        square = self._square_norm(self.parameters)
         self.drop_gradient()
-        return self._sum_over_parts(square)
+        return square
 
-    def _sum_over_parts(self, value: Tensor) -> Tensor:
-        """Return the sum of `value` over the parts of one replica; all replicas have the same."""
-        return self.sum_over_ranks(value / self.replicas)
+    def _square_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the squared norm of the gradients; what several ranks hold counts once."""
+        counted = [p for p in parameters if p in self.divided or self.rank % self.tensor == 0]
+        square = sum_squares(self.collect_gradients(counted)).cpu()
+        return self.add_up(square / self.replicas)
 
     # ---- weights and state -----------------------------------------------------------------------
 
     def _gather_weights(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield name, part and whole tensor of each weight, one at a time, on rank 0 alone."""
         self.release_gathered()
-        dtypes = {name: getattr(torch, dtype) for name, dtype, *_ in self.layout}
-        for name, parameter in list_named_weights(self.model):
-            assert isinstance(parameter, DTensor)
-            part = get_local_part(parameter).to(self.device, dtypes[name])
-            if self.shards == 1 or self.rank >= self.shards:
-                if self.rank == 0:
-                    yield name, parameter, part
-                continue
-            rows, row_shape = -(-parameter.shape[0] // self.shards), list(parameter.shape[1:])
-            padded = part.new_zeros(rows, *row_shape)
-            padded[: len(part)] = part
-            tensors = [torch.empty_like(padded) for _ in range(self.shards if not self.rank else 0)]
+        published = zip(self.layout, list_published(self.model), strict=True)
+        for (name, dtype, *_), (_, parameter) in published:
+            part = get_local_part(parameter).detach().to(self.device, getattr(torch, dtype))
+            divided = self._describe(parameter, part)
+            placements = [Replicate(), divided.placements[1], Replicate()]
             with self.guard():
-                dist.gather(padded, tensors or None, dst=0, group=self.mesh.get_group("shard"))
-            if tensors:
-                yield name, parameter, torch.cat(tensors)[: parameter.shape[0]]
+                whole = divided.redistribute(placements=placements).full_tensor()
+            if self.rank == 0:
+                yield name, parameter, whole
 
     @contextmanager
     def gather_full_parameters(self) -> Iterator[None]:
-        # by the address of rank 0's part, which is never empty; tied modules share one
-        full_parameters_by_address = {
-            get_local_part(parameter).data_ptr(): nn.Parameter(tensor.cpu(), requires_grad=False)
-            for _, parameter, tensor in self._gather_weights()
+        full_parameters = {
+            parameter: nn.Parameter(whole.cpu(), requires_grad=False)
+            for _, parameter, whole in self._gather_weights()
         }
         owners = [
             (module, name, parameter)
             for module in self.model.hf.modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None
-            and get_local_part(parameter).data_ptr() in full_parameters_by_address
+            if parameter in full_parameters
         ]
         try:
             for module, name, parameter in owners:
-                module._parameters[name] = full_parameters_by_address[
-                    get_local_part(parameter).data_ptr()
-                ]
+                module._parameters[name] = full_parameters[parameter]
             yield
         finally:
             for module, name, parameter in owners:
@@ -228,7 +286,6 @@ class FsdpBackend(DistributedBackend):
         for part, (parameters, optimizer) in self.parts.items():
             for name, parameter in parameters.items():
                 prefix = f"{part}.{name}"
-                tensors[prefix] = parameter
                 if stored is not None:
                     optimizer.state[parameter] = {
                         key.removeprefix(f"{prefix}/"): torch.zeros_like(parameter)
@@ -238,7 +295,10 @@ class FsdpBackend(DistributedBackend):
                         if key.startswith(f"{prefix}/")
                     }
                 state = optimizer.state.get(parameter, {})
-                tensors |= {f"{prefix}/{key}": value for key, value in state.items()}
+                values = {prefix: parameter} | {f"{prefix}/{key}": x for key, x in state.items()}
+                tensors |= {
+                    key: self._describe(parameter, x) if x.ndim else x for key, x in values.items()
+                }
         if self.alignment is not None:
             policy = self.parts["policy"][0]
             if stored is not None:
@@ -249,18 +309,10 @@ class FsdpBackend(DistributedBackend):
                     if has_previous
                 ]
             tensors |= {
-                f"{PREVIOUS}.{name}": DTensor.from_local(
-                    gradient,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
+                f"{PREVIOUS}.{name}": self._describe(parameter, gradient)
                 for (name, parameter), gradient in zip(
                     policy.items(), self.alignment.previous, strict=False
                 )
-                if isinstance(parameter, DTensor)
             }
         return tensors
 
@@ -285,11 +337,22 @@ class FsdpBackend(DistributedBackend):
         with self.guard():
             state_dict_loader.load(tensors, storage_reader=reader)
 
+    def _describe(self, parameter: nn.Parameter, part: Tensor) -> DTensor:
+        """Describe this rank's part of a parameter, or of its moment, on the whole mesh."""
+        axis, shape = self.divided.get(parameter, (None, parameter.shape))
+        local = get_local_part(part)
+        described = DTensor.from_local(
+            local,
+            self.mesh,
+            [Replicate(), Replicate() if axis is None else Shard(axis), Shard(0)],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+        described._local_tensor = local  # of offloaded parameters it is a copy on the GPU
+        return described
+
 
 def get_local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a divided tensor, sharing its memory."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)

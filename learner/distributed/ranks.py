@@ -59,6 +59,7 @@ class DistributedBackend(TorchBackend):
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
         learner = config.learner
+        self.tensor = learner.mesh.tensor  # successive ranks that pass the same samples
         self.config = config
         self.model = model
         self.device = torch.device(resolve_device(config.model.device))
@@ -198,9 +199,14 @@ class DistributedBackend(TorchBackend):
 
     def split_samples(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         order = sorted(samples, key=lambda i: (lengths[i], i))
-        return [order[r :: self.ranks] for r in range(self.ranks)]
+        return [order[r // self.tensor :: self.ranks // self.tensor] for r in range(self.ranks)]
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
+        # NaN on any rank remains
+        return self.add_up(value * 0 if self.rank % self.tensor else value)
+
+    def add_up(self, value: Tensor) -> Tensor:
+        """Return the sum of all ranks' values, also of those in one tensor group."""
         if self.ranks > 1:
             with self.guard():
                 dist.all_reduce(value)
@@ -217,7 +223,7 @@ class DistributedBackend(TorchBackend):
         if self.ranks > 1:
             with self.guard():
                 dist.all_gather_object(gathered, value)
-        return gathered
+        return gathered[:: self.tensor]
 
     def close(self) -> None:
         self.closed = True

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ from run_kit import start as start_run
 
 from asyncrl.config import load, rules
 from asyncrl.contract.errors import ConfigError
-from asyncrl.models.policy import build_character_tokenizer
+from asyncrl.models.policy import build_character_tokenizer, build_model
 from learner import checkpoint
+from learner.distributed.fsdp_backend import FsdpBackend
 from learner.distributed.ranks import reserve_port
 
 pytestmark = pytest.mark.slow
@@ -45,11 +47,12 @@ def zero(stage: int, **learner: Any) -> dict[str, Any]:
 TORCH = {"backend": "torch", "ranks": 2, "zero_stage": 0}
 FSDP2 = {"backend": "fsdp2", "ranks": 2}
 COPIES = FSDP2 | {"ranks": 4, "mesh": {"shard": 2, "replicate": 2}}
+TENSOR = FSDP2 | {"mesh": {"tensor": 2}}
 
 
 def shards(learner: dict[str, Any]) -> int:
     """Ranks that divide one copy of the model."""
-    copies: int = learner.get("mesh", {"replicate": 1})["replicate"]
+    copies: int = learner.get("mesh", {}).get("replicate", 1)
     return 1 if learner["backend"] == "torch" else learner["ranks"] // copies
 
 
@@ -77,7 +80,7 @@ def whole(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
         name = json.dumps(learner)
         if name not in made:
             saved = tmp_path_factory.mktemp("whole")
-            is_resumed = learner in (zero(3), TORCH, FSDP2, COPIES)
+            is_resumed = learner in (zero(3), TORCH, FSDP2, COPIES, TENSOR)
             save = {"save": [STEPS, str(saved)]} if is_resumed else {}
             done = trained(model_dir, learner, STEPS, **TRAINED, **save, launcher=launcher)
             made[name] = *done, saved / f"number_{STEPS}"
@@ -104,6 +107,8 @@ TRAINED: dict[str, Any] = {"bad": BAD, "lost": LOST, "sessions": ["split", "shar
         (FSDP2 | {"ranks": 4, "offload": True}, FORKED),
         (FSDP2 | {"mesh": {"replicate": 2}}, TORCHRUN),
         (COPIES, FORKED),
+        (TENSOR, FORKED),
+        (TENSOR | {"ranks": 4, "gradient_checkpointing": True}, FORKED),
     ],
 )
 def test_every_backend_is_the_torch_learner(
@@ -112,7 +117,8 @@ def test_every_backend_is_the_torch_learner(
     """Answers of 1 to 12 tokens, 18 a batch: uneven over ranks and micro-batches; then sessions
     split into rows, which torch trains unsplit.  Ranks are started by torchrun, by rank 0, or side
     by side.  Every rank skips a batch in which one group, or one rank, has no finite loss: weights
-    and moments stay as they were."""
+    and moments stay as they were.  The ranks of a tensor group have equal norms, and of the 11
+    tokens of the vocabulary 6 and 5."""
     mine, others, _ = whole(learner, launcher)
     ranks, stage = learner["ranks"], learner.get("zero_stage", 3)
     assert len(mine["losses"]) == STEPS + 3
@@ -126,10 +132,13 @@ def test_every_backend_is_the_torch_learner(
     # the stage is really on: what each rank holds of Adam's moments, and of the parameters, of
     # which ZeRO-3 holds none between passes
     kept = parameters / shards(learner) if learner["backend"] == "fsdp2" else 0
+    more = 112 if "tensor" in learner.get("mesh", {}) else 64
     for r in (mine, *others.values()):
-        assert abs(r["held"] - part) <= 64
-        assert abs(r["parameters"] - (kept if stage == 3 else parameters)) <= 64
+        assert abs(r["held"] - part) <= more
+        assert abs(r["parameters"] - (kept if stage == 3 else parameters)) <= more
     assert len(others) == ranks - 1
+    if learner == TENSOR:
+        assert others[1]["norms"] == mine["own_norms"]
     # what it publishes for a generator to check itself by is a plain forward of the published
     # weights
     assert max(mine["probe_off"], plain["probe_off"]) < 1e-5 and plain["again"] == 0
@@ -204,7 +213,8 @@ def test_early_stops_leave_weights_and_moments_alone(two: dict[str, Any], model_
     ("two", "elsewhere", "other", "said"),
     [
         (zero(3), [zero(3, ranks=1)], zero(1), "is of 2 ranks at ZeRO stage 3"),
-        (FSDP2, [FSDP2 | {"ranks": 3}, COPIES], {"backend": "torch"}, "learner.backend = fsdp2"),
+        (FSDP2, [FSDP2 | {"ranks": 3}, COPIES, TENSOR], {"backend": "torch"}, "backend = fsdp2"),
+        (TENSOR, [FSDP2], {"backend": "torch"}, "the optimizer of learner.backend = fsdp2"),
         (COPIES, [FSDP2], {"backend": "torch"}, "the optimizer of learner.backend = fsdp2"),
         (TORCH, [TORCH | {"ranks": 1}], FSDP2, "the optimizer of learner.backend = torch"),
     ],
@@ -382,8 +392,10 @@ def test_a_rank_that_has_followed_to_the_end_leaves_without_the_interpreters_own
         ({"ranks": 2, "gpus": [0]}, {}, "each needs its own GPU"),
         ({"backend": "fsdp2", "zero_stage": 3}, {}, "3 is a stage of DeepSpeed"),
         (zero(2, mesh={"replicate": 2}), {}, r"mesh\.replicate: needs learner\.backend = fsdp2"),
-        (COPIES | {"ranks": 3}, {}, "2 copies of 2 ranks are not the 3 of"),
-        ({"backend": "fsdp2", "mesh": {"shard": 2}}, {}, "1 copies of 2 ranks are not the 1 of"),
+        (COPIES | {"ranks": 3}, {}, "= 2 x 2 x 1 is not learner.ranks = 3"),
+        ({"backend": "fsdp2", "mesh": {"shard": 2}}, {}, "= 1 x 2 x 1 is not learner.ranks = 1"),
+        (FSDP2 | {"mesh": {"tensor": 4}}, {}, "= 1 x 1 x 4 is not learner.ranks = 2"),
+        (TENSOR | {"gradient_cosine": "log"}, {}, r"mesh\.tensor: divides the vocabulary"),
         ({"backend": "deepspeed", "zero_stage": 0}, {"dtype": "bfloat16"}, "use 1 or higher"),
         (zero(0, ranks=1, offload=True), {}, r"learner\.offload: needs"),
         ({"offload": True}, {}, r"learner\.offload: needs"),
@@ -453,6 +465,40 @@ def test_methods_that_deepspeed_refuses_are_those_of_torch(
 
 
 NARROW = {"loss": {"surrogate": "decoupled_ppo", "eps_low": 0.01, "eps_high": 0.01}}
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "method"),
+    [
+        ("llama", False, "gae, the policy's trunk"),
+        ("qwen2", True, "opob"),
+        ("qwen3", False, "otb"),
+        ("mistral", True, "gae, a trunk of its own"),
+    ],
+)
+def test_a_tensor_group_divides_every_family(
+    family: str, tied: bool, method: str, tmp_path: Path
+) -> None:
+    """A tied head stays tied: in training, in what is published, in the model of a checkpoint."""
+    model, saved = tmp_path / "m", tmp_path / "saved"
+    build_model(model, "abcdefgh", hidden=32, family=family, tied=tied, kv_heads=2)
+    plain, two = compare(model, METHODS[method], saved, TENSOR)
+    assert two["names"] == plain["names"] and ("lm_head.weight" in two["names"]) != tied
+    assert two["probe_off"] < 1e-5 and two["tied"] == plain["tied"] == tied
+    made = transformers.AutoModelForCausalLM.from_pretrained(saved / "number_1" / "model")
+    assert (made.lm_head.weight is made.model.embed_tokens.weight) == tied
+
+
+@pytest.mark.parametrize(
+    ("tensor", "how"),
+    [(3, {}), (4, {"kv_heads": 2}), (4, {"intermediate": 66}), (2, {"family": "mixtral"})],
+)
+def test_what_a_tensor_group_cannot_divide(tensor: int, how: Any, tmp_path: Path) -> None:
+    model = build_model(tmp_path, "abcdefgh", **how)
+    with pytest.raises(
+        ConfigError, match=rf"mesh\.tensor: {tensor} ranks cannot divide {tmp_path};"
+    ):
+        FsdpBackend._divide(SimpleNamespace(tensor=tensor), model)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["whole", "adapters"])

@@ -59,6 +59,12 @@ def parameters(core: LearnerCore) -> int:
     return sum(part(p).numel() for p in core.model.hf.parameters())
 
 
+def digest_norms(core: LearnerCore) -> str:
+    """A digest of this rank's parts of the norms."""
+    found = [part(p.detach()) for n, p in core.model.hf.named_parameters() if "norm" in n]
+    return compute_digest(torch.cat([x.flatten().float() for x in found]).numpy().tobytes())
+
+
 def stand(core: LearnerCore, until: Path, patience_s: float) -> None:
     """Wait for that file; from then on a rank that does not answer is soon lost."""
     until.with_suffix(".there").touch()
@@ -119,6 +125,7 @@ def main() -> None:
 
         loop.follow(core)
         told = {"rank": core.backend.rank, "held": held(core), "parameters": parameters(core)}
+        told |= {"norms": digest_norms(core)}
         os.write(2, f"{json.dumps(told)}\n".encode())  # at once: other ranks write, too
         ranks.exit_rank()
     if job.get("held"):
@@ -179,7 +186,10 @@ def main() -> None:
         )
     else:
         probe_off = float(raw != core.model.adapter.base.encode())
+    tables = core.model.hf.get_input_embeddings(), core.model.hf.get_output_embeddings()
     out = {
+        "tied": tables[0].weight is tables[1].weight,
+        "own_norms": digest_norms(core),
         "losses": losses,
         "norms": norms,
         "numbers": steps,

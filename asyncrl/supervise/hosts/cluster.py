@@ -102,7 +102,7 @@ def plan_memory(config: Config, shape: Any) -> tuple[Numbers, Numbers]:
     if learner.backend == "fsdp2":
         # divides float32 numbers, and gathers layers and their gradients in the model's format
         shards, part = learner.process_count // learner.mesh.replicate, 4
-        gathered = 2 * (outside + 2 * layer) * width
+        gathered = 2 * (outside + 2 * layer) * width // learner.mesh.tensor
     held = 0 if learner.offload else parameters * part / shards
     several = settings.tensor_parallel or 1
     slots = -(-settings.slots // len(settings.servers))
@@ -138,7 +138,7 @@ def make_plan(config: Config) -> ClusterPlan:
     placed = place_processes(config)
     rank, server = plan_memory(config, shape)
     several = settings.tensor_parallel or 1
-    shards = learner.process_count // learner.mesh.replicate
+    shards = learner.process_count // learner.mesh.replicate // learner.mesh.tensor
     copies = f"learner.mesh.shard of backend fsdp2 (now {shards})"
     remedies = {
         f"a learner rank: raise {copies}, or set learner.offload = true": rank,
