@@ -70,13 +70,7 @@ def test_a_cluster_is_planned_by_hand(tmp_path: Path, capsys: pytest.CaptureFixt
     assert made["server_gpu"] == {"weights": 2 * 7_615_616_512 / 4, "KV cache": cache}
     assert made["swap"] == {"file": 15_231_233_024, "read by servers": 32 * 15_231_233_024}
     assert 0 <= made["lag"]["mean"] <= made["lag"]["max"] <= 4
-    run_cluster(
-        tmp_path,
-        "learner.steps=8",
-        "learner.groups=8",
-        "learner.mesh.shard=4",
-        "learner.mesh.tensor=2",
-    )
+    run_cluster(tmp_path, "learner.steps=8", "learner.mesh={replicate=4,shard=4,tensor=2}")
     divided = json.loads(capsys.readouterr().out.splitlines()[-1])["learner_gpu"]
     whole = made["learner_gpu"]["gathered layers"]
     assert divided == made["learner_gpu"] | {"gathered layers": whole / 2}

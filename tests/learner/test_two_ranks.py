@@ -73,15 +73,13 @@ class Rank(TorchBackend):
         return super().apply(rate, loss)
 
 
-def trained(
-    model_dir: Path, first: int, batches: int, how: dict[str, Any]
-) -> list[tuple[torch.Tensor, list[dict[str, float]], int]]:
+def trained(model_dir: Path, first: int, how: dict[str, Any]) -> list[Any]:
     """(weights, metrics of each batch, passes) of both ranks."""
     meeting, found, errors = Meeting(), [None, None], []
 
     def run(rank: int, c: LearnerCore) -> None:
         try:
-            rows = [c.train(batch(n, seed=n)) for n in range(batches)]
+            rows = [c.train(batch(n, seed=n)) for n in range(2)]
             found[rank] = (weights(c), rows, c.backend.passes)
         except BaseException as e:
             errors.append(e)
@@ -119,7 +117,7 @@ def test_two_ranks_make_the_step_of_one(model_dir: Path, how: dict[str, Any], fi
     """A rank may be dealt nothing (first = 0): it makes passes of no weight beside the other."""
     alone = core(model_dir, **how)
     rows = [alone.train(batch(n, seed=n)) for n in range(2)]
-    (a, mine, some), (b, theirs, others) = trained(model_dir, first, 2, how)
+    (a, mine, some), (b, theirs, others) = trained(model_dir, first, how)
     assert torch.equal(a, b) and torch.allclose(a, weights(alone), atol=2e-6) and some == others > 0
     if how is HOW[2]:  # a step that is not made costs its gradient
         assert some == 4

@@ -124,8 +124,8 @@ def main() -> None:
         from learner.distributed import ranks
 
         loop.follow(core)
-        told = {"rank": core.backend.rank, "held": held(core), "parameters": parameters(core)}
-        told |= {"norms": digest_norms(core)}
+        told = {"rank": core.backend.rank, "held": held(core), "norms": digest_norms(core)}
+        told |= {"parameters": parameters(core)}
         os.write(2, f"{json.dumps(told)}\n".encode())  # at once: other ranks write, too
         ranks.exit_rank()
     if job.get("held"):
@@ -186,9 +186,8 @@ def main() -> None:
         )
     else:
         probe_off = float(raw != core.model.adapter.base.encode())
-    tables = core.model.hf.get_input_embeddings(), core.model.hf.get_output_embeddings()
     out = {
-        "tied": tables[0].weight is tables[1].weight,
+        "tied": "lm_head.weight" not in dict(core.model.hf.named_parameters()),
         "own_norms": digest_norms(core),
         "losses": losses,
         "norms": norms,
