@@ -115,10 +115,8 @@ def test_every_backend_is_the_torch_learner(
     learner: dict[str, Any], launcher: tuple[str, ...], whole: Whole, plain: dict[str, Any]
 ) -> None:
     """Answers of 1 to 12 tokens, 18 a batch: uneven over ranks and micro-batches; then sessions
-    split into rows, which torch trains unsplit.  Ranks are started by torchrun, by rank 0, or side
-    by side.  Every rank skips a batch in which one group, or one rank, has no finite loss: weights
-    and moments stay as they were.  The ranks of a tensor group have equal norms, and of the 11
-    tokens of the vocabulary 6 and 5."""
+    split into rows, which torch trains unsplit.  Every rank skips a batch in which one group, or
+    one rank, has no finite loss.  A tensor group has equal norms, and 6 and 5 of 11 tokens."""
     mine, others, _ = whole(learner, launcher)
     ranks, stage = learner["ranks"], learner.get("zero_stage", 3)
     assert len(mine["losses"]) == STEPS + 3

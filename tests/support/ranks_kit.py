@@ -73,12 +73,8 @@ def trained(
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
     """(what rank 0 printed, rank -> what the others printed)."""
     sections, launcher = more.pop("sections", {}), more.pop("launcher", FORKED)
-    job = {
-        "model": str(model),
-        "batches": batches,
-        "config": {"learner": LEARNER | learner, **sections},
-        **more,
-    }
+    job = {"model": str(model), "batches": batches, **more}
+    job["config"] = {"learner": LEARNER | learner, **sections}
     if launcher == FORKED:
         code, out, err = forked(job)
     else:

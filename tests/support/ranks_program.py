@@ -1,14 +1,11 @@
 """Rank program of test_backends.py: `python ranks_program.py JSON` trains LearnerCore on a
 fixed stream of batches.
 
-JSON: model, config (sections), batches, and optionally sessions (how those of the batches after
-these are cut into rows), dtype, bad (a batch in which one sample's reward is not finite), lost (an
-optimizer step whose loss is NaN on the last rank, although its gradient is finite), frozen (a
-weight without gradients), held (the weights of the start have sampled every token, without
-rounding), save (after which batch, directory), stand (behind that checkpoint rank 0 touches
-FILE.there, waits for FILE, and has so many seconds of patience from then on), restore (directory).
-Rank 0 prints one JSON object: losses, norms, weights' digest, what each rank holds of the
-optimizer's state."""
+JSON: model, config (sections), batches; optional: sessions (cuts into rows of those of later
+batches), dtype, bad (a batch with a reward that is not finite), lost (a step whose loss is NaN on
+the last rank, with a finite gradient), frozen (a weight without gradients), held (the start's
+weights sampled every token), save (after which batch, directory), stand (after that rank 0 touches
+FILE.there, waits for FILE, and then has so many seconds of patience), restore (directory)."""
 
 import itertools
 import json
@@ -160,14 +157,8 @@ def main() -> None:
         kept.append(parameters(core))
         losses.append(metrics["loss/policy"])
         norms.append(metrics["optim/grad_norm"])
-        steps.append(
-            [
-                metrics["optim/steps"],
-                metrics["is/ess"],
-                metrics["policy/entropy"],
-                metrics["clip/share"],
-            ]
-        )
+        names = ("optim/steps", "is/ess", "policy/entropy", "clip/share")
+        steps.append([metrics[name] for name in names])
         if job.get("save") and n + 1 == job["save"][0]:
             Path(job["save"][1]).mkdir(parents=True, exist_ok=True)
             checkpoint.save(Path(job["save"][1]), core, {}, 3)
