@@ -5,11 +5,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import REFUSALS
 from asyncrl.contract.messages import RunStatus
-from asyncrl.contract.printable import escape_line
+from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.contract.toml_writer import fill, read_table
 from asyncrl.contract.waits import ProgressWatchdog
 from asyncrl.records import health_checks, metrics, process_log, rundir
@@ -18,7 +19,7 @@ from asyncrl.supervise import live
 from asyncrl.supervise.hosts import find_last_words, read_last_lines
 from asyncrl.supervise.report.advice import list_advice
 
-ADVICE: str = read_table(__file__)["advice"]
+STATE: str = read_table(__file__)["state"]
 SHOWN = ("reward/mean", "eval/heldout", "lag/mean", "optim/grad_norm")
 
 
@@ -52,10 +53,7 @@ def describe_processes(
 
     peers: names that are connected to the buffer, perhaps from another machine."""
     events = process_log.read_latest_events(run_dir)
-    logs = sorted(
-        (run_dir / "logs").glob("attempt_*"),
-        key=lambda p: int(p.name.removeprefix("attempt_") or 0),
-    )
+    logs = [*rundir.list_numbered(run_dir / "logs", r"attempt_(\d+)").values()]
     started = [name for name in dict.fromkeys((*events, *peers)) if name.startswith("generator-")]
     numbered = (f"generator-{i}" for i in range(config.generators + len(started)))
     missing = [name for name in numbered if name not in started]
@@ -145,45 +143,22 @@ def list_missing(state: JsonObject) -> list[str]:
     return [] if "supervisor" in running or state["ended"] else stopped
 
 
-def advise(run_dir: Path, state: JsonObject) -> str:
-    """Recommend the next step in one line."""
-    running = {p["name"] for p in state["processes"] if p["alive"]}
-    known = {"run_dir": run_dir, "running": running, "missing": list_missing(state)}
-    return fill(ADVICE, **state | known).strip("\n")
-
-
-def describe_refusals(state: JsonObject) -> list[str]:
-    """List what the buffer refused: messages, one line per reason, and excluded batches.
-
-    >>> state = {"refused": {"number": 2, "token": 1}, "set_aside": ["R/set_aside/batch_3.jsonl"]}
-    >>> print(*describe_refusals(state), sep="\\n")
-    refused: 2 samples with an impossible reward, part, log-probability or temperature
-    refused: 1 samples with tokens that the model does not have
-    excluded, as the learner repeatedly failed on it: R/set_aside/batch_3.jsonl
-    """
-    return [
-        f"refused: {count} {REFUSALS[reason]}" for reason, count in state["refused"].items()
-    ] + [f"excluded, as the learner repeatedly failed on it: {path}" for path in state["set_aside"]]
-
-
-def format_lines(run_dir: Path, state: JsonObject) -> list[str]:
-    """Describe a run whose buffer does not reply, as lines of text."""
-    lines = [
-        *state["advice"],
-        f"step {state['committed']}/{state['steps']}"
-        + "".join(f"  {n} {x:.3g}" for n, x in state["last_metrics"].items()),
-    ]
-    if state["silent_s"] is not None and not state["ended"]:
-        lines[-1] += f"  (the last one {state['silent_s']:.0f} s ago)"
-    for process in state["processes"]:
-        lines.append(process["said"])
-        error = process["last_line"].removeprefix("error: ")
-        if error and not state["ended"] and not any(error in line for line in lines):
-            lines.append(f"    {process['log']}: {process['last_line']}")
-    if state["checkpoint"] is not None and not state["ended"]:
-        lines.append(
-            f"newest checkpoint: version {state['checkpoint']['version']}, "
-            f"{state['checkpoint']['path']}"
-        )
-    link = [state["link"]] if state["link"] else []
-    return [*lines, *link, *describe_refusals(state), advise(run_dir, state)]
+def format_state(config: Config, run_dir: Path, status: RunStatus | None, state: JsonObject) -> str:
+    """Format the state as text.  status: that of a buffer that replies."""
+    line = ""
+    if status is not None:
+        line = live.format_status(replace(status, committed=state["committed"]))
+    text = fill(
+        STATE,
+        **state,
+        alive={p["name"] for p in state["processes"] if p["alive"]},
+        missing=list_missing(state),
+        run_dir=run_dir,
+        status=status,
+        line=line,
+        watchdog=config.watchdog,
+        reasons=REFUSALS,
+        escape=escape_line,
+        longest=LONGEST_LINE,
+    )
+    return text.strip("\n")

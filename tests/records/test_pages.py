@@ -16,7 +16,6 @@ from service_kit import SMALL, greet
 from store_kit import sample
 
 from asyncrl.cli import run as cli
-from asyncrl.cli.inspect.doctor import print_running
 from asyncrl.config import load
 from asyncrl.config.tree import Config, RecordConfig
 from asyncrl.contract import messages as m
@@ -463,7 +462,7 @@ def test_what_a_generator_tells_of_its_link_is_in_the_commits_row_and_in_the_sta
 
 
 def test_doctor_names_the_link_of_a_run_that_is_going_on_and_of_one_that_stopped(
-    made: BufferService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: BufferService, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     made.handle(b"g", m.LeaseRenewal("generator-0", 1, [], TOLD, None))
@@ -471,14 +470,15 @@ def test_doctor_names_the_link_of_a_run_that_is_going_on_and_of_one_that_stopped
     status = m.RunStatus(made.run, 1, 9, 1, dict(made.latest), {}, [], {}, False)
     seen = doctor.examine_run(made.config, run_dir, status)
     assert seen["link"] == LINE
-    print_running(made.config, run_dir, status, seen)
-    assert LINE in capsys.readouterr().out.splitlines()[0]
+    text = doctor.format_state(made.config, run_dir, status, seen)
+    assert LINE in text.splitlines()[0]
     quiet = m.RunStatus(made.run, 1, 9, 1, {}, {}, [], {}, False)
     assert doctor.examine_run(made.config, run_dir, quiet)["link"] == ""
     # its buffer answers no more: by the last row that tells of links
     commit(made, 1)
     seen = doctor.examine_run(made.config, run_dir, None)
-    assert seen["link"] == LINE and LINE in doctor.format_lines(run_dir, seen)
+    text = doctor.format_state(made.config, run_dir, None, seen)
+    assert seen["link"] == LINE and LINE in text.splitlines()
 
 
 @pytest.mark.parametrize(

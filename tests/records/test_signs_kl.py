@@ -716,7 +716,7 @@ def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_pat
     seen = doctor.examine_run(load.load("configs/demo.toml"), tmp_path, None)
     assert seen["refused"] == {"frame": 4}
     said = "refused: 4 frames that do not decode, have a value out of its range, or are too large"
-    assert said in doctor.format_lines(tmp_path, seen)
+    assert said in doctor.format_state(load.load("configs/demo.toml"), tmp_path, None, seen)
 
 
 def test_calls_with_lists_that_always_fail_are_said_at_once(tmp_path: Path) -> None:

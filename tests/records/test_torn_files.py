@@ -652,7 +652,8 @@ def test_a_directory_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None
 
 
 def said(run_dir: Path) -> str:
-    return "\n".join(doctor.format_lines(run_dir, doctor.examine_run(config(), run_dir, None)))
+    state = doctor.examine_run(config(), run_dir, None)
+    return doctor.format_state(config(), run_dir, None, state)
 
 
 def train(run_dir: Path, batches: int) -> None:

@@ -392,7 +392,8 @@ def test_watch_report_and_doctor_begin_with_equal_lines(run_dir: Path, client: T
     config = load.load(run_dir / "config.toml")
     client.get("/api/runs")
     shown = client.get("/api/overview").json()["first"]
-    lines = doctor.format_lines(run_dir, doctor.examine_run(config, run_dir, None))
+    state = doctor.examine_run(config, run_dir, None)
+    lines = doctor.format_state(config, run_dir, None, state).splitlines()
     page = run_page.write(run_dir).read_text()
     for html in (page, shown):
         places = [html.index(text) for text in (*expected, 'class="cards"')]

@@ -2,14 +2,10 @@
 
 import sys
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from asyncrl.cli import result
 from asyncrl.cli.base import command, emit
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
-from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.contract.toml_writer import fill
 from asyncrl.records import process_log
 
@@ -42,10 +38,7 @@ def doctor(run_dir: Path | None, exact: bool) -> None:
             rundir.get_current_buffer_address(config, run_dir), config.wires.curve_dir, 3.0
         )
     examination = doctors.examine_run(config, run_dir, status)
-    if result.as_json or status is None:
-        emit(examination, "\n".join(doctors.format_lines(run_dir, examination)))
-    else:
-        print_running(config, run_dir, status, examination)
+    emit(examination, doctors.format_state(config, run_dir, status, examination))
     if not examination["running"] and not examination["ended"]:
         print(
             f"error: the run in {run_dir} is not running; it has made "
@@ -53,37 +46,6 @@ def doctor(run_dir: Path | None, exact: bool) -> None:
             file=sys.stderr,
         )
         sys.exit(PeerUnreachable.exit_code)  # not raised: the JSON object was printed above
-
-
-def print_running(config: Any, run_dir: Path, status: Any, examination: dict[str, Any]) -> None:
-    """Print the state of a run whose buffer replies."""
-    from asyncrl.supervise import doctor as doctors
-    from asyncrl.supervise import live
-
-    missing = doctors.list_missing(examination)
-    # a run that lacks a process needs that process, and no advice about its speed
-    for line in [] if missing else examination["advice"]:
-        print(line)
-    committed = examination["committed"]
-    print(live.format_status(msgspec.structs.replace(status, committed=committed)))
-    for process, event, host, age in status.waits:
-        print(escape_line(f"{process} waits {age:.1f} s for {event} (on {host})", LONGEST_LINE))
-    if status.held_up is not None:
-        print(escape_line(status.held_up.describe(), LONGEST_LINE))
-    for name, age in status.peers.items():
-        print(f"{escape_line(name)}: last message {age:.1f} s ago")
-    for line in doctors.describe_refusals(examination):
-        print(line)
-    for process in examination["processes"]:
-        if not process["alive"] and not process["connected"]:
-            print(process["said"])
-    if missing:
-        print(doctors.advise(run_dir, examination))
-    watchdog = config.watchdog
-    print(
-        f"a step is overdue after {examination['deadline_s']:.1f} s without a commit "
-        f"({watchdog.multiple:g} times the median step, at least {watchdog.floor_s:g} s)"
-    )
 
 
 def check_exact_mode(source: Path | None) -> None:

@@ -170,7 +170,7 @@ class RunView:
     def count_steps(self) -> int:
         """Count trained batches, whose rows are numbered from 0."""
         trained = self.series.columns.get("reward/mean")
-        if trained is None or not trained.count:
+        if trained is None:
             return 0
         return int(self.series.axes["step"].values[trained.rows[-1]]) + 1
 

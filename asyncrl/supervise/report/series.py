@@ -1,10 +1,8 @@
 """Metrics of a run as columns, read incrementally while the run goes on."""
 
-import contextlib
 import itertools
 import math
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -20,36 +18,21 @@ Axis = Literal["step", "time", "tokens", "batch"]  # batch: with the place of a 
 AXES: tuple[Axis, ...] = ("step", "time", "tokens")
 TRAINED = "reward/mean"  # in every row of a batch, in no row of an evaluation
 POINTS = 1200  # most points of a line that is sent to a page
+NUMBER = (int, float)  # faster in a loop than int | float
 _decoder = msgspec.json.Decoder(JsonObject)
 
 
+@dataclass
 class Column:
-    """Values of one metric with the numbers of their rows, in arrays that grow by doubling."""
+    """Values of one metric with the numbers of their rows."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._rows = np.empty(64, np.int64)
-        self._values = np.empty(64, np.float64)
+    rows: ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64 [n]
+    values: ndarray = field(default_factory=lambda: np.zeros(0))  # float64 [n]
 
     def extend(self, rows: ndarray, values: ndarray) -> None:
         """Add values [n] with the numbers of their rows [n]."""
-        count = self.count + len(values)
-        if count > len(self._rows):
-            self._rows = np.resize(self._rows, 2 * count)
-            self._values = np.resize(self._values, 2 * count)
-        self._rows[self.count : count] = rows
-        self._values[self.count : count] = values
-        self.count = count
-
-    @property
-    def rows(self) -> ndarray:
-        """Numbers of the rows, int64 [count]."""
-        return self._rows[: self.count]
-
-    @property
-    def values(self) -> ndarray:
-        """Values, float64 [count]."""
-        return self._values[: self.count]
+        self.rows = np.concatenate([self.rows, rows])
+        self.values = np.concatenate([self.values, values])
 
 
 @dataclass
@@ -80,12 +63,13 @@ class Series:
             self._forget()
             rows = metrics.select_valid_rows(jsonl.read(self.path))
         self._newest = max(trained)
-        self._add(rows)
+        if rows:
+            self._add(rows)
 
     @property
     def rows(self) -> int:
         """The number of rows read so far."""
-        return self.axes["step"].count
+        return len(self.axes["step"].rows)
 
     def _forget(self) -> None:
         self.columns.clear()
@@ -106,24 +90,20 @@ class Series:
 
     def _add(self, rows: list[JsonObject]) -> None:
         """Append rows column by column."""
-        if not rows:
-            return
-        first = self.rows
-        columns = _build_columns(rows)
-        rate, seconds = (
-            _fill_dense(columns.get(name), len(rows))
-            for name in ("throughput/learner_tokens_per_s", "time/step")
+        numbers = self.rows + np.arange(len(rows))
+        rate, seconds, time, step = (
+            np.nan_to_num(_read_column(rows, name))
+            for name in ("throughput/learner_tokens_per_s", "time/step", "t", "step")
         )
-        numbers = np.arange(first, first + len(rows))
-        tokens = self.axes["tokens"]
-        tokens_before = float(tokens.values[-1]) if first else 0.0
-        tokens.extend(numbers, tokens_before + np.cumsum(rate * seconds))
-        self.axes["time"].extend(numbers, _fill_dense(columns.pop("t", None), len(rows)))
-        self.axes["step"].extend(numbers, _fill_dense(columns.pop("step", None), len(rows)))
-        for recorded_name in sorted(columns):
-            positions, values = columns[recorded_name]
-            name = metrics.OLD_NAMES.get(recorded_name, recorded_name)
-            self.columns.setdefault(name, Column()).extend(first + positions, values)
+        tokens = np.concatenate([self.axes["tokens"].values[-1:], rate * seconds])
+        for axis, values in zip(AXES, (step, time, np.cumsum(tokens)[-len(rows) :]), strict=True):
+            self.axes[axis].extend(numbers, values)
+        for recorded_name in sorted({name for row in rows for name in row} - {"t", "step"}):
+            values = _read_column(rows, recorded_name)
+            finite = np.isfinite(values)
+            if finite.any():
+                name = metrics.OLD_NAMES.get(recorded_name, recorded_name)
+                self.columns.setdefault(name, Column()).extend(numbers[finite], values[finite])
 
     def get_latest(self, name: str) -> float | None:
         """Return the newest value of a metric, or None."""
@@ -137,8 +117,9 @@ class Series:
 
     def align(self, name: str, missing: float = math.nan) -> ndarray:
         """Return a metric's value in each row, float64 [rows]; `missing` in rows without it."""
-        column = self.columns.get(name, Column())
-        return _fill_dense((column.rows, column.values), self.rows, missing)
+        column, dense = self.columns.get(name, Column()), np.full(self.rows, missing)
+        dense[column.rows] = column.values
+        return dense
 
     def read_latest(self) -> Numbers:
         """Return the newest value of each metric."""
@@ -187,54 +168,12 @@ class Series:
         return kept_x.tolist(), kept_y.tolist()
 
 
-def _build_columns(rows: list[JsonObject]) -> dict[str, tuple[ndarray, ndarray]]:
-    """Return name -> (positions of rows, finite values), both [n], of every number in the rows.
-
-    Rows with the same names become one matrix, which is several times faster than a loop.
-    """
-    rows_by_names: dict[tuple[str, ...], list[int]] = {}
-    for position, row in enumerate(rows):
-        rows_by_names.setdefault(tuple(row), []).append(position)
-    pieces_of: dict[str, list[tuple[ndarray, ndarray]]] = {}
-    for names, members in rows_by_names.items():
-        positions = np.array(members)
-        for name, values in zip(
-            names, _build_matrix(names, [rows[i] for i in members]).T, strict=True
-        ):
-            finite = np.isfinite(values)
-            if finite.any():
-                pieces_of.setdefault(name, []).append((positions[finite], values[finite]))
-    merged = {}
-    for name, pieces in pieces_of.items():
-        positions, values = (np.concatenate(column) for column in zip(*pieces, strict=True))
-        order = np.argsort(positions, kind="stable") if len(pieces) > 1 else slice(None)
-        merged[name] = positions[order], values[order]
-    return merged
-
-
-def _build_matrix(names: tuple[str, ...], rows: list[JsonObject]) -> ndarray:
-    """Return the values of rows with the same names, float64 [rows, names]; nan if not a number."""
-    numeric = [name for name in names if isinstance(rows[0][name], int | float)]
-    matrix = np.full((len(rows), len(names)), math.nan)
-    if len(numeric) > 1:
-        with contextlib.suppress(TypeError, ValueError):  # a later row has a text or a null
-            indices = [names.index(name) for name in numeric]
-            matrix[:, indices] = np.array(list(map(itemgetter(*numeric), rows)), dtype=np.float64)
-            return matrix
-    for column, name in enumerate(names):
-        values = (row[name] for row in rows)
-        matrix[:, column] = [v if isinstance(v, int | float) else math.nan for v in values]
-    return matrix
-
-
-def _fill_dense(
-    column: tuple[ndarray, ndarray] | None, length: int, missing: float = 0.0
-) -> ndarray:
-    """Return values at their positions, float64 [length]; `missing` elsewhere."""
-    dense = np.full(length, missing)
-    if column is not None:
-        dense[column[0]] = column[1]
-    return dense
+def _read_column(rows: list[JsonObject], name: str) -> ndarray:
+    """Return a metric's value in each row, float64 [rows]; nan if it is not a finite number."""
+    cells = [row.get(name) for row in rows]
+    values = np.array([x if isinstance(x, NUMBER) else math.nan for x in cells], np.float64)
+    values[np.isinf(values)] = math.nan
+    return values
 
 
 def smooth_values(values: ndarray, share: float) -> ndarray:
