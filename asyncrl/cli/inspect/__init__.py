@@ -1,1 +1,0 @@
-"""Commands that inspect runs and this machine: doctor, engines, watch and samples."""
