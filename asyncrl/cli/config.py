@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from asyncrl.cli import result
-from asyncrl.cli.base import command, emit, make_group
+from asyncrl.cli.base import command, emit, make_group, print_progress
 from asyncrl.config import explain, layers, load, rules, sft
 from asyncrl.config.agents import VERIFIERS
 from asyncrl.config.methods import METHODS
@@ -29,7 +29,7 @@ def show(source: str, sets: tuple[str, ...]) -> None:
     """
 
     origins: dict[str, str] = {}
-    loaded = load.load(source, sets, lambda note: print(note, file=sys.stderr), origins)
+    loaded = load.load(source, sets, print_progress, origins)
     emit(layers.nest(layers.read_keys(loaded)), explain.annotate(load.dump(loaded), origins))
 
 

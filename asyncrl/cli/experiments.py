@@ -44,7 +44,7 @@ def compare(
                 f"{name}: {arms.format_differences(differs) if differs else 'as configured'} "
                 f"({'a warm process' if name in warm else 'real processes'})"
             )
-        print(f"would start {len(chosen_arms) * seeds} runs", file=sys.stderr)
+        print_progress(f"would start {len(chosen_arms) * seeds} runs")
         return
     directory = out or Path(base.runs) / f"compare-{base.name or Path(source).stem}"
     comparison = grid.Comparison(
@@ -102,10 +102,9 @@ def sweep(
             print(f"{name}: {title} (differs from the config by {differs})")
         for (name, limit), arm in plan.cell.items():
             print(f"{name}, limit {limit:g}: {arm}")
-        print(
+        print_progress(
             f"would start {len(plan.arms) * seeds} runs, and {len(plan.probes)} short ones to "
-            "measure the speed of each limit",
-            file=sys.stderr,
+            "measure the speed of each limit"
         )
         return
     base = load.load_to_train(source, sets)

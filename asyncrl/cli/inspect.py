@@ -44,10 +44,9 @@ def doctor(run_dir: Path | None, exact: bool) -> None:
     examination = doctors.examine_run(config, run_dir, status)
     emit(examination, doctors.format_state(config, run_dir, status, examination))
     if not examination["running"] and not examination["ended"]:
-        print(
+        print_progress(
             f"error: the run in {run_dir} is not running; it has made "
-            f"{examination['committed']} of {examination['steps']} steps",
-            file=sys.stderr,
+            f"{examination['committed']} of {examination['steps']} steps"
         )
         sys.exit(PeerUnreachable.exit_code)  # not raised: the JSON object was printed above
 
@@ -142,7 +141,6 @@ def samples(run_dir: Path, color_by: str, **choice: Any) -> None:
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for number in numbers:
         print(format_terminal(store.read_row(number), color_by, color) + "\n")
-    print(
-        f"{len(numbers)} of {len(store.heads)} logged samples; color: {SHADES[color_by]}",
-        file=sys.stderr,
+    print_progress(
+        f"{len(numbers)} of {len(store.heads)} logged samples; color: {SHADES[color_by]}"
     )

@@ -117,7 +117,7 @@ def run_process(name: str, config: Any, run_dir: Path, index: int, *, moved: boo
         if not process_log.is_supervised():
             from asyncrl.supervise.live import StatusLines
 
-            print(f"buffer: serves {run_dir} to its other processes", file=sys.stderr)
+            print_progress(f"buffer: serves {run_dir} to its other processes")
             show = StatusLines().show
         return start_buffer(config, run_dir, moved=moved, show=show)
     if name == "learner":
@@ -155,7 +155,7 @@ def run_recorded(name: str, config: Any, run_dir: Path, index: int, *, moved: bo
     )
     memory = rundir.hold_memory(run_dir)  # closed in every case
     if name == "buffer" and (swept := rundir.sweep_memory()):
-        print(f"removed the shared memory of {len(swept)} killed run(s)", file=sys.stderr)
+        print_progress(f"removed the shared memory of {len(swept)} killed run(s)")
     code = 1
     reason = "killed"
     try:

@@ -73,14 +73,12 @@ def run(
         return
     if dry_run:
         print(load.dump(config))
-        print(
-            f"would start in {run_dir}: buffer, {', '.join(devices.describe_placement(config))}",
-            file=sys.stderr,
-        )
+        placement = ", ".join(devices.describe_placement(config))
+        print_progress(f"would start in {run_dir}: buffer, {placement}")
         from asyncrl.supervise import preflight
 
         for outcome in preflight.run_checks(preflight.localize(config)):
-            print(outcome.as_line(), file=sys.stderr)
+            print_progress(outcome.as_line())
         return
     if on == "slurm":
         from asyncrl.supervise.hosts import slurm
@@ -163,10 +161,10 @@ def report(run_dir: Path) -> None:
     """
     rundir.require_run(run_dir)  # before the imports of torch below
     from asyncrl.experiments.simulate import what_if
-    from asyncrl.supervise.report import advice, run_page
+    from asyncrl.supervise.report import advice, run_view
 
     atomic_write.write(run_dir / advice.PREDICTION, json.dumps(what_if.predict(run_dir)))
-    emit({"report": str(run_page.write(run_dir))})
+    emit({"report": str(run_view.write_report(run_dir))})
 
 
 @command
@@ -194,7 +192,7 @@ def export(run_dir: Path, path: Path, push_to_hub: str, private: bool) -> None:
             raise missing
         source = newest / "model"
         if newest.name == "number_0":
-            print(f"note: {run_dir} has made no step; this is its initial model", file=sys.stderr)
+            print_progress(f"note: {run_dir} has made no step; this is its initial model")
     has_adapter = (source / "adapter_config.json").is_file()
     if has_adapter and (config := load.load(run_dir / "config.toml")).export.lora == "merged":
         from asyncrl.models import adapters, policy

@@ -20,6 +20,7 @@ health_checks.toml has the advice of findings, and the rules that only compare v
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import zip_longest
 from statistics import fmean, median, median_low, pvariance
 from typing import Any, NamedTuple
 
@@ -161,12 +162,7 @@ def _count_orders(late: int, early: int) -> tuple[int, ...]:
     # the largest value is either a late one, which is above all early ones, or an early one
     above = _count_orders(late - 1, early)
     below = _count_orders(late, early - 1)
-    counts = [0] * (late * early + 1)
-    for pairs, orders in enumerate(above):
-        counts[pairs + early] += orders
-    for pairs, orders in enumerate(below):
-        counts[pairs] += orders
-    return tuple(counts)
+    return tuple(map(sum, zip_longest((0,) * early + above, below, fillvalue=0)))
 
 
 def compute_chance_above(late: Sequence[float], early: Sequence[float]) -> float:

@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import describe_exit, escape_line
@@ -210,21 +210,16 @@ class ProcessIncarnation:
         self.directory_lock = (run_dir / ".parts.lock").open("a", encoding="utf-8")
         # waits while the last process of the earlier ones writes summary and report
         fcntl.flock(self.directory_lock, fcntl.LOCK_SH)
-        self.name_lock: IO[str] = (run_dir / f".{name}.alive").open("a+", encoding="utf-8")
-        mode = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
-        try:
-            rundir.lock(self.name_lock, mode, AGAIN_S if supervised else rundir.LOOK_S)
-        except BlockingIOError as error:
-            self.name_lock.seek(0)
-            pid = self.name_lock.read().strip()
-            holder = f" as process {pid}" if pid else ""
-            other = "give this one another --index, or " if name.startswith("generator") else ""
-            raise ConfigError(
-                f"{name} of {run_dir} is running already{holder}: {other}end that one first"
-            ) from error
-        self.name_lock.truncate(0)
-        self.name_lock.write(str(os.getpid()))
-        self.name_lock.flush()
+        other = "give this one another --index, or " if name.startswith("generator") else ""
+        self.name_lock = rundir.hold(
+            get_lock(run_dir, name),
+            fcntl.LOCK_EX if alone else fcntl.LOCK_SH,
+            AGAIN_S if supervised else rundir.LOOK_S,
+            lambda pid: ConfigError(
+                f"{name} of {run_dir} is running already{f' as process {pid}' if pid else ''}: "
+                f"{other}end that one first"
+            ),
+        )
         append_event(
             run_dir,
             name,

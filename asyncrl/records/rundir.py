@@ -10,7 +10,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -259,21 +260,32 @@ def refuse_if_in_use(run_dir: Path) -> None:
         raise make_in_use_error(run_dir, process) from error
 
 
+def hold(
+    path: Path, how: int, patience_s: float, make_error: Callable[[str], ConfigError]
+) -> IO[str]:
+    """Lock a file while it is open, and write this process's id into it.
+
+    make_error: makes the error from the process id of the holder, if another process has it."""
+    file = path.open("a+", encoding="utf-8")
+    try:
+        lock(file, how, patience_s)
+    except BlockingIOError as error:
+        file.seek(0)
+        raise make_error(file.read().strip()) from error
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
 class RunLock:
     """Lock that admits one supervisor, or one set of processes, to a run directory.
 
     The kernel frees it when its holder exits."""
 
     def __init__(self, run_dir: Path, name: str = "run") -> None:
-        self.file = (run_dir / f".{name}.lock").open("a+", encoding="utf-8")
-        try:
-            lock(self.file, fcntl.LOCK_EX, LOOK_S)
-        except BlockingIOError as error:
-            self.file.seek(0)
-            raise make_in_use_error(run_dir, self.file.read()) from error
-        self.file.truncate(0)
-        self.file.write(str(os.getpid()))
-        self.file.flush()
+        make_error = partial(make_in_use_error, run_dir)
+        self.file = hold(run_dir / f".{name}.lock", fcntl.LOCK_EX, LOOK_S, make_error)
 
     def close(self) -> None:
         self.file.close()

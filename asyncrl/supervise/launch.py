@@ -81,34 +81,23 @@ class Supervisor:
         self.logs = self.run_dir / "logs" / f"attempt_{attempt}"
         self.logs.mkdir(parents=True)
         scaling.forget(self.run_dir)
-        config = self.config
-        self.children = [
-            SupervisedProcess(
-                "buffer", self.build_argv("buffer"), 1, config.durability.mode != "memory"
-            ),
-            SupervisedProcess("learner", self.build_argv("learner"), config.learner.threads, True),
-        ]
-        self.children += [self.build_generator(number) for number in range(config.generators)]
-        if config.uses_sessions:
-            self.children.append(
-                SupervisedProcess("gateway-0", self.build_argv("gateway", 0), 1, True)
-            )
+        names = ["buffer", "learner"]
+        names += [f"generator-{number}" for number in range(self.config.generators)]
+        names += ["gateway-0"] if self.config.uses_sessions else []
+        self.children = [self.build_child(name) for name in names]
         for child in self.children:
             self.spawn(child)
         self.status_time = time.monotonic()
         self.watchdog.restart(self.status_time)
 
-    def build_argv(self, command: str, number: int | None = None) -> list[str]:
-        """Return the command line of a process of the run."""
-        arguments = [str(self.run_dir / "config.toml"), "--run-dir", str(self.run_dir)]
-        index = [] if number is None else ["--index", str(number)]
-        return [*importing.make_command("asyncrl.cli"), command, *arguments, *index]
-
-    def build_generator(self, number: int) -> SupervisedProcess:
-        name = f"generator-{number}"
-        return SupervisedProcess(
-            name, self.build_argv("generator", number), self.config.generator.threads, True
-        )
+    def build_child(self, name: str) -> SupervisedProcess:
+        """Return a process of the run with its command line."""
+        config, (kind, _, number) = self.config, name.partition("-")
+        argv = importing.make_command("asyncrl.cli", kind, str(self.run_dir / "config.toml"))
+        argv += ["--run-dir", str(self.run_dir), *(["--index", number] if number else [])]
+        threads = {"learner": config.learner.threads, "generator": config.generator.threads}
+        restartable = kind != "buffer" or config.durability.mode != "memory"
+        return SupervisedProcess(name, argv, threads.get(kind, 1), restartable)
 
     def spawn(self, child: SupervisedProcess) -> None:
         child.log = self.logs / f"{child.name}.log"
@@ -198,10 +187,9 @@ class Supervisor:
         ]
         # includes generators that joined or are leaving
         used_names = {c.name for c in self.children} | set(self.status.peers if self.status else ())
-        numbers = (n for n in itertools.count() if f"generator-{n}" not in used_names)
-        added = [
-            self.build_generator(next(numbers)) for _ in range(generators - len(generators_running))
-        ]
+        names = (f"generator-{number}" for number in itertools.count())
+        free = (name for name in names if name not in used_names)
+        added = [self.build_child(next(free)) for _ in range(generators - len(generators_running))]
         curve_dir = self.config.wires.curve_dir
         keyless = [c.name for c in added if curve_dir and not (Path(curve_dir) / c.name).is_dir()]
         if keyless:

@@ -30,7 +30,7 @@ from asyncrl.supervise import doctor, live
 from asyncrl.supervise.hosts import ProcessLauncher
 from asyncrl.supervise.launch import Supervisor
 from asyncrl.supervise.preflight import localize, preflight, say
-from asyncrl.supervise.report import run_page
+from asyncrl.supervise.report import run_view
 from asyncrl.supervise.report.advice import CHECKS
 from asyncrl.supervise.summary import collect_facts, find_task_signs
 from asyncrl.supervise.summary import write as write_summary
@@ -283,7 +283,7 @@ def conclude(
     (watcher or HealthWatcher(run_dir, say, collect_facts(config))).report(
         [health_checks.Finding(**s) for s in summary["signs"]], summary["steps"]
     )
-    page = f"report: {run_page.write(run_dir)}"
+    page = f"report: {run_view.write_report(run_dir)}"
     total = "" if started_at is None else f" ({time.monotonic() - started_at:.0f} s in all)"
     say(
         f"{run_dir}: held-out {format_number(summary['heldout_start'], '.3f')} -> "
@@ -308,7 +308,7 @@ def report_failure(run_dir: Path) -> None:
     try:
         trace.merge(run_dir)
         if metrics.read(run_dir):
-            say(f"report up to the error: {run_page.write(run_dir)}")
+            say(f"report up to the error: {run_view.write_report(run_dir)}")
     except Exception as error:
         say(
             f"the report could not be written ({type(error).__name__}: {error}); try again with "

@@ -16,7 +16,7 @@ from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments import model_evaluation
 from asyncrl.supervise import live
-from asyncrl.supervise.report import plots, run_page
+from asyncrl.supervise.report import plots, run_view
 from asyncrl.supervise.report.series import Series
 from asyncrl.tasks.evaluation_sets import TaskWithSets
 
@@ -82,7 +82,7 @@ def test_the_sets_are_shown(run: dict[str, Any]) -> None:
     assert f"hard {values['eval/hard']:.3f}" in shown and "again" in shown
     assert f"pass@2 {values['eval/hard_pass_at_2']:.3f}" in shown and "_low" not in shown
     assert live.format_sets({"eval/heldout": 0.5, "eval/ood": 0.2}) == ""
-    assert "Evaluation sets" in run_page.write(run["run_dir"]).read_text()
+    assert "Evaluation sets" in run_view.write_report(run["run_dir"]).read_text()
     series = Series(run["run_dir"] / "metrics.jsonl")
     series.refresh()
     (figure,) = [f for f in plots.build_plots("overview", {"r": series}) if "sets" in f.title]

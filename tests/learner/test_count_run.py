@@ -22,7 +22,7 @@ from asyncrl.models import policy
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.supervise import preflight
-from asyncrl.supervise.report import run_page, token_samples
+from asyncrl.supervise.report import run_view, token_samples
 from asyncrl.tasks import get_task
 from asyncrl.tasks.warm_start import warm_start
 from learner.batch import pack
@@ -85,7 +85,7 @@ def test_the_shipped_config_trains_on_its_pictures(
     assert prompt.startswith("<image>") and prompt.count("<image>") == 1
     text = token_samples.format_terminal(store.read_row(0), "lag", False)
     assert f"  image     18 x 18 pixels, {shown['digest']}" in text
-    assert shown["thumbnail"] in json.dumps(run_page.select_samples(store).rows)
+    assert shown["thumbnail"] in json.dumps(run_view.select_samples(store).rows)
 
 
 def test_a_baseline_by_prompt_tells_pictures_apart(llava: Path) -> None:

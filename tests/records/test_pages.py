@@ -29,7 +29,7 @@ from asyncrl.records.page_kit import PagePlot
 from asyncrl.records.trace import TraceSpan
 from asyncrl.supervise import doctor, live
 from asyncrl.supervise import summary as summaries
-from asyncrl.supervise.report import run_page, run_view
+from asyncrl.supervise.report import run_view
 from asyncrl.supervise.report.series import Series
 from buffer import numbers
 from buffer.service import BufferService
@@ -156,7 +156,7 @@ def plotted(rows: list[dict[str, Any]], path: Path) -> dict[str, PagePlot]:
     series = read_series(rows, path / "metrics.jsonl")
     steps = Series(path / "optimizer_steps.jsonl")
     steps.refresh()
-    drawn = run_page.build_plots(series, steps, {"lag_histogram": {"0": 1}})
+    drawn = run_view.build_plots(series, steps, {"lag_histogram": {"0": 1}})
     return {plot.title: plot for plot in drawn}
 
 
@@ -182,14 +182,14 @@ def test_a_kind_of_work_has_one_colour() -> None:
             process: [TraceSpan(name, 0.1 * i, 0.1 * i + 0.05) for i, name in enumerate(names)]
             for process, names in lanes
         }
-        plot, _ = run_page.plot_timeline(spans)
+        plot, _ = run_view.plot_timeline(spans)
         return {line.label: line.color for line in plot.lines}
 
     whole = colors(
         ("learner", ["train", "publish", "checkpoint"]),
         ("generator-0", ["decode", "prefill", "weights", "reward", "polish"]),
     )
-    assert whole == run_page.KINDS | {"polish": run_page.OTHER_KIND}
+    assert whole == run_view.KINDS | {"polish": run_view.OTHER_KIND}
     assert len(set(whole.values())) == 8
     got = colors(("learner", ["train"]), ("generator-0", ["weights"]))
     assert got == ({k: whole[k] for k in ("weights", "train")})
@@ -208,15 +208,15 @@ def test_what_a_run_does_not_measure_has_no_empty_plot(tmp_path: Path) -> None:
 def test_the_timeline_shows_several_steps_however_long_they_are() -> None:
     def shown(step_s: float) -> float:
         steps = [TraceSpan("train", step_s * i, step_s * (i + 0.9)) for i in range(20)]
-        plot, seconds = run_page.plot_timeline({"learner": steps, "generator-0": []})
+        plot, seconds = run_view.plot_timeline({"learner": steps, "generator-0": []})
         (train,) = plot.lines
         assert plot.y_names == ["learner", "generator-0"] and set(train.ys) == {0}
         assert min(train.xs) >= 0 and max(train.until) <= seconds
         return seconds
 
-    assert shown(0.1) == run_page.TIMELINE_S
-    assert shown(5.0) == pytest.approx(run_page.STEPS_SHOWN * 4.5)
-    assert run_page.plot_timeline({}) == (PagePlot("", "", [], "seconds", "spans", y_names=[]), 0.0)
+    assert shown(0.1) == run_view.TIMELINE_S
+    assert shown(5.0) == pytest.approx(run_view.STEPS_SHOWN * 4.5)
+    assert run_view.plot_timeline({}) == (PagePlot("", "", [], "seconds", "spans", y_names=[]), 0.0)
 
 
 def warm(config: Config, arm: str, seed: int) -> CellResult:

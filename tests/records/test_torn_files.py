@@ -35,7 +35,7 @@ from asyncrl.records import atomic_write, jsonl, metrics, process_log, rundir
 from asyncrl.records.trace import Tracer, merge
 from asyncrl.supervise import doctor
 from asyncrl.supervise import run as runner
-from asyncrl.supervise.report import run_page
+from asyncrl.supervise.report import run_view
 from asyncrl.tasks import get_task
 from buffer import journal, training_log
 from buffer.service import open_store
@@ -129,7 +129,7 @@ def test_a_report_shows_half_a_character_as_its_escape(gain: Any, tmp_path: Path
     summary = tmp_path / "summary.json"
     sign = {"name": "odd", "said": "a \udc00 b", "try_this": ""}
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"signs": [sign]}))
-    page = run_page.write(tmp_path).read_bytes().decode()
+    page = run_view.write_report(tmp_path).read_bytes().decode()
     assert r"p\ud83d</td>" in page and r"a \udc00 b" in page
 
 
@@ -815,7 +815,7 @@ def test_a_run_that_was_killed_has_a_report_of_what_there_is(run_dir: Path) -> N
             f.write('{"step": 3, "reward/me')
     (run_dir / "commit").unlink()
     process_log.append_event(run_dir, "buffer", 7, "died", code=-9, why="")
-    page = run_page.write(run_dir).read_text()
+    page = run_view.write_report(run_dir).read_text()
     assert "<li>Not finished: 3 of 4 steps.</li>" in page
     assert "buffer (process 7) ended with SIGKILL" in page and 'id="steps">3<' in page
     assert 'id="wall">3 s<' in page and 'id="heldout-start">0.250<' in page
@@ -826,7 +826,7 @@ def test_a_run_that_was_killed_has_a_report_of_what_there_is(run_dir: Path) -> N
 
 def test_a_run_without_a_batch_has_nothing_to_report(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="no batch has been trained; `asyncrl doctor"):
-        run_page.write(run_dir)
+        run_view.write_report(run_dir)
 
 
 def test_the_last_process_writes_the_end(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ from asyncrl.records.health_checks import BOUND_RULES, Finding
 from asyncrl.records.process_log import ProcessIncarnation
 from asyncrl.supervise import doctor
 from asyncrl.supervise.hosts import TAIL_BYTES
-from asyncrl.supervise.report import advice, plots, run_page, run_view
+from asyncrl.supervise.report import advice, plots, run_view
 from asyncrl.supervise.report.run_view import RunView
 from asyncrl.supervise.report.series import Series, downsample
 from asyncrl.supervise.report.token_samples import SHADES, SampleStore, format_terminal
@@ -69,7 +69,7 @@ def carried(page: str, id: str) -> Any:
 
 
 def test_a_report_carries_samples_whose_tokens_are_colored(run_dir: Path) -> None:
-    page = run_page.write(run_dir).read_text()
+    page = run_view.write_report(run_dir).read_text()
     assert 'data-samples="token-samples-rows"' in page and MARKUP not in page
     found = carried(page, "token-samples-rows")
     assert set(found["shades"]) >= {"version", "lag", "log_ratio", "weight"}
@@ -87,12 +87,12 @@ def test_a_report_with_many_long_samples_stays_small(run_dir: Path) -> None:
         long[key] = long[key] * 500
     rows = [sample_row(n, sequences=[long | {"versions": [["1.0", 0, 1500]]}]) for n in range(40)]
     write_lines(run_dir / "token_samples.jsonl", rows)
-    page = run_page.write(run_dir).read_text()
+    page = run_view.write_report(run_dir).read_text()
     shown = [row["batch"] for row in carried(page, "token-samples-rows")["rows"]]
     assert {0, 39} < set(shown) and shown == sorted(shown) and len(shown) < 16
     assert len(page) < 1_000_000
     (run_dir / "token_samples.jsonl").unlink()
-    page = run_page.write(run_dir).read_text()
+    page = run_view.write_report(run_dir).read_text()
     assert "data-samples" not in page and "Tokens of some samples" not in page
 
 
@@ -394,7 +394,7 @@ def test_watch_report_and_doctor_begin_with_equal_lines(run_dir: Path, client: T
     shown = client.get("/api/overview").json()["first"]
     state = doctor.examine_run(config, run_dir, None)
     lines = doctor.format_state(config, run_dir, None, state).splitlines()
-    page = run_page.write(run_dir).read_text()
+    page = run_view.write_report(run_dir).read_text()
     for html in (page, shown):
         places = [html.index(text) for text in (*expected, 'class="cards"')]
         assert places == sorted(places)

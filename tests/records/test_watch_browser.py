@@ -20,7 +20,7 @@ from run_kit import finish, let_go, start, wait_until
 
 from asyncrl.cli import main
 from asyncrl.records.metrics import BUCKETS, METRICS
-from asyncrl.supervise.report import plots, run_page
+from asyncrl.supervise.report import plots, run_view
 from asyncrl.transport.http_server import ListenAddress
 from asyncrl.viewer.app import WatchApp
 
@@ -231,7 +231,7 @@ def test_the_report_of_a_long_run_is_one_small_file(gain: Ended, tmp_path: Path)
         for step in range(1300):
             row = {name: values[step] for name, values in shifted.items()}
             file.write(json.dumps({"step": step, "t": 0.3 * step, **row}) + "\n")
-    page = run_page.write(run_dir).read_text()
+    page = run_view.write_report(run_dir).read_text()
     assert len(page.encode()) < 2 * 2**20, "goal: below 2 MB, however long the run"
     links = set(re.findall(r"https?://[^\s\"']+", page)) - {"http://www.w3.org/2000/svg"}
     assert links == set(), "nothing is fetched from elsewhere"

@@ -62,7 +62,7 @@ LATE += ("LD_LIBRARY_PATH", "LD_PRELOAD")  # set by vLLM where it is imported
 SET_BY_IMPORTS = (("HF_HUB_OFFLINE", "YES"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1"))
 LOADED = (
     "numpy zmq.asyncio msgspec torch transformers torch.utils.checkpoint asyncrl.supervise.run "
-    "asyncrl.supervise.doctor asyncrl.supervise.exact_check asyncrl.supervise.report.run_page "
+    "asyncrl.supervise.doctor asyncrl.supervise.exact_check asyncrl.supervise.report.run_view "
     "asyncrl.experiments.serial actors.generator buffer.service learner.loop "
     "asyncrl.tasks.warm_start learner.distributed.fsdp_backend deepspeed "
     # by which DeepSpeed imports torch's compiler in every rank

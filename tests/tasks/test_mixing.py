@@ -14,7 +14,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.serial import run_serial
 from asyncrl.records import health_checks, metrics
 from asyncrl.supervise import live
-from asyncrl.supervise.report import model_card, run_page
+from asyncrl.supervise.report import model_card, run_view
 from asyncrl.tasks import get_task
 
 
@@ -133,7 +133,7 @@ def test_run_in_processes(file: str, forked: Callable[..., dict[str, Any]], tmp_
     assert {row["task"] for row in logged} == {"sort", "mine"}
     tokens = [json.loads(x) for x in (run["run_dir"] / "token_samples.jsonl").open()]
     assert {row["task"] for row in tokens} <= {"sort", "mine"}
-    page = run_page.write(run["run_dir"]).read_text()
+    page = run_view.write_report(run["run_dir"]).read_text()
     for shown in ("Ledger by task", "Tasks, at the last step", "Tasks: effective sample size"):
         assert shown in page
     assert "mine: share 25%, reward 0." in live.format_tasks(rows[-1])

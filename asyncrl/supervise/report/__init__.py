@@ -6,6 +6,5 @@
     plots      the metrics on each page
     token_samples  samples of token_samples.jsonl, with the values that a token's color can show
     advice     what limited the speed, whether staleness hurt, what to try next
-    run_view   one run: state, processes, settings, logs, and the blocks of every page
-    run_page   report.html
+    run_view   one run: state, processes, settings, logs, the blocks of every page, report.html
 """

@@ -128,14 +128,13 @@ class Series:
     def select_rows(self, name: str) -> list[Numbers]:
         """Return the rows that have a metric: their steps and their metrics of its family."""
         column = self.columns.get(name, Column())
-        steps = self.axes["step"].values[column.rows].tolist()
-        rows = {row: {"step": x} for row, x in zip(column.rows.tolist(), steps, strict=True)}
-        for other, values in self.columns.items():
-            if other.partition("/")[0] == name.partition("/")[0]:
-                for row, value in zip(values.rows.tolist(), values.values.tolist(), strict=True):
-                    if row in rows:
-                        rows[row][other] = value
-        return list(rows.values())
+        family = [x for x in self.columns if x.partition("/")[0] == name.partition("/")[0]]
+        table = {"step": self.axes["step"].values} | {x: self.align(x) for x in family}
+        rows = zip(*(values[column.rows].tolist() for values in table.values()), strict=True)
+        return [
+            {x: value for x, value in zip(table, row, strict=True) if not math.isnan(value)}
+            for row in rows
+        ]
 
     def list_intervals(self, name: str) -> list[tuple[float, float]]:
         """Return (n, half the 95 % interval over prompts) of each evaluation."""

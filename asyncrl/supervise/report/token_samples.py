@@ -45,16 +45,15 @@ class SampleFilter:
     limit: int = 50
 
 
-def parse_range(text: str, key: str) -> tuple[float | None, float | None]:
+def parse_range(text: str, key: str) -> tuple[float, float]:
     """Parse `3`, `3..`, `..3` or `1..3`. Raises ConfigError for other texts.
 
     >>> parse_range("3..", "lag"), parse_range("..3", "lag"), parse_range("0", "reward")
-    ((3.0, None), (None, 3.0), (0.0, 0.0))
+    ((3.0, inf), (-inf, 3.0), (0.0, 0.0))
     """
     lowest, dots, highest = text.partition("..")
     try:
-        low = float(lowest) if lowest else None
-        high = float(highest) if highest else None
+        low, high = float(lowest or -math.inf), float(highest or math.inf)
     except ValueError:
         raise ConfigError(f"--{key} {text}: give a number or a range: 3, 3.., ..3, 1..3") from None
     return (low, high) if dots else (low, low)
@@ -120,18 +119,21 @@ class SampleStore:
             pattern = re.compile(query.text) if query.text else None
         except re.error as error:
             raise ConfigError(f"--text {query.text}: not a regular expression: {error}") from None
+        # a Tinker server receives no rewards, and then only `..` matches
         bounds = {
-            "batch": parse_range(query.step, "step"),
-            "reward": parse_range(query.reward, "reward"),
-            "lag_mean": parse_range(query.lag, "lag"),
+            value: parse_range(text, key)
+            for value, key, text in (
+                ("batch", "step", query.step),
+                ("reward", "reward", query.reward),
+                ("lag_mean", "lag", query.lag),
+            )
+            if text not in ("", "..")
         }
         matches = [
             number
             for number, head in enumerate(self.heads)
             if all(
-                # a Tinker server receives no rewards
-                (low is None or (head[value] is not None and head[value] >= low))
-                and (high is None or (head[value] is not None and head[value] <= high))
+                head[value] is not None and low <= head[value] <= high
                 for value, (low, high) in bounds.items()
             )
             and query.ticket in (None, head.get("ticket"))
