@@ -11,7 +11,7 @@ from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.metrics import METRICS
 from buffer.sessions import PeerState
 from buffer.store import Store
-from buffer.training_log import TrainingLog, mean, quantile
+from buffer.training_log import TrainingLog, describe_lags, mean, quantile
 
 # sums that a generator reports since its start
 SUMS = (
@@ -271,12 +271,10 @@ def make_summary(store: Store, trained: TrainingLog, wall_s: float) -> JsonObjec
         "wall_s": wall_s,
         "steps": store.committed,
         "trajectories": samples,
-        "tokens": sum(lags.values()),
         "heldout_start": get_accuracy("heldout", 0),
         "heldout_end": get_accuracy("heldout", evaluated[-1] if evaluated else None),
         "ood_start": get_accuracy("ood", 0),
         "ood_end": get_accuracy("ood", store.settings.steps),
-        "lag": {"mean": mean(lags), "p95": quantile(lags, 0.95), "max": max(lags, default=0)},
         "ledger": {"generated": store.count_generated_tokens()}
         | {name: int(line["tokens"]) for name, line in ledger.items()},
         "ledger_lines": ledger,
@@ -285,5 +283,5 @@ def make_summary(store: Store, trained: TrainingLog, wall_s: float) -> JsonObjec
         },
         "trained_ids": digest,
         "failures": store.failures,
-        "lag_histogram": {str(lag): tokens for lag, tokens in sorted(lags.items())},
+        **describe_lags(lags),
     }

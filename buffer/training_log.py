@@ -178,6 +178,15 @@ def _make_row(batch: Batch, limit: float) -> JsonObject:
     }
 
 
+def describe_lags(counts: TokensByLag) -> JsonObject:
+    """Return the tokens of a summary, their lag, and its histogram."""
+    return {
+        "tokens": sum(counts.values()),
+        "lag": {"mean": mean(counts), "p95": quantile(counts, 0.95), "max": max(counts, default=0)},
+        "lag_histogram": {str(lag): tokens for lag, tokens in sorted(counts.items())},
+    }
+
+
 def mean(counts: TokensByLag) -> float:
     """Return the mean lag of {lag: tokens}; 0 if it is empty."""
     return sum(lag * tokens for lag, tokens in counts.items()) / max(sum(counts.values()), 1)

@@ -11,12 +11,12 @@ from asyncrl.cli import result
 from asyncrl.cli.base import command, emit, print_progress
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.toml_writer import read_table
+from asyncrl.contract.toml_writer import fill, read_table
 from asyncrl.models import devices, fetch
 from asyncrl.records import atomic_write, rundir
 from asyncrl.records.page_kit import TableBlock, format_number
 
-SUMMARY: dict[str, str] = read_table(__file__)
+TEXT: str = read_table(__file__)["summary"]
 
 
 @command
@@ -98,7 +98,7 @@ def run(
 
             services.enter_context(server.serve_page_beside(run_dir, print_progress))
         code, summary = runner.run(config, run_dir, resume=resume is not None, on=on)
-    emit(summary if result.as_json or not summary else shorten_summary(summary))
+    emit(summary, format_summary(summary) if summary else "")
     sys.exit(code)
 
 
@@ -135,21 +135,12 @@ def _split_gpus(source: str, sets: tuple[str, ...], count: int) -> tuple[str, ..
     return split.sets
 
 
-def shorten_summary(summary: dict[str, Any]) -> dict[str, Any]:
-    """Shorten a run's summary for a reader; summary.json is complete."""
+def format_summary(summary: dict[str, Any]) -> str:
+    """Format a run's summary for a reader; summary.json is complete."""
     from asyncrl.supervise.run import format_interval
 
-    ledger = summary["ledger"]
-    total = max(ledger["generated"], 1)
-    ends = {end: tokens for end, tokens in ledger.items() if end != "generated" and tokens}
-    values = summary | {
-        "certainty": format_interval(summary),
-        "ends": ", ".join(f"{end} {tokens / total:.1%}" for end, tokens in ends.items()),
-    }
-    for split in ("heldout", "ood"):
-        pair = (summary[f"{split}_start"], summary[f"{split}_end"])
-        values[split] = " -> ".join(format_number(value, ".3f") for value in pair)
-    return {title: form.format_map(values) for title, form in SUMMARY.items()}
+    interval = format_interval(summary)
+    return fill(TEXT, **summary, interval=interval, number=format_number).strip()
 
 
 @command

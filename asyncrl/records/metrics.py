@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,8 +55,9 @@ def is_known_metric(name: str) -> bool:
     return name in METRICS or any(re.fullmatch(pattern, name) for pattern in PATTERNS)
 
 
-def _list_families() -> dict[str, Table]:
-    """Return family -> name -> unit and meaning of its rows."""
+def format_markdown() -> str:
+    """Format the page of metrics.  Raises KeyError if a family has no section."""
+    first = [(name, x.format_map(vars(health_checks)), y) for name, (x, y) in FIRST_LOOK.items()]
     values = {
         "lags": ", ".join(BUCKETS),
         "lines": ", ".join(DISPOSITIONS),
@@ -66,23 +68,10 @@ def _list_families() -> dict[str, Table]:
     for pattern, entry in PATTERNS.items():
         name = re.sub(r"\[a-z\]\[a-z0-9-\]\*|\.\+", "NAME", pattern)
         rows[name.replace(r"\d+", "K").replace("(low|high)", "low, high")] = entry
-    families: dict[str, Table] = {}
-    for name, entry in rows.items():
-        families.setdefault(name.partition("/")[0], {})[name] = entry
-    return families
-
-
-def format_markdown() -> str:
-    """Format the page of metrics.  Raises KeyError if a family has no section."""
-    first = [(name, x.format_map(vars(health_checks)), y) for name, (x, y) in FIRST_LOOK.items()]
-    families = _list_families()
-    sections = {
-        title: [row for name in names for row in families.pop(name).items()]
-        for title, names in SECTIONS.items()
-    }
-    if families:
-        raise KeyError(f"families without a section: {', '.join(families)}")
-    return fill(PAGE["text"], first=first, sections=sections)
+    families = dict.fromkeys(name.partition("/")[0] for name in rows)
+    if homeless := [x for x in families if x not in chain(*SECTIONS.values())]:
+        raise KeyError(f"families without a section: {', '.join(homeless)}")
+    return fill(PAGE["text"], first=first, sections=SECTIONS, rows=rows)
 
 
 # ---- the event file of TensorBoard ---------------------------------------------------------------

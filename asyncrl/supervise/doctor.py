@@ -56,8 +56,8 @@ def describe_processes(
     logs = [*rundir.list_numbered(run_dir / "logs", r"attempt_(\d+)").values()]
     started = [name for name in dict.fromkeys((*events, *peers)) if name.startswith("generator-")]
     numbered = (f"generator-{i}" for i in range(config.generators + len(started)))
-    missing = [name for name in numbered if name not in started]
-    generators = started + missing[: max(0, config.generators - len(started))]
+    generators = [*started, *(name for name in numbered if name not in started)]
+    generators = generators[: max(len(started), config.generators)]
     names = ["buffer", "learner", *sorted(generators, key=lambda name: (len(name), name))]
     names += ["gateway-0"] if config.uses_sessions else []
     names += sorted(

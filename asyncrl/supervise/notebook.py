@@ -27,7 +27,7 @@ import numpy as np
 
 from asyncrl.config import bundled_configs, layers, load
 from asyncrl.config.tree import Config
-from asyncrl.contract import errors, importing, toml_writer
+from asyncrl.contract import importing, toml_writer
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Numbers
 from asyncrl.records import jsonl, metrics
@@ -47,17 +47,7 @@ START_LINE = re.compile(r"run (.+): \d+ generator\(s\), ")  # `asyncrl run` prin
 # receives a row of metrics or a checkpoint
 Callback = Callable[[JsonObject], Any]
 # exception class by the command's exit code
-KINDS: dict[int, type[AsyncrlError]] = {
-    kind.exit_code: kind
-    for kind in (
-        errors.ConfigError,
-        errors.ProcessLost,
-        errors.PeerUnreachable,
-        errors.DamagedDataError,
-        errors.NothingToDo,
-        errors.BufferTakenOver,
-    )
-}
+KINDS = {kind.exit_code: kind for kind in AsyncrlError.__subclasses__() if kind.exit_code > 1}
 
 
 class MetricSeries(msgspec.Struct, frozen=True, eq=False):

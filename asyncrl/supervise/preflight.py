@@ -118,11 +118,6 @@ class Subject:
         return presets.count_parameters(self.path)
 
     @property
-    def references(self) -> list[Any]:
-        """The reference models that the learner also holds."""
-        return model_check.list_references(self.config)
-
-    @property
     def kv_cache(self) -> int:
         """Bytes of a generator's KV cache with all slots full; 0 without shapes in config.json."""
         generator, raw = self.config.generator, self.raw
@@ -327,8 +322,9 @@ def find_chat_call(agent: AgentConfig) -> str:
 
     The import of a framework that only makes chat calls counts as one. The result is "" if the
     source has no chat calls, or also requests text completions."""
-    words = [agent.function.rpartition(":")[0]] if agent.function else agent.command
-    names = [word for word in words if agent.function or word.endswith(".py")]
+    names = [word for word in agent.command if word.endswith(".py")]
+    if agent.function:
+        names = [agent.function.rpartition(":")[0]]
     location = ""
     for path in filter(None, map(importing.find_source, names)):
         try:
@@ -451,23 +447,17 @@ def _read_first_prompts(subject: Subject) -> Iterator[Any]:
 
 def check_characters(subject: Subject) -> str:
     """Check that the vocabulary has the prompts' characters; the others become unknown tokens."""
-    is_known: dict[str, bool] = {}
-    affected: dict[str, str] = {}  # missing character -> the first prompt that has it
+    origins: dict[str, str] = {}  # character -> the first prompt that has it
     for prompt in _read_first_prompts(subject):
         text = prompt.text + "".join(str(turn.get("content") or "") for turn in prompt.messages)
         for character in sorted(set(text)):
-            if character.isspace() or not character.isprintable():
-                continue
-            if character not in is_known:
-                ids = subject.tokenizer.encode(character, add_special_tokens=False)
-                is_known[character] = bool(ids) and subject.tokenizer.unk_token_id not in ids
-            if not is_known[character]:
-                affected.setdefault(character, f"{prompt.split} prompt {prompt.id}")
-    if not affected:
-        return f"the vocabulary has all {len(is_known)} characters of the checked prompts"
-    missing = ", ".join(
-        f"{character!r} ({prompt_name})" for character, prompt_name in affected.items()
-    )
+            if character.isprintable() and not character.isspace():
+                origins.setdefault(character, f"{character!r} ({prompt.split} prompt {prompt.id})")
+    tokens = {x: subject.tokenizer.encode(x, add_special_tokens=False) for x in origins}
+    unknown = subject.tokenizer.unk_token_id
+    missing = ", ".join(origins[x] for x, ids in tokens.items() if not ids or unknown in ids)
+    if not missing:
+        return f"the vocabulary has all {len(origins)} characters of the checked prompts"
     remedy = "change the prompts, or choose a model whose vocabulary has them"
     if subject.config.model.warm_start:
         remedy = f"delete {subject.path} to have a tiny model built for these prompts"
@@ -608,7 +598,7 @@ def check_memory(subject: Subject) -> str:
     # and FSDP2 of all four
     several = config.learner.backend != "torch"
     copies = 8 if several and config.model.dtype == "bfloat16" else 4
-    learner = weights * copies + len(subject.references) * weights
+    learner = weights * (copies + len(model_check.list_references(config)))
     # the embedded engine holds the model as read, as fused for its kernels, and the fetched version
     generator = weights * (2 if config.generator.engine == "vllm" else 3) + subject.kv_cache
     versions = weights * config.weights.slots

@@ -88,9 +88,9 @@ def build_partial_summary(run_dir: Path) -> JsonObject:
     lags: Counter[int] = Counter()
     for batch in batches.values():
         lags.update(batch.lags)
-    tokens = sum(lags.values())
+    described = training_log.describe_lags(lags)
+    tokens = described["tokens"]
     samples = sum(b.samples for b in batches.values())
-
     trained_line = {
         "tokens": tokens,
         "samples": samples,
@@ -99,28 +99,21 @@ def build_partial_summary(run_dir: Path) -> JsonObject:
     }
     mismatches = (health_checks.MISMATCH, health_checks.ONE_VERSION)
     mismatch = [k3 for name in mismatches for k3 in health_checks.list_values(rows, name)]
-    return {
+    return described | {
         "partial": True,
         "wall_s": max((r.get("t", 0.0) for r in rows if "reward/mean" in r), default=0.0),
         "steps": max(batches, default=-1) + 1,
         "trajectories": samples,
-        "tokens": tokens,
         **{
             f"{split}_{end}": find_evaluation(rows, split, end)
             for split in ("heldout", "ood")
             for end in ("start", "end")
-        },
-        "lag": {
-            "mean": training_log.mean(lags),
-            "p95": training_log.quantile(lags, 0.95),
-            "max": max(lags, default=0),
         },
         "ledger": {"generated": tokens, "trained": tokens},
         "ledger_lines": {"trained": trained_line},
         "trained_ids": None,
         "failures": {},
         "mismatch_k3_max": max(mismatch, default=0.0),
-        "lag_histogram": {str(k): v for k, v in sorted(lags.items())},
         "finished": False,
     }
 

@@ -12,41 +12,46 @@ from asyncrl.config import rules
 from asyncrl.config.placement import HostPlacement
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.toml_writer import fill
 from asyncrl.supervise import join
 
 WARN_S = 120  # Slurm sends SIGTERM this long before the time limit; the learner then checkpoints
 
 SCRIPT = """\
 #!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --output={output}
-#SBATCH --signal=B:TERM@{warn}
+#SBATCH --job-name={{ quote("asyncrl-" ~ directory.name) }}
+#SBATCH --output={{ directory }}-%j.out
+#SBATCH --signal=B:TERM@{{ warn_s }}
 #SBATCH --requeue
-#SBATCH --nodes=1 --ntasks=1 {first}
+#SBATCH --nodes=1 --ntasks=1 {{ resources(placement.learner) }}
 #SBATCH hetjob
-#SBATCH --ntasks={count} {each}
+#SBATCH --ntasks={{ joining }} {{ resources(placement.generator) }}
 # Add the options of your site (--partition, --account, --time) and the commands that make the
-# package available (module load, source .../bin/activate).  The run directory and {cwd}
+# package available (module load, source .../bin/activate).  The run directory and {{ quote(cwd) }}
 # have to be on a disk that all hosts share.
 set -u
-cd {cwd}
-run_dir={run_dir}
+cd {{ quote(cwd) }}
+run_dir={{ quote(directory | string) }}
 keys=$run_dir.keys
-ip=$(getent ahostsv4 "$(hostname)" | awk 'NR == 1 {{ print $1 }}')
+ip=$(getent ahostsv4 "$(hostname)" | awk 'NR == 1 { print $1 }')
 port=$((20000 + SLURM_JOB_ID % 10000 / 2 * 4))
 wires=(--set "wires.address=tcp://$ip:$port" --set "wires.weights_address=tcp://$ip:$((port + 1))"
-  --set "wires.curve_dir=$keys" --set generators=1){gateway}
-[ -e "$keys/server.key" ] || asyncrl keys "$keys" --generators {keys} || exit
+  --set "wires.curve_dir=$keys" --set generators=1)
+{% if sessions %}
+{# the generators receive calls from the gateway, which runs beside the buffer #}
+wires+=(--set "wires.gateway_address=tcp://$ip:$((port + 2))")
+{% endif %}
+[ -e "$keys/server.key" ] || asyncrl keys "$keys" --generators {{ joining + 1 }} || exit
 if [ -e "$run_dir/config.toml" ]; then
-  asyncrl run --resume "$run_dir" "${{wires[@]}}" &
+  asyncrl run --resume "$run_dir" "${wires[@]}" &
 else
-  asyncrl run {command} "${{wires[@]}}" &
+  asyncrl run {{ command }} "${wires[@]}" &
 fi
 run=$!
 # TERM instead of INT, which background processes of a shell ignore
 trap 'kill -TERM $run' TERM INT
 srun --het-group=1 --kill-on-bad-exit=0 bash -c 'n=$((SLURM_PROCID + 1))
-  exec asyncrl join "$0" --keys "$1/generator-$n" --index "$n" --wait 600{trust}' \\
+  exec asyncrl join "$0" --keys "$1/generator-$n" --index "$n" --wait 600{{ trust }}' \\
   "tcp://$ip:$port" "$keys" &
 joined=$!
 # a wait interrupted by a signal returns the signal's code; bash keeps the exit code of the run
@@ -57,10 +62,6 @@ kill -TERM $joined 2>/dev/null
 wait $joined
 exit $code
 """
-
-
-# with sessions, the generators receive calls from the gateway, which runs beside the buffer
-GATEWAY = 'wires+=(--set "wires.gateway_address=tcp://$ip:$((port + 2))")'
 
 
 def format_resources(host: HostPlacement) -> str:
@@ -94,17 +95,16 @@ def render_script(config: Config, source: str, sets: Sequence[str], run_dir: Pat
     items = [*sets, f"name={directory.name!r}", f"runs={str(directory.parent)!r}"]
     command = [source if not Path(source).exists() else str(Path(source).resolve())]
     command += [word for item in items for word in ("--set", item)]
-    return SCRIPT.format(
-        name=shlex.quote(f"asyncrl-{directory.name}"),
-        output=f"{directory}-%j.out",
-        warn=WARN_S,
-        first=format_resources(config.placement.learner),
-        each=format_resources(config.placement.generator),
-        count=joining,
-        keys=joining + 1,
-        cwd=shlex.quote(os.getcwd()),
-        run_dir=shlex.quote(str(directory)),
+    return fill(
+        SCRIPT,
+        directory=directory,
+        placement=config.placement,
+        joining=joining,
         command=shlex.join(command),
-        gateway=f"\n{GATEWAY}" if config.uses_sessions else "",
+        sessions=config.uses_sessions,
         trust="".join(f" {word}" for word in join.list_trust_options(config)),
+        cwd=os.getcwd(),
+        warn_s=WARN_S,
+        quote=shlex.quote,
+        resources=format_resources,
     )

@@ -11,7 +11,6 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config, TaskSource
 from asyncrl.contract.toml_writer import fill, read_table
 from asyncrl.records import health_checks, metrics
-from asyncrl.records.jsonl import JsonObject
 from asyncrl.records.page_kit import format_number
 from asyncrl.supervise import summary as summaries
 
@@ -30,7 +29,7 @@ def render(config: Config, run_dir: Path) -> str:
     """Return the text of the card: metadata for the hub, then Markdown."""
     from huggingface_hub import ModelCardData
 
-    summary = summaries.read(config, run_dir)
+    summary, rows = summaries.read(config, run_dir), metrics.read(run_dir)
     base = format_hub_name(config.model.path)
     prompts = (task.prompts for _, task, _ in _list_sources(config))
     data = dict.fromkeys(format_hub_name(path) for path in prompts if SNAPSHOT.search(path))
@@ -50,7 +49,16 @@ def render(config: Config, run_dir: Path) -> str:
         base=base,
         version=asyncrl.__version__,
         summary=summary,
-        results=list_results(run_dir, summary),
+        sets=dict.fromkeys(
+            name.removeprefix("eval/").removesuffix("_n")
+            for row in rows
+            for name in row
+            if name.startswith("eval/") and name.endswith("_n")
+        ),
+        rows=rows,
+        find_evaluation=summaries.find_evaluation,
+        list_evaluations=health_checks.list_evaluations,
+        number=format_number,
         sources=_list_sources(config),
         format_hub_name=format_hub_name,
         config=config,
@@ -88,28 +96,3 @@ def _list_sources(config: Config) -> Iterator[tuple[str, TaskSource, str]]:
     for part in config.task.mixture:
         env = agents[part.title].env if part.title in agents else ""
         yield part.title, part, part.reward or env or judge
-
-
-def list_results(run_dir: Path, summary: JsonObject) -> list[tuple[str, ...]]:
-    """Return a row for each held-out set: name, first and last reward, number of prompts."""
-    rows = metrics.read(run_dir)
-    names = dict.fromkeys(
-        name.removeprefix("eval/").removesuffix("_n")
-        for row in rows
-        for name in row
-        if name.startswith("eval/") and name.endswith("_n")
-    )
-    results: list[tuple[str, ...]] = []
-    for name in names:
-        start = summaries.find_evaluation(rows, name, "start")
-        reward, prompts = health_checks.list_evaluations(rows, name)[-1]
-        half = summary["certainty"].get(name, {}).get("half")
-        results.append(
-            (
-                name,
-                format_number(start, ".3f"),
-                f"{reward:.3f}" + ("" if half is None else f" +-{half:.3f}"),
-                f"{prompts:,.0f}",
-            )
-        )
-    return results

@@ -250,10 +250,10 @@ class RunView:
         rows = self.describe_processes()
         for row in rows:
             name = row["name"], "began"
-            starts = [e for e in events if (e.get("name"), e.get("event")) == name]
+            starts = [event for event in events if (event["name"], event["event"]) == name]
+            newest = starts[-1] if starts else {}
             row["restarts"] = max(len(starts) - 1, 0)
-            row["host"] = starts[-1].get("host", "") if starts else ""
-            row["pid"] = starts[-1].get("pid") if starts else None
+            row["host"], row["pid"] = newest.get("host", ""), newest.get("pid")
             row["memory_mb"] = measure_resident_mb(row["pid"]) if row["alive"] else None
         return rows
 

@@ -229,21 +229,19 @@ def _color_pieces(pieces: Sequence[str], values: Sequence[Any], color: bool) -> 
     escaped = [escape_line(piece, 200) for piece in pieces]
     if not color:
         return "".join(escaped)
-    numbers = [v for v in values if isinstance(v, int | float)]
-    largest = max((abs(v) for v in numbers), default=0.0) or 1.0
+    largest = max((abs(v) for v in values if isinstance(v, int | float)), default=0.0) or 1.0
     labels = sorted({v for v in values if isinstance(v, str)})
-    colored = []
-    for piece, value in zip(escaped, values, strict=True):
-        if value is None:
-            colored.append(piece)
-            continue
+
+    def paint(piece: str, value: Any) -> str:
         if isinstance(value, str):
-            red, green, blue = PALETTE[labels.index(value) % len(PALETTE)]
+            shade = PALETTE[labels.index(value) % len(PALETTE)]
         else:
-            target = RED if value > 0 else BLUE
-            share = min(abs(value) / largest, 1.0)
-            red, green, blue = (
-                round(w + (e - w) * share) for w, e in zip(WHITE, target, strict=True)
-            )
-        colored.append(f"\x1b[38;2;{red};{green};{blue}m{piece}\x1b[0m")
-    return "".join(colored)
+            ends = zip(WHITE, RED if value > 0 else BLUE, strict=True)
+            share = abs(value) / largest
+            shade = tuple(round(white + (end - white) * share) for white, end in ends)
+        return f"\x1b[38;2;{';'.join(map(str, shade))}m{piece}\x1b[0m"
+
+    return "".join(
+        piece if value is None else paint(piece, value)
+        for piece, value in zip(escaped, values, strict=True)
+    )
