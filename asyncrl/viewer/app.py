@@ -22,7 +22,6 @@ from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.records import jsonl, page_kit
 from asyncrl.supervise.report import plots
 from asyncrl.supervise.report.run_view import RunView, list_differences
-from asyncrl.supervise.report.series import AXES
 from asyncrl.supervise.report.token_samples import SHADES, SampleFilter
 from asyncrl.transport.http_server import authorize, open_body
 from asyncrl.viewer import run_search
@@ -112,9 +111,9 @@ class WatchApp:
 
     def draw_plots(self, query: Query) -> Any:
         page, axis = query.get("page", "overview"), query.get("axis", "step")
-        if page not in plots.PAGES or axis not in AXES:
+        if page not in plots.PAGES or axis not in plots.AXES:
             raise ConfigError(
-                f"page: one of {', '.join(plots.PAGES)}; axis: one of {', '.join(AXES)}"
+                f"page: one of {', '.join(plots.PAGES)}; axis: one of {', '.join(plots.AXES)}"
             )
         smooth = min(max(_parse_number(query, "smooth", 0.0), 0.0), 0.99)
         series = {run.id: run.series for run in self.select_runs(query)}

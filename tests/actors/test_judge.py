@@ -55,7 +55,7 @@ from asyncrl.contract.messages import Prompt
 from asyncrl.models.trainer import split_by_length
 from asyncrl.records.metrics import METRICS
 from asyncrl.supervise.report import plots
-from asyncrl.supervise.report.series import Series
+from asyncrl.supervise.report.plots import Series
 from asyncrl.supervise.summary import find_judge_totals as judged_of
 from asyncrl.tasks import get_task
 

@@ -17,7 +17,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments import model_evaluation
 from asyncrl.supervise import live
 from asyncrl.supervise.report import plots, run_view
-from asyncrl.supervise.report.series import Series
+from asyncrl.supervise.report.plots import Series
 from asyncrl.tasks.evaluation_sets import TaskWithSets
 
 PROMPTS = ["3:312", "4:9041", "2:51"]

@@ -30,7 +30,7 @@ from asyncrl.records.trace import TraceSpan
 from asyncrl.supervise import doctor, live
 from asyncrl.supervise import summary as summaries
 from asyncrl.supervise.report import run_view
-from asyncrl.supervise.report.series import Series
+from asyncrl.supervise.report.plots import Series
 from buffer import numbers
 from buffer.service import BufferService
 

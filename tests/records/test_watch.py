@@ -43,8 +43,8 @@ from asyncrl.records.process_log import ProcessIncarnation
 from asyncrl.supervise import doctor
 from asyncrl.supervise.hosts import TAIL_BYTES
 from asyncrl.supervise.report import advice, plots, run_view
+from asyncrl.supervise.report.plots import Series, downsample
 from asyncrl.supervise.report.run_view import RunView
-from asyncrl.supervise.report.series import Series, downsample
 from asyncrl.supervise.report.token_samples import SHADES, SampleStore, format_terminal
 from asyncrl.transport import http_server, sockets
 from asyncrl.transport.http_server import HttpServer, ListenAddress

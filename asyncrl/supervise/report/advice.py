@@ -11,26 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncrl.config.tree import Config
+from asyncrl.contract.toml_writer import read_table
 from asyncrl.records import jsonl, process_log, trackers
 from asyncrl.records.health_checks import Finding, Rows, exceeds_chance, make_finding, match_rules
 from asyncrl.records.jsonl import JsonObject
-from asyncrl.supervise.report.series import Series
+from asyncrl.supervise.report.plots import Series
 
 PREDICTION = "what_if.json"  # predictions of `asyncrl simulate`, written by `asyncrl report`
 CHECKS = "health.jsonl"  # health checks with the step at which each first fired
 
 WINDOW = 20  # number of newest batches that a rule uses
 LEAST = 8  # number of batches that a rule needs
-# value in the rules of health_checks.toml -> its metric, and the time that a share is of
-AVERAGES = {
-    "learner": ("time/learner_idle_share", "time/step"),
-    "generator": ("time/generator_idle_share", "time/generators"),
-    "rewards": ("time/reward_wait_share", "time/generators"),
-    "ess": ("is/ess", ""),
-    "lag": ("lag/mean", ""),
-    "stale": ("split/staleness_k3", ""),
-    "engine": ("split/mismatch_k3", ""),
-}
+AVERAGES: dict[str, list[str]] = read_table(__file__)["averages"]
 
 
 class Facts(NamedTuple):

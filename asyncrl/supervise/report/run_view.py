@@ -38,14 +38,13 @@ from asyncrl.supervise import doctor, live
 from asyncrl.supervise import summary as summaries
 from asyncrl.supervise.hosts import TAIL_BYTES, read_last_lines
 from asyncrl.supervise.report import advice, plots
-from asyncrl.supervise.report.series import Series
+from asyncrl.supervise.report.plots import Series
 from asyncrl.supervise.report.token_samples import FILE, SHADES, SampleStore
 
 TableRow = tuple[str, ...]
-CARDS: dict[str, tuple[str, str]] = read_table(__file__)["cards"]
+TABLES: dict[str, dict[str, Any]] = read_table(__file__)
+HEADS: dict[str, TableRow] = TABLES["heads"]
 ENDS = ("start", "end")
-LEDGER = ("line", "tokens", "share", "samples", "mean length", "mean reward")
-TASKS = ("task", "share", "reward", "lag", "ESS", "removed groups", "held-out")
 MOVES = 8  # number of newest changes of the limit that are described; the plot has all
 COMPOSE_S = 5.0  # a summary of a run in progress is composed at most this often
 # keys that the blocks read
@@ -56,16 +55,7 @@ COMPOSE_SHARE = 0.005  # share of a core that composing it costs at most
 TIMELINE_S = 3.0  # length of the timeline, which shows at least STEPS_SHOWN steps
 STEPS_SHOWN = 4
 POINTS = 600  # most points of a line: a report stays below 2 MB
-# Colors of the timeline by number in plot.js; a kind of work has the same color on every page.
-KINDS = {
-    "decode": 0,
-    "prefill": 4,
-    "weights": 1,
-    "reward": 5,
-    "train": 8,
-    "publish": 2,
-    "checkpoint": 9,
-}
+KINDS: dict[str, int] = TABLES["kinds"]
 OTHER_KIND = 3
 SAMPLES_SHOWN = 16  # number of first and newest samples whose tokens a report colors
 SAMPLE_BYTES = 500_000  # most bytes of them in a report
@@ -218,8 +208,8 @@ class RunView:
             return []
         latest = self.series.read_latest()
         tables: list[tuple[list[TableRow], str, str]] = [
-            ([LEDGER, *_build_ledger(summary)], "", "ledger"),
-            ([TASKS, *live.build_task_rows(latest)], "Tasks, at the last step", "tasks"),
+            ([HEADS["ledger"], *_build_ledger(summary)], "", "ledger"),
+            ([HEADS["tasks"], *live.build_task_rows(latest)], "Tasks, at the last step", "tasks"),
             (build_task_ledger(summary), "Ledger by task", "ledger-by-task"),
             (
                 build_length_ledger(summary),
@@ -389,7 +379,7 @@ def build_cards(series: Series, summary: JsonObject) -> list[tuple[str, str, str
     values["stops"] = len(stops)
     return [
         (label, form.format_map(values), id_, notes.get(id_, ""))
-        for id_, (label, form) in CARDS.items()
+        for id_, (label, form) in TABLES["cards"].items()
         if stops or id_ != "early-stops"
     ]
 
