@@ -90,13 +90,11 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> Json
     advice: what limited the speed, whether staleness hurt, which health checks fired.
     running: at least one of its processes runs.  ended: all its steps are done."""
     rows = [r for r in metrics.read(run_dir) if "reward/mean" in r]
-    peers = [] if status is None else list(status.peers)
-    process_states = describe_processes(config, run_dir, peers)
+    process_states = describe_processes(config, run_dir, status.peers if status else ())
     # a buffer knows the number of steps from its learner's hello on
+    committed = max((int(r["step"]) for r in rows), default=-1) + 1
     if status is not None and "learner" in status.peers:
         committed = status.committed
-    else:
-        committed = max((int(r["step"]) for r in rows), default=-1) + 1
     settings = config.watchdog
     watchdog = ProgressWatchdog(settings.multiple, settings.floor_s, settings.startup_s)
     for count, row in enumerate(rows, 1):
@@ -118,11 +116,11 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> Json
         "steps": config.learner.steps,
         "deadline_s": watchdog.deadline,
         "processes": process_states,
-        "waits": [wait._asdict() for wait in status.waits] if status is not None else [],
-        "held_up": msgspec.to_builtins(status.held_up) if status is not None else None,
-        "rewards": live.describe("rewards", status.metrics) if status is not None else "",
-        "link": live.describe("link", newest if status is None else status.metrics),
-        "refused": health_checks.count_refusals(last if status is None else status.metrics),
+        "waits": [wait._asdict() for wait in status.waits] if status else [],
+        "held_up": msgspec.to_builtins(status.held_up) if status else None,
+        "rewards": live.describe("rewards", status.metrics) if status else "",
+        "link": live.describe("link", status.metrics if status else newest),
+        "refused": health_checks.count_refusals(status.metrics if status else last),
         "set_aside": sorted(str(path) for path in (run_dir / "set_aside").glob("*.jsonl")),
         "checkpoint": find_checkpoint(run_dir),
         "last_metrics": {n: last[n] for n in SHOWN if n in last},

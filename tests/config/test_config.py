@@ -37,50 +37,10 @@ def written(tmp_path: Path, more: str) -> Path:
     return path
 
 
-MISTAKES = [
-    (
-        "[staleness]\nmax_lagg = 4\n",
-        "c.toml:4: staleness.max_lagg: unknown key; did you mean staleness.max_lag?",
-    ),
-    (
-        "[generator]\nmax_lag = 4\n",
-        "c.toml:4: generator.max_lag: unknown key; did you mean staleness.max_lag?",
-    ),
-    (
-        "[actor.optim]\nfused = true\ngrad_clip = 1.0\n",
-        "c.toml:5: actor.optim.grad_clip: is called learner.clip_norm here; write that",
-    ),
-    (
-        "[orchestrator]\nmax_off_policy_steps = 8\n",
-        "c.toml:4: orchestrator.max_off_policy_steps: is called staleness.max_lag here; write that",
-    ),
-    ("[learner]\nlr = -1.0\n", "c.toml:4: learner.lr"),
-    ('[learner]\nlr = "fast"\n', "c.toml:4: learner.lr"),
-    ('[loss]\nsurrogate = "pppo"\n', "choose one of"),
-    ("staleness = 3\n", "c.toml:3: staleness: is a section, not a value"),
-    ("[staleness]\nmax_lag = 1.5\n", "staleness.max_lag: 1.5 must be a whole number or inf"),
-    (
-        "[staleness]\nmax_lag = 2\ninject = 4\n",
-        "staleness.inject: injects up to 4 versions, above staleness.max_lag = 2",
-    ),
-    ("[learner]\ngroups = 2\nminibatches = 3\n", "3 minibatches of 2 groups"),
-    ("[learner]\ngroup_size = 1\n", "leaves rloo nothing to compare with"),
-    (
-        "[staleness]\nmax_lag = 3\n[correction]\nproximal = 'version'\n",
-        "weights.slots: 4; correction.proximal = version needs the weights of max_lag + 2 = 5 "
-        "versions; raise weights.slots",
-    ),
-    ("[generator]\nmax_new_tokens = 64\ncontext = 64\n", "leave no room for a prompt"),
-    ("[stop]\nkl_max = 0.1\n", "there is nothing to stop"),
-    (
-        "[stop]\nkl_max = 0.1\nevery = 'epoch'\n[learner]\nminibatches = 2\n",
-        "stop.every: epoch checks before the second pass over a batch, and learner.epochs is 1",
-    ),
-    ("[[[", "not valid TOML"),
-]
+TEXTS = tomllib.loads((ROOT / "tests" / "data" / "configs.toml").read_text())
 
 
-@pytest.mark.parametrize(("more", "said"), MISTAKES, ids=[m[1][:40] for m in MISTAKES])
+@pytest.mark.parametrize(("more", "said"), TEXTS["mistakes"])
 def test_mistakes_in_a_file(more: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as e:
         load.load(written(tmp_path, more))
@@ -113,69 +73,11 @@ def test_mistakes_on_the_command_line(item: str, said: str, tmp_path: Path) -> N
     assert len(done.err.strip().splitlines()) == 1 and not (tmp_path / "runs").exists()
 
 
-OTHERS = {  # as their own examples are written: name of the file, its text, key -> ours
-    "prime-rl": (
-        "rl.toml",
-        """max_steps = 20\n[model]\nname = "m"\n[orchestrator]\ngroup_size = 16\n
-        [[orchestrator.train.env]]\nname = "e"\n[trainer.optim]\nlr = 3e-6\n[ckpt]\n""",
-        (
-            "model.name is model.path",
-            "max_steps is learner.steps",
-            "trainer.optim.lr is learner.lr",
-        ),
-    ),
-    "trl": (
-        "grpo.yaml",
-        """model_name_or_path: m\ndataset_configs:\n- all\nlearning_rate: 2.0e-05
-num_generations: 7\nadam_beta2: 0.9\nloss_type: cispo\nseed: 42\n""",
-        (
-            "num_generations is learner.group_size",
-            "adam_beta2 is learner.beta2",
-            "loss_type is loss.surrogate = cispo and",
-        ),
-    ),
-    "verl": (
-        "run.sh",
-        """set -x\npython3 -m verl.trainer.main_ppo \\
-    algorithm.adv_estimator=rloo \\\n    actor_rollout_ref.model.path=$MODEL \\
-    +actor_rollout_ref.rollout.n=5 $@\n""",
-        ("actor_rollout_ref.rollout.n is learner.group_size", "advantage.name = rloo;"),
-    ),
-    "areal": (
-        "gsm8k.yaml",
-        """rollout:\n  experiment_name: ${name}\n  max_head_offpolicyness: 2
-gconfig: {n_samples: 4}\nactor:\n  eps_clip: 0.4\n""",
-        ("rollout.max_head_offpolicyness is staleness.max_lag", "actor.eps_clip is loss.eps_low"),
-    ),
-    "slime": (
-        "run.sh",
-        """ROLLOUT_ARGS=(\n   --rollout-batch-size 32\n   --n-samples-per-prompt 8\n)\n""",
-        ("--rollout-batch-size is learner.groups",),
-    ),
-    "openrlhf": (
-        "run.sh",
-        "python3 -m x --actor.adam.lr 5e-7 \\\n --rollout.batch_size 128\n",
-        ("--actor.adam.lr is learner.lr",),
-    ),
-    "nemo-rl": (
-        "grpo.yaml",
-        "grpo:\n  num_prompts_per_step: 32\npolicy:\n  model_name: m\n",
-        ("policy.model_name is model.path", "grpo.num_prompts_per_step is learner.groups"),
-    ),
-    "skyrl": (
-        "ppo.yaml",
-        """trainer:\n  train_batch_size: 8\n  policy: {model: {path: m}}
-  algorithm: {policy_loss_type: gspo}\n""",
-        ("trainer.policy.model.path is model.path", "loss.surrogate = gspo;"),
-    ),
-}
-
-
-@pytest.mark.parametrize("system", OTHERS)
+@pytest.mark.parametrize("system", TEXTS["others"])
 def test_a_config_of_another_system_is_recognized(
     system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, text, pairs = OTHERS[system]
+    name, text, pairs = TEXTS["others"][system].values()
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -425,61 +327,7 @@ def test_what_is_neither_text_nor_toml_is_refused(item: str, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ("[loss]\ndppo_threshold = 0.1\n", "belongs to loss.surrogate = dppo or ipo, not to ppo"),
-        ('[loss]\nsurrogate = "gmpo"\neps_lo = 0.1\n', "did you mean loss.eps_low?"),
-        (
-            '[loss]\nsurrogate = "bapo"\ncov_share = 0.1\n',
-            r"did you mean loss.bapo_share\? \(bapo reads coefficient, reduction",
-        ),
-        ("[correction]\nlevel = 'token'\n", "or interpolate or version or ema, not to behavior"),
-        ("[advantage]\nlam = 0.9\n", "belongs to advantage.name = gae, not to rloo"),
-        ("[advantage]\nname = 'reinforce'\nema_decay = 0.5\n", "baseline = ema or prompt"),
-        *(
-            (
-                f'[loss]\nsurrogate = "reshape"\n[reshape]\nbudget = "global"\n{key} = {value}\n',
-                f"reshape.{key}: belongs to reshape.budget = none or tokens, not to global",
-            )
-            for key, value in {
-                "mode": '"base"',
-                "tau": 0.5,
-                "temperature": 2.0,
-                "gamma_min": 0.1,
-            }.items()
-        ),
-        (
-            '[loss]\nsurrogate = "reshape"\n[reshape]\nmode = "constant"\nrho_min = 0.5\n',
-            "reshape.rho_min: belongs to reshape.mode = v3.1 or base, not to constant",
-        ),
-        *(
-            (
-                f"[kl]\npreset = 'distill'\n[loss]\ncoefficient = 0.0\n{more}",
-                f"{key}: acts only where loss.coefficient is set, and it is 0.0",
-            )
-            for more, key in (
-                ("eps_high = 0.3\n", "loss.eps_high"),
-                ("[advantage]\nname = 'grpo'\nddof = 0\n", "advantage.ddof"),
-                ("[advantage]\nrewards = 'unit'\n", "advantage.rewards"),
-            )
-        ),
-        (
-            "[loss]\ncoefficient = 0.0\n[kl]\npreset = 'distill'\n[kl.reward]\ncoefficient = 0.1\n",
-            "loss.coefficient = 0 leaves out the advantage, so KL in the reward would do nothing",
-        ),
-        ("[reshape]\ntau = 2.0\n", "reshape.tau: belongs to loss.surrogate = reshape, not to ppo"),
-        ("[value]\nlr = 1e-3\n", "value.lr: belongs to advantage.name = gae, not to rloo"),
-        ("[kl.loss]\nestimator = 'k2'\n", "acts only where kl.loss.coefficient is set, and it is"),
-        ("[stop]\nagainst = 'behavior'\n", "acts only where stop.kl_max is set, and it is 0.0"),
-        ("[staleness]\nhalf_life = 3.0\n", "staleness.on_exceed = downweight, not to pace"),
-        (
-            "[loss]\nnorm_length = 8\n",
-            "loss.reduction = seq-mean-token-sum-norm, not to token-mean",
-        ),
-        ("[loss]\nsurogate = 'ppo'\n", "did you mean loss.surrogate?"),
-        ("[loss]\nsurrogate = 3\n", "loss.surrogate: Invalid value 3; choose one of"),
-        ("[loss]\nsurrogate = 'sapo'\nsapo_tau_pos = 0.0\n", "sapo_tau_pos: Expected `float` > 0"),
-        ("[loss]\nsurrogate = 'sapo'\nsapo_tau_neg = -1.0\n", "sapo_tau_neg: Expected `float` > 0"),
-    ],
+    TEXTS["unread"],
 )
 def test_an_unread_key_is_refused_at_its_line(tmp_path: Path, text: str, said: str) -> None:
     path = written(tmp_path, text)

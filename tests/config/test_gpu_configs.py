@@ -120,7 +120,7 @@ def test_parameters_are_counted_by_their_shapes(family: str, tied: bool, tmp_pat
     """And divided among no ranks by the backend torch."""
     model = policy.build_model(tmp_path, "abcdefgh", kv_heads=2, tied=tied, family=family)
     count = sum(parameter.numel() for parameter in model.hf.parameters())
-    layer, outside = cluster.count_parameters(policy.load_text_config(tmp_path))
+    layer, outside, _ = cluster.count_parameters(policy.load_text_config(tmp_path))
     assert 2 * layer + outside == count
     sets = [f"model.path={str(tmp_path)!r}", "learner.ranks=1", "learner.gpus=[0]"]
     sets += ["learner.mesh.shard=1", "learner.mesh.replicate=1", "learner.backend=torch"]

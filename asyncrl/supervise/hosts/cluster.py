@@ -72,8 +72,8 @@ def place_processes(config: Config) -> list[PlacedProcesses]:
     return placed
 
 
-def count_parameters(shape: Any) -> tuple[int, int]:
-    """Count the parameters of a layer, and those outside of the layers.
+def count_parameters(shape: Any) -> tuple[int, int, int]:
+    """Count the parameters of a layer, those outside of the layers, and all.
 
     shape: transformers' config of a dense Llama, Mistral, Qwen2 or Qwen3.
     """
@@ -86,7 +86,8 @@ def count_parameters(shape: Any) -> tuple[int, int]:
     elif shape.model_type == "qwen3":
         layer += 2 * head  # norms of queries and keys
     tables = 1 if shape.tie_word_embeddings else 2
-    return layer, tables * shape.vocab_size * hidden + hidden
+    outside = tables * shape.vocab_size * hidden + hidden
+    return layer, outside, shape.num_hidden_layers * layer + outside
 
 
 def plan_memory(config: Config, shape: Any) -> tuple[Numbers, Numbers]:
@@ -95,8 +96,7 @@ def plan_memory(config: Config, shape: Any) -> tuple[Numbers, Numbers]:
     from asyncrl.models.model_check import list_references
 
     learner, settings = config.learner, config.generator
-    layer, outside = count_parameters(shape)
-    parameters = shape.num_hidden_layers * layer + outside
+    layer, outside, parameters = count_parameters(shape)
     width, shards = WIDTHS[config.model.dtype], 1
     gathered, part = 0, width
     if learner.backend == "fsdp2":
@@ -151,8 +151,7 @@ def make_plan(config: Config) -> ClusterPlan:
                 f"placement.gpu_gib: {config.placement.gpu_gib:g}, but {total:.1f} GiB "
                 f"({describe_bytes(used)}) are needed on each GPU of {remedy}"
             )
-    layer, outside = count_parameters(shape)
-    parameters = shape.num_hidden_layers * layer + outside
+    parameters = count_parameters(shape)[-1]
     file = parameters * WIDTHS[config.model.dtype]
     passes = 8 if learner.gradient_checkpointing else 6
     return ClusterPlan(
