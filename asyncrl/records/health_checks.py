@@ -47,11 +47,9 @@ GROWN = 2.0  # late over early from which growth is reported
 # nats a token: the largest healthy k3 between engine and learner at equal weights
 HEALTHY_MISMATCH = 1e-3
 HARMLESS = 1e-5  # nats a token: a smaller mismatch changes the weight of no completion
-MOVED = 0.02  # nats a token to the reference: a policy that moved less needs no KL penalty
-# nats a token: KL terms that work held it below this (docs/log), runs without end at 0.2 to 0.4
-DRIFT = 0.1
 RISING = 1.25  # late third over middle third: 1 for a level, 5/3 for a line
 FEWEST = 3  # values in a third of a series if the run gives too few for LEAST
+REFERENCE_KL = "kl/target_ref_k3"
 MISMATCH = "mismatch/k3_at_lag_0"
 ONE_VERSION = "mismatch/k3_one_version"
 SPLIT = "split/mismatch_k3"
@@ -65,7 +63,6 @@ CUT = 0.005  # is/chi2 below minus this: part of the policy was not sampled from
 ONCE = 1e-3  # the same for one batch in which no ratio is above 1
 JUMP = 2.0  # factor of the completions' length
 RUNAWAY = 0.05  # nats a token in one batch: healthy runs move 1e-4 to 0.02 (docs/log)
-MANY_UPDATES = 4
 SWINGS = 3  # turns of the held-out reward, each larger than chance
 TREATMENTS = ("rejected", "vetoed", "masked")  # of tokens that are excluded from the loss
 # metrics whose means over the last batches a rule judges
@@ -77,7 +74,6 @@ RECENT = (
 )
 REWARDS = ("reward/min", "reward/max", "eval/heldout", "eval/ood")
 SOLVED = 0.0005  # share of the range of rewards: closer to its ends, none or all are solved
-SILENT = 0.01  # share of the gradient below which a KL penalty has no effect
 
 
 class Finding(NamedTuple):
@@ -313,7 +309,7 @@ def count_possible_values(config: Config, name: str) -> int:
     """Return how many values of a metric a whole run of this config measures."""
     record = config.record
     interval = {ONE_VERSION: record.split_every, SPLIT: record.split_every}.get(name, 1)
-    if name == "kl/target_ref_k3" and not (
+    if name == REFERENCE_KL and not (
         config.kl.loss.coefficient > 0 or config.kl.reward.coefficient > 0
     ):
         interval = record.reference_kl_every
@@ -508,71 +504,59 @@ def check_truncated_sampling(rows: Rows, facts: RunFacts) -> Finding | None:
     return report_truncation(evidence, facts)
 
 
-def find_drift(rows: Rows, facts: RunFacts) -> str:
-    """Describe the KL to the reference in the middle and last third; "" unless large and rising."""
-    kls = list_values(rows, "kl/target_ref_k3")
-    third = len(kls) // 3
-    if third < max(
-        FEWEST, min(LEAST, count_possible_values(facts.config, "kl/target_ref_k3") // 3)
-    ):
-        return ""
-    middle = median(kls[third : 2 * third])
-    late = median(kls[-third:])
-    if late >= DRIFT and late >= RISING * middle:
-        return (
-            f"KL to the reference rises from {middle:.2f} to {late:.2f} nats a token "
-            "(kl/target_ref_k3)"
-        )
-    return ""
+def find_median(values: Sequence[float], missing: float = math.nan) -> float:
+    return median(values) if values else missing
 
 
-def has_gained(rows: Rows) -> bool:
-    """Decide whether the training reward is visibly higher in the last third than in the middle."""
-    rewards = list_values(rows, "reward/mean")
-    third = len(rewards) // 3
-    if not third:
-        return False
-    parts = (rewards[third : 2 * third], rewards[-third:])
-    error = math.sqrt(sum(pvariance(part) / third for part in parts))
-    return fmean(parts[1]) - fmean(parts[0]) > error
+def collect_kl(rows: Rows, facts: RunFacts) -> dict[str, Any]:
+    """Collect what the rules on the KL penalty compare.
 
-
-def check_kl_drift(rows: Rows, facts: RunFacts) -> Finding | None:
-    """Find a policy that leaves the reference without an effective KL penalty.
-
-    Either there is no KL penalty and the reward no longer rises, or the penalty is k1 in the loss,
-    whose expected gradient on policy is zero (k1+ has that of k2)."""
-    term = facts.config.kl.loss
-    free = not term.coefficient > 0 and not facts.config.kl.reward.coefficient > 0
-    without_gradient = term.coefficient > 0 and term.estimator == "k1" and term.off_policy == "none"
-    drift = find_drift(rows, facts) if free or without_gradient else ""
-    if not drift or (free and has_gained(rows)):
-        return None
-    if free:
-        return make_finding(
-            "kl_drift", f"{drift} without a KL penalty, and the reward does not rise with it"
-        )
-    return make_finding(
-        "kl_drift",
-        f"{drift} under a KL penalty with k1 in the loss, which has no expected gradient on policy",
-        "k1_in_loss",
-    )
-
-
-def check_stale_kl_reward(rows: Rows, facts: RunFacts) -> Finding | None:
-    """Find a drift that k1 in the reward misses, because it is measured once a batch."""
-    term = facts.config.kl.reward
-    updates = list_values(select_recent_rows(rows), "optim/steps")
-    if not (term.coefficient > 0 and term.estimator in ("k1", "k1+")) or not updates:
-        return None
-    drift = find_drift(rows, facts)
-    if not drift or median(updates) < MANY_UPDATES:
-        return None
-    return make_finding(
-        "stale_kl_reward",
-        f"{drift} under k1 in the reward, which {median(updates):.0f} updates a "
-        "batch share; it is measured only before the first of them",
-    )
+    middle, late: KL to the reference in the middle and last third, once there are enough values;
+        rise: at least 0 if `late` is visibly higher.
+    stall: at least 0 unless the training reward is visibly higher in the last third.
+    best, last, kept: held-out reward, and what is left of it above half of its best.
+    moved: KL to the reference in the last batches.
+    loss_share, reward_share: the share of a penalty in the gradient; inf without one.
+    """
+    loss, reward = facts.config.kl.loss, facts.config.kl.reward
+    kind = reward.estimator.removesuffix("+") if reward.coefficient > 0 else ""
+    in_loss = loss.coefficient > 0
+    recent, batches = select_recent_rows(rows), select_recent_rows(rows, least=WINDOW)
+    kls, rewards = (list_values(rows, name) for name in (REFERENCE_KL, "reward/mean"))
+    third, fewest = len(kls) // 3, count_possible_values(facts.config, REFERENCE_KL) // 3
+    kls = kls if third >= max(FEWEST, min(LEAST, fewest)) else []
+    middle, late = find_median(kls[third : 2 * third]), find_median(kls[-third:])
+    stall = 0.0
+    if third := len(rewards) // 3:
+        parts = rewards[third : 2 * third], rewards[-third:]
+        error = math.sqrt(sum(pvariance(part) / third for part in parts))
+        stall = error - (fmean(parts[1]) - fmean(parts[0]))
+    heldout = list_values(sorted(rows, key=lambda row: row.get("step", 0)), "eval/heldout") or [0.0]
+    best, last = max(heldout), heldout[-1]
+    return {
+        "loss": loss,
+        "reward": reward,
+        "free": not in_loss and not kind,
+        # whose expected gradient on policy is zero; k1+ has that of k2
+        "k1_in_loss": in_loss and loss.estimator == "k1" and loss.off_policy == "none",
+        "k1_in_reward": kind == "k1",
+        "k3_in_reward": kind in ("k3", "low_var_kl"),
+        "middle": middle,
+        "late": late,
+        "rise": late - RISING * middle,
+        "stall": stall,
+        "updates": find_median(list_values(recent, "optim/steps")),
+        "best": best,
+        "last": last,
+        "kept": last - best / 2 if len(heldout) > 1 else 0.0,
+        "moved": find_median(list_values(batches, REFERENCE_KL)),
+        "loss_share": find_median(
+            list_values(batches, "kl/gradient_share") if in_loss else [], math.inf
+        ),
+        "reward_share": find_median(
+            list_values(batches, "kl/reward_gradient_share") if kind else [], math.inf
+        ),
+    }
 
 
 def check_kl_runaway(rows: Rows) -> Finding | None:
@@ -645,41 +629,6 @@ def exceeds_chance(
     return larger[0] - smaller[0] > compute_margin((larger, smaller), lo, hi)
 
 
-def check_kl_collapse(rows: Rows, facts: RunFacts) -> Finding | None:
-    """Find a collapse by k3 in the reward, whose gradient pushes away from the reference."""
-    term = facts.config.kl.reward
-    if not (term.coefficient > 0 and term.estimator in ("k3", "k3+", "low_var_kl", "low_var_kl+")):
-        return None
-    rewards = list_values(sorted(rows, key=lambda r: r.get("step", 0)), "eval/heldout")
-    observation = find_drift(rows, facts)
-    if len(rewards) > 1 and rewards[-1] < max(rewards) / 2:
-        observation = f"held-out reward fell to {rewards[-1]:.3f} from {max(rewards):.3f}"
-    elif not observation:
-        return None
-    return make_finding(
-        "kl_collapse",
-        f"{observation} under a KL penalty with k3 in the reward, which is known to collapse",
-    )
-
-
-def check_kl_effect(rows: Rows, facts: RunFacts) -> Finding | None:
-    """Find a KL penalty whose gradient is too small to hold the policy at the reference."""
-    batches = select_recent_rows(rows, least=WINDOW)
-    kls = list_values(batches, "kl/target_ref_k3")
-    for name, metric in (("loss", "kl/gradient_share"), ("reward", "kl/reward_gradient_share")):
-        coefficient = getattr(facts.config.kl, name).coefficient
-        share = list_values(batches, metric)
-        if coefficient > 0 and share and kls and median(share) < SILENT and median(kls) >= MOVED:
-            return Finding(
-                "kl_without_effect",
-                f"the KL penalty's gradient is {median(share):.1%} of the policy term's ({metric}) "
-                f"at a KL of {median(kls):.2f} nats a token to the reference, so it has no effect",
-                f"raise kl.{name}.coefficient = {coefficient:g} tenfold or more, or remove the "
-                "penalty",
-            )
-    return None
-
-
 RULES: tuple[Callable[[Rows], Finding | None], ...] = (
     check_constant_rewards,
     check_generalization,
@@ -694,17 +643,13 @@ END_RULES: tuple[Callable[[Rows], Finding | None], ...] = (check_unmoved_reward,
 KNOWN_RULES: tuple[Callable[[Rows, RunFacts], Finding | None], ...] = (
     check_engine_mismatch,
     check_truncated_sampling,
-    check_kl_drift,
-    check_stale_kl_reward,
-    check_kl_collapse,
-    check_kl_effect,
 )
 
 
 def apply_rules(rows: Rows, facts: RunFacts | None = None, *, ended: bool = False) -> list[Finding]:
     """Apply the rules to a run's rows so far.
 
-    about: the run's settings.  ended: also apply the rules for finished runs."""
+    facts: the run's settings.  ended: also apply the rules for finished runs."""
     newest = {name: value for row in rows for name, value in row.items()}
     batches = select_recent_rows(rows)
     averages = {name: average(batches, name) for name in RECENT}
@@ -719,4 +664,5 @@ def apply_rules(rows: Rows, facts: RunFacts | None = None, *, ended: bool = Fals
         *match_rules("latest", newest),
         *match_rules("recent", add_reward_wait(recent)),
         *(s for s in findings if s is not None),
+        *(match_rules("kl", collect_kl(rows, facts)) if facts is not None else ()),
     ]

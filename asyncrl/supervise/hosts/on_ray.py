@@ -71,7 +71,7 @@ class RayHost:
         self.sent: dict[int, int] = {}  # bytes of a log on its own disk that were sent
 
     def describe_host(self, ports: int) -> JsonObject:
-        """Return address, node, version and `ports` free ports of this host."""
+        """Return address, version and `ports` free ports of this host."""
         import ray
 
         servers = [socket.create_server(("", 0)) for _ in range(ports)]
@@ -80,7 +80,6 @@ class RayHost:
             server.close()
         return {
             "ip": ray.util.get_node_ip_address(),
-            "node": ray.get_runtime_context().get_node_id(),
             "version": asyncrl.__version__,
             "ports": numbers,
         }
