@@ -680,11 +680,7 @@ CHECKS: dict[str, Callable[[Subject], str]] = {
     "versions": check_versions,
 }
 # check -> the checks that must pass first
-NEEDS = dict.fromkeys(("tokenizer", "template", "images", "disk", "memory"), ("model",)) | {
-    "prompts": ("model", "task"),
-    "characters": ("model", "task"),
-    "reward": ("task",),
-}
+NEEDS: dict[str, list[str]] = toml_writer.read_table(__file__)["needs"]
 
 
 def run_checks(config: Config) -> Iterator[CheckOutcome]:
