@@ -57,7 +57,11 @@ def run(
         run_dir = resume
     else:
         if gpus is not None:
-            sets = (*sets, *_split_gpus(str(source), sets, gpus))
+            # the rules on devices apply to the config with the split, not to this one
+            unchecked = load.load_as(load.UNCHECKED, str(source), sets)
+            split = devices.split_gpus(unchecked, gpus, sets)
+            print_progress(f"--gpus {gpus}: {', '.join(split.sets)}: {split.reason}")
+            sets = (*sets, *split.sets)
         origins: dict[str, str] = {}
         config = load.load(str(source), sets, None, origins)
         if (origin := origins.get("learner.lr", "")).startswith("default"):
@@ -124,15 +128,6 @@ def _plan_cluster(config: Any) -> dict[str, Any]:
         "tokens_per_s": round(outcome["tokens_per_s"]),
         "limited_by": what_if.describe_limiting_side(outcome),
     }
-
-
-def _split_gpus(source: str, sets: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """Return the `--set` items for `--gpus`, and print them with their reason."""
-    # the rules on devices apply to the config with the split, not to this one
-    unchecked = load.load_as(load.UNCHECKED, source, sets)
-    split = devices.split_gpus(unchecked, count, sets)
-    print_progress(f"--gpus {count}: {', '.join(split.sets)}: {split.reason}")
-    return split.sets
 
 
 def format_summary(summary: dict[str, Any]) -> str:

@@ -195,12 +195,14 @@ def find_judge_totals(rows: Rows) -> Numbers:
     >>> find_judge_totals(rows)
     {'requests': 3.0}
     """
-    last = next((row for row in reversed(rows) if "judge/requests" in row), {})
-    return {
-        name.removeprefix("judge/"): float(value)
-        for name, value in last.items()
-        if name.startswith("judge/")
-    }
+    for row in reversed(rows):
+        if "judge/requests" in row:
+            return {
+                name.removeprefix("judge/"): float(value)
+                for name, value in row.items()
+                if name.startswith("judge/")
+            }
+    return {}
 
 
 def write(config: Config, run_dir: Path) -> JsonObject:

@@ -187,19 +187,14 @@ class TinkerModelView(RunView):
                 self.series.get_latest("lag/unknown_share"), ".3g"
             ),
         }
+        if self._findings[0] != self.series.rows:
+            self._findings = self.series.rows, run_health_checks(self.path)
         ended = [row["said"] for row in describe_processes(self.home) if not row["alive"]]
         return [
             ListBlock(ended if state["state"] == "running" else [], id="advice"),
-            ListBlock(map(format_item, self.list_health_checks()), id="signs", style="warn"),
+            ListBlock(map(format_item, self._findings[1]), id="signs", style="warn"),
             CardBlock([(name, figure, "", "") for name, figure in figures.items()]),
         ]
-
-    def list_health_checks(self) -> list[Finding]:
-        """Return the health checks that fired, computed once for equal metrics."""
-        rows = self.series.rows
-        if self._findings[0] != rows:
-            self._findings = rows, run_health_checks(self.path)
-        return self._findings[1]
 
     def describe_processes(self) -> list[JsonObject]:
         return describe_processes(self.home)

@@ -115,30 +115,7 @@ def test_resolved_config_repeats_itself(path: Path, tmp_path: Path) -> None:
     assert load.load(again) == config
 
 
-ORDERED = [  # settings that need a sample's tokens in order, and how they are told
-    ({"advantage": {"name": "gae"}}, ["advantage.name = gae"]),
-    ({"advantage": {"name": "reinforce_pp", "gamma": 0.5}}, ["advantage.gamma = 0.5"]),
-    (
-        {"advantage": {"name": "reinforce_pp"}, "kl": {"reward": {"coefficient": 0.25}}},
-        ["kl.reward.coefficient = 0.25 with reinforce_pp"],
-    ),
-    ({"advantage": {"name": "otb"}}, ["advantage.name = otb"]),
-    ({"loss": {"surrogate": "minpro"}}, ["loss.surrogate = minpro"]),
-    (
-        {"kl": {"loss": {"coefficient": 0.25, "off_policy": "prefix"}}},
-        ["kl.loss.off_policy = prefix"],
-    ),
-    (
-        {"kl": {"loss": {"coefficient": 0.25, "off_policy": "prefix_full"}}},
-        ["kl.loss.off_policy = prefix_full"],
-    ),
-    ({"advantage": {"name": "reinforce_pp"}}, []),
-    ({"kl": {"reward": {"coefficient": 0.25}}}, []),
-    ({"kl": {"loss": {"coefficient": 0.25, "off_policy": "ratio"}}}, []),
-]
-
-
-@pytest.mark.parametrize(("more", "keys"), ORDERED)
+@pytest.mark.parametrize(("more", "keys"), TEXTS["ordered"])
 def test_sessions_that_fork_have_no_order_for_some_methods(
     more: dict[str, dict[str, object]], keys: list[str]
 ) -> None:
@@ -556,24 +533,7 @@ def test_methods_are_listed_with_source_and_evidence() -> None:
 
 @pytest.mark.parametrize(
     ("sections", "said"),
-    [
-        ({"method": "vcpo-length"}, 'method: vcpo-length was removed; write method = "vcpo"'),
-        ({"method": "vcpo-logits"}, 'method: vcpo-logits was removed; write method = "vcpo"'),
-        ({"method": "k25"}, 'method: k25 was removed; write method = "dis" with loss.band_lo'),
-        ({"method": "m2po"}, 'method: m2po was removed; write method = "m2po-published"'),
-        (
-            {"correction": {"preset": "m2po"}},
-            'correction.preset = m2po was removed; write method = "m2po-published"',
-        ),
-        (
-            {"correction": {"proximal": "behavior", "m2": 0.04, "m2_over": "all"}},
-            "correction.m2_over = all was removed; write correction.m2 alone",
-        ),
-        (
-            {"advantage": {"name": "opob", "squared_norm": "length"}},
-            "advantage.squared_norm = length was removed; write advantage.name = opob",
-        ),
-    ],
+    TEXTS["removed"],
 )
 def test_a_removed_method_is_refused_by_name(sections: dict[str, Any], said: str) -> None:
     raw = {"model": {"path": "m"}, "task": {"name": "sort"}, **sections}

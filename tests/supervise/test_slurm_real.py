@@ -25,42 +25,7 @@ WAIT_S = 600.0
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "sinfo")
 SBIN = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 NODES = 2
-CONFIG = """\
-ClusterName=one
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={where}/munge.socket
-CredType=cred/munge
-SlurmctldPort={ports[0]}
-StateSaveLocation={where}/state
-SlurmdSpoolDir={where}/spool-%n
-SlurmctldPidFile={where}/slurmctld.pid
-SlurmdPidFile={where}/slurmd-%n.pid
-SlurmctldLogFile={where}/slurmctld.log
-SlurmdLogFile={where}/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
-SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=1
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SlurmdParameters=config_overrides
-SlurmdTimeout=0
-SlurmctldTimeout=3600
-BatchStartTimeout=3600
-MessageTimeout=100
-TCPTimeout=100
-KillWait=3600
-UnkillableStepTimeout=3600
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-NodeName=one[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=2
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
+CONFIG = (Path(__file__).parents[1] / "data" / "slurm.conf").read_text()
 
 
 def ports() -> list[int]:

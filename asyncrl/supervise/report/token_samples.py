@@ -30,7 +30,7 @@ _decoder = msgspec.json.Decoder(JsonObject)
 class SampleFilter:
     """The choice of samples to show, and their order.
 
-    step, reward, lag: ranges as `parse_range` reads them. text: a regular expression searched in
+    step, reward, lag: ranges, `3`, `3..`, `..3` or `1..3`. text: a regular expression searched in
     prompt and response.
     """
 
@@ -43,20 +43,6 @@ class SampleFilter:
     text: str = ""
     sort: str = "batch"
     limit: int = 50
-
-
-def parse_range(text: str, key: str) -> tuple[float, float]:
-    """Parse `3`, `3..`, `..3` or `1..3`. Raises ConfigError for other texts.
-
-    >>> parse_range("3..", "lag"), parse_range("..3", "lag"), parse_range("0", "reward")
-    ((3.0, inf), (-inf, 3.0), (0.0, 0.0))
-    """
-    lowest, dots, highest = text.partition("..")
-    try:
-        low, high = float(lowest or -math.inf), float(highest or math.inf)
-    except ValueError:
-        raise ConfigError(f"--{key} {text}: give a number or a range: 3, 3.., ..3, 1..3") from None
-    return (low, high) if dots else (low, low)
 
 
 def measure_token_kl(row: JsonObject) -> float:
@@ -119,16 +105,19 @@ class SampleStore:
             pattern = re.compile(query.text) if query.text else None
         except re.error as error:
             raise ConfigError(f"--text {query.text}: not a regular expression: {error}") from None
-        # a Tinker server receives no rewards, and then only `..` matches
-        bounds = {
-            value: parse_range(text, key)
-            for value, key, text in (
-                ("batch", "step", query.step),
-                ("reward", "reward", query.reward),
-                ("lag_mean", "lag", query.lag),
-            )
-            if text not in ("", "..")
-        }
+        bounds = {}
+        for value, key in (("batch", "step"), ("reward", "reward"), ("lag_mean", "lag")):
+            text = getattr(query, key)
+            lowest, dots, highest = text.partition("..")
+            try:
+                low, high = float(lowest or -math.inf), float(highest or math.inf)
+            except ValueError:
+                raise ConfigError(
+                    f"--{key} {text}: give a number or a range: 3, 3.., ..3, 1..3"
+                ) from None
+            # without bounds it also matches rows without rewards, as those of a Tinker server
+            if lowest or highest:
+                bounds[value] = (low, high if dots else low)
         matches = [
             number
             for number, head in enumerate(self.heads)
