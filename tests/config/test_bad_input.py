@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ pytestmark = pytest.mark.slow
 
 Call = Callable[..., Ended]
 SMALL = (*FEW, "evaluation.every=0")
+TEXTS = tomllib.loads((ROOT / "tests" / "data" / "configs.toml").read_text())
 
 
 def model_without(path: Path, model: Path, names: tuple[str, ...] = (), cut: str = "") -> Path:
@@ -467,21 +469,7 @@ def test_a_run_directory_that_is_removed_ends_the_run(tmp_path: Path, small_mode
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        ("run", "give either a CONFIG or --resume"),
-        ("runn", "No such command 'runn'. Did you mean run? --help lists"),
-        ("config shw", "Did you mean show?"),
-        ("config explain foo.bar", "there is no section foo; sections: advantage, "),
-        ("run nowhere.toml", "no such config file"),
-        ("run sft", "sft: no such config file; bundled configs, by name: calc, "),
-        (
-            "run docs",
-            "docs: is a folder, not a config; to continue a run: asyncrl run --resume docs",
-        ),
-        ("run --sett x=1", "No such option"),
-        ("doctor nowhere", "no run directory"),
-        ("export nowhere x", "no model"),
-    ],
+    TEXTS["commands"],
 )
 def test_an_error_is_json_too(words: str, said: str) -> None:
     done = run_cli(*words.split(), "--json")

@@ -49,21 +49,7 @@ def test_mistakes_in_a_file(more: str, said: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("item", "said"),
-    [
-        (
-            "learner.lrr=1",
-            "--set learner.lrr=1: learner.lrr: unknown key; did you mean learner.lr?",
-        ),
-        ("learner.lr", "write key.path=value"),
-        ("learner.steps=-1", "--set learner.steps=-1: learner.steps"),
-        ("seed.x=1", "seed: Expected `int`"),
-        ("learner.beta2=1", "choose a number of at least 0 and below 1"),
-        (f"seed={2**63}", "seed: Expected `int` <= 9223372036854775807"),
-        (
-            "model.device=tpu",
-            "model.device: 'tpu' is not a device; choose one of auto, cpu, cuda, c",
-        ),
-    ],
+    TEXTS["items"],
 )
 def test_mistakes_on_the_command_line(item: str, said: str, tmp_path: Path) -> None:
     sets = (f"runs={str(tmp_path / 'runs')!r}", item)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import socket
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from asyncrl.contract.messages import WeightsSource
 from asyncrl.models import devices, policy
 from asyncrl.supervise.hosts import cluster
 
+TEXTS = tomllib.loads((ROOT / "tests" / "data" / "configs.toml").read_text())
 NO_GPU = ENV | {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -78,27 +80,7 @@ def test_a_cluster_is_planned_by_hand(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [
-        (
-            "placement.gpu_gib=19",
-            r"gpu_gib: 19, but 20\.0 GiB \(weights 3\.5 GiB, .*\) are needed on each GPU of a "
-            r"learner rank: raise learner\.mesh\.shard of backend fsdp2 \(now 8\)",
-        ),
-        (
-            "generator.slots=16384",
-            r"of a server: raise generator\.tensor_parallel \(now 4\), or lower",
-        ),
-        (
-            "generator.tensor_parallel=8",
-            r"http://node5:8001 is server 2 of its host, each with 8 GPU",
-        ),
-        (
-            "placement.nodes=7",
-            r"nodes: 7, but 32 ranks .* take 4 and the servers .* 4; set it to 8",
-        ),
-        ("lora.rank=4", "is planned for generator.servers and learner.backend = torch or fsdp2"),
-        ("learner.mesh={pipeline=2}", "learner.mesh.pipeline"),
-    ],
+    TEXTS["clusters"],
 )
 def test_a_cluster_that_cannot_be_is_refused(
     change: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
