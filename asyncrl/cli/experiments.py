@@ -218,10 +218,10 @@ def simulate(
         raise ConfigError(f"--from {from_run}: does not exist; give a run directory or a log")
     log = None
     if from_run is not None and not (from_run / "config.toml").is_file():
-        from asyncrl.experiments import diagnose
+        from asyncrl.experiments import diagnose as diagnosis
         from asyncrl.experiments.simulate import times
 
-        log = diagnose.read(from_run)
+        log = diagnosis.read(from_run)
         sets = (*times.list_settings(log), *sets)
     config = load.load_to_train(source, sets)  # before the imports of torch below
     from asyncrl.experiments.simulate import what_if
