@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import process_kit
 import pytest
 import transformers
 from bad_input_kit import refused
-from process_kit import ENV, FEW, ROOT, Ended, demo_command, run_cli, run_command
+from process_kit import ENV, FEW, ROOT, TEXTS, Ended, demo_command, run_cli, run_command
 from run_kit import finish, start, steps_done, wait_until
 
 from asyncrl.cli import CommandGroup, main, result
@@ -41,7 +40,6 @@ pytestmark = pytest.mark.slow
 
 Call = Callable[..., Ended]
 SMALL = (*FEW, "evaluation.every=0")
-TEXTS = tomllib.loads((ROOT / "tests" / "data" / "configs.toml").read_text())
 
 
 def model_without(path: Path, model: Path, names: tuple[str, ...] = (), cut: str = "") -> Path:
@@ -81,14 +79,7 @@ def test_a_prompt_longer_than_the_context(asyncrl: Call, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("lines", "said"),
-    [
-        (['{"prompt": "1="}', '{"promt": "2="}'], ":2: "),
-        (['{"prompt": "1="}', "", "{nonsense"], ":3: "),
-        ([], "has no prompts"),
-        (['[{"prompt": "1="}, {"prompt": "2="}]'], "it is of type list: write one object a line"),
-        (['{"prompt": 12}'], "its `prompt` is of type int"),
-        (['{"prompt": "1="}', '{"prompt": "1="}'], "cannot be both trained on and held out"),
-    ],
+    TEXTS["a_bad_prompts_file"],
 )
 def test_a_bad_prompts_file(lines: list[str], said: str, asyncrl: Call, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
@@ -358,19 +349,7 @@ def with_template(path: Path, template: str) -> Path:
     return path
 
 
-TEMPLATES = [
-    (
-        "none",
-        "",
-        "has no chat template: put one there (chat_template.jinja), or give the text as `prompt`",
-    ),
-    (
-        "raises",
-        "{{ raise_exception('only\nassistants') }}",
-        "fails on its `messages`: TemplateError: only assistants",
-    ),
-    ("undefined", "{{ messages[0].name.first }}", "fails on its `messages`: UndefinedError"),
-]
+TEMPLATES = TEXTS["templates"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from algorithms_kit import D, batch, config, theta
 from click.testing import CliRunner
-from process_kit import ROOT, run_cli, run_command
+from process_kit import ROOT, TEXTS, run_cli, run_command
 
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms import settings
@@ -35,9 +35,6 @@ def written(tmp_path: Path, more: str) -> Path:
     path = tmp_path / "c.toml"
     path.write_text(BASE + more)
     return path
-
-
-TEXTS = tomllib.loads((ROOT / "tests" / "data" / "configs.toml").read_text())
 
 
 @pytest.mark.parametrize(("more", "said"), TEXTS["mistakes"])

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import tomli_w
 from click.testing import CliRunner
-from process_kit import ENV, ROOT, run_command
+from process_kit import ENV, ROOT, TEXTS, run_command
 
 from asyncrl.algorithms import settings
 from asyncrl.cli import main
@@ -107,15 +107,7 @@ def test_show_names_each_values_source(tmp_path: Path, capfd: pytest.CaptureFixt
     code, out, _ = typed(capfd, "config", "show", str(path), *words, "--set", "task.name=file")
     assert code == 0
     lines = out.splitlines()
-    for line in (
-        'path = "m"  # c.toml:2',
-        "deadline_s = 3.0  # c.toml:11",
-        "steps = 7  # --set learner.steps=7",
-        'name = "file"  # --set task.name=file',
-        "answer = \"a\"  # --set task.columns={answer='a'}",
-        'level = "token"  # correction.preset = "tis"',
-        "groups = 32  # default",
-    ):
+    for line in TEXTS["show_names_each_values_source"]:
         assert line in lines, out
     shown = tomllib.loads(out)
     keys = layers.read_keys(load.load(path, [words[1], words[3], "task.name=file"]))
@@ -164,14 +156,7 @@ def complete(*words: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [
-        (("config", "ex"), ["explain"]),
-        (("config", "explain", "staleness.max"), ["staleness.max_lag"]),
-        (("run", "gpu_"), ["gpu_many", "gpu_one", "gpu_"]),
-        (("run", "demo", "--set", "weights.sl"), ["weights.slots="]),
-        (("run", "demo", "--set", "staleness.on_exceed=d"), ["staleness.on_exceed=drop"]),
-        (("run", "demo", "--set", "method=vc"), ["method=vcpo"]),
-    ],
+    TEXTS["the_shell_completes_any_kind_of_word"],
 )
 def test_the_shell_completes_any_kind_of_word(words: tuple[str, ...], expected: list[str]) -> None:
     found = complete(*words)
@@ -238,15 +223,7 @@ def write_header(path: Path, *sizes: int) -> Path:
 
 @pytest.mark.parametrize(
     ("sizes", "sets", "rate", "reason"),
-    [
-        ((10_000_000,), (), 2e-4, ""),
-        ((134_515_000,), (), 1e-5, "default for 134,515,000 parameters"),
-        ((134_515_000,), ("lora.rank=8",), 1e-4, "default for adapters on 134,515,000 parameters"),
-        ((900_000_000, 900_000_000), (), 1e-6, "default for 1,800,000,000 parameters"),
-        ((134_515_000,), ("learner.lr=3e-5",), 3e-5, "--set learner.lr=3e-5"),
-        ((134_515_000,), ("learner.optimizer=sgd",), 2e-4, ""),
-        ((), (), 2e-4, ""),
-    ],
+    TEXTS["the_learning_rate_is_that_of_the_models_size"],
 )
 def test_the_learning_rate_is_that_of_the_models_size(
     sizes: tuple[int, ...], sets: tuple[str, ...], rate: float, reason: str, tmp_path: Path

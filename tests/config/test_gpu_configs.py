@@ -4,11 +4,10 @@ import json
 import os
 import re
 import socket
-import tomllib
 from pathlib import Path
 
 import pytest
-from process_kit import ENV, ROOT, as_options, run_cli
+from process_kit import ENV, ROOT, TEXTS, as_options, run_cli
 
 from actors.generator import WeightsReceiver
 from asyncrl.cli import main
@@ -18,7 +17,6 @@ from asyncrl.contract.messages import WeightsSource
 from asyncrl.models import devices, policy
 from asyncrl.supervise.hosts import cluster
 
-TEXTS = tomllib.loads((ROOT / "tests" / "data" / "configs.toml").read_text())
 NO_GPU = ENV | {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -138,17 +136,7 @@ def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("sets", "said"),
-    [
-        (["learner.gpus=[0]"], "for 2 rank"),
-        (["learner.gpus=[0, 0]"], "each needs its own GPU"),
-        (["learner.gpus=[]"], "2 ranks would share model.device = cuda"),
-        (["model.device='cpu'"], "so does model.device = cpu"),
-        (
-            ["model.device='cuda:1'", "learner.gpus=[]", "generator.gpus=[]", "learner.ranks=1"],
-            "vLLM uses the first visible GPU",
-        ),
-        (["generator.gpus=[-1]"], "generator.gpus"),
-    ],
+    TEXTS["what_cannot_work_is_refused"],
 )
 def test_what_cannot_work_is_refused(sets: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -168,14 +156,7 @@ def test_on_one_gpu_weights_go_through_the_hosts_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "count", "sets", "reason"),
-    [
-        (1, 1, ([0], [0], 1), "learner and generator share the only GPU and its memory"),
-        (1, 2, ([0], [1], 1), "the learner takes one GPU; the other one has a generator"),
-        (1, 8, ([0], [1, 2, 3, 4, 5, 6, 7], 7), "each of the other 7 has a generator"),
-        (2, 3, ([0, 1], [2], 1), "each of 2 learner ranks takes one; the other one has a"),
-        (2, 8, ([0, 1], [2, 3, 4, 5, 6, 7], 6), "takes one; each of the other 6 has a generator"),
-        (7, 8, ([0, 1, 2, 3, 4, 5, 6], [7], 1), "each of 7 learner ranks takes one"),
-    ],
+    TEXTS["gpus_are_divided_among_ranks_and_generators"],
 )
 def test_gpus_are_divided_among_ranks_and_generators(
     ranks: int, count: int, sets: tuple[list[int], list[int], int], reason: str
@@ -197,19 +178,7 @@ def test_a_learner_of_one_rank_is_told_how_it_gets_more_gpus() -> None:
 
 @pytest.mark.parametrize(
     ("count", "more", "said"),
-    [
-        (1, (), r"--gpus 1: 2 learner ranks .* need a GPU each; use --gpus 3 or learner.r"),
-        (2, (), r"--gpus 2: 2 learner ranks .* leave no GPU .* --gpus 3 or learner.ranks=1$"),
-        (8, ("model.device='cuda:1'",), "model.device = cuda:1 already chooses a device"),
-        (8, ("model.device='cpu'",), "model.device = cpu already chooses a device"),
-        (8, ("generators=2",), "leave out --set generators=2"),
-        (8, ("learner.gpus=[4]",), r"leave out --set learner.gpus=\[4\]"),
-        (8, ("generator.gpus = [4]",), r"leave out --set generator.gpus = \[4\]"),
-        (1, ("learner.ranks=1",), "nccl cannot connect GPU 0 with itself"),
-        (0, (), r"'--gpus': 0 is not in the range x>=1"),
-        (8, ("--on", "ray"), "--on ray places processes by placement.learner"),
-        (8, ("--resume", "r"), "a resumed run keeps its own"),
-    ],
+    TEXTS["gpus_that_cannot_be_divided"],
 )
 def test_gpus_that_cannot_be_divided(
     count: int, more: tuple[str, ...], said: str, capfd: pytest.CaptureFixture[str]

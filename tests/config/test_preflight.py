@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from process_kit import TEXTS
 
 from asyncrl.cli import main, new
 from asyncrl.config import load
@@ -139,24 +140,7 @@ def test_a_config_with_a_model_is_checked_whole(project: Path, small_model: Path
 
 CHAT = "client.chat.completions.create(model='policy', messages=[])"
 TEXT = "client.completions.create(model='policy', prompt='')"
-AGENTS = {
-    CHAT: True,
-    "client.responses.create(model='policy', input='')": True,
-    "client.messages.stream(model='policy', messages=[])": True,
-    "httpx.post(url + '/chat/completions')": True,
-    "f'{url}/chat/completions'": True,
-    TEXT: False,
-    f"{CHAT}; {TEXT}": False,
-    "framework.run(prompt)": False,
-    "from pydantic_ai import Agent": True,
-    "import smolagents": True,
-    "from langchain_openai import ChatOpenAI": True,
-    "from langchain_openai import OpenAI": False,
-    "from langchain_openai import ChatOpenAI, OpenAI": False,
-    "from autogen_ext.models.openai import OpenAIChatCompletionClient": True,
-    "client.messages": False,
-    "print(": False,
-}
+AGENTS = TEXTS["agents"]
 
 
 @pytest.mark.parametrize("line", AGENTS)
@@ -212,15 +196,7 @@ def test_characters_that_the_vocabulary_lacks_are_named(
     assert "warning" not in capsys.readouterr().err
 
 
-WRONG: list[tuple[str, str, str]] = [
-    ("generator.context=5", "prompts", "context 5 less max_new_tokens 4 leaves 1"),
-    ("task.prompts='gone.jsonl'", "task", "gone.jsonl is not a file"),
-    ("reward.function='gone:reward'", "reward", "importing it raised ModuleNotFoundError"),
-    ("reward.function='json:dumps'", "reward", "takes"),
-    ("loss.function='own_methods:detached'", "functions", "returned a loss without gradient"),
-    ("model.path='org/name'", "model", "asyncrl model get hf://org/name"),
-    ("agent.tools=['json:dumps']", "template", "has no chat template"),
-]
+WRONG: list[tuple[str, str, str]] = TEXTS["wrong"]
 
 
 @pytest.mark.parametrize(("item", "check", "said"), WRONG, ids=[w[0] for w in WRONG])
@@ -252,15 +228,7 @@ def alike(prompt, text): return 0.5 if text else 0.25
 
 @pytest.mark.parametrize(
     ("of", "name", "said"),
-    [
-        ("run", "one", "returned 1 values for N responses: return a list of the same length"),
-        ("run", "mean", "returned a float for N responses"),
-        ("run", "trl", "returned 1 values for N responses"),
-        ("run", "alone", "raised KeyError: 'several' at r.py:5 in alone"),
-        ("run", "right", ""),
-        ("part", "one", "returned 1 values for N responses"),
-        ("set", "one", "returned 1 values for N responses"),
-    ],
+    TEXTS["the_check_and_the_run_call_a_function_of_lists_with_several_prompts"],
 )
 def test_the_check_and_the_run_call_a_function_of_lists_with_several_prompts(
     of: str, name: str, said: str, project: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from importlib.metadata import version
 import msgspec
 import pytest
 from click.testing import CliRunner
+from process_kit import TEXTS
 from rich.console import Console
 
 import asyncrl
@@ -34,14 +35,7 @@ def test_what_is_left_follows_the_last_batches() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [
-        (0.4, "0 s"),
-        (89, "89 s"),
-        (90, "2 min"),
-        (5399, "90 min"),
-        (5400, "1.5 h"),
-        (129600, "1.5 days"),
-    ],
+    TEXTS["durations_for_a_reader"],
 )
 def test_durations_for_a_reader(seconds: float, said: str) -> None:
     assert live.format_duration(seconds) == said

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import yaml
 from hub_kit import COMMIT, serving
+from process_kit import TEXTS
 
 from asyncrl.cli import main
 from asyncrl.config import load
@@ -59,15 +60,7 @@ def test_a_card_says_what_was_trained_on_what_with_what_result(
         "pipeline_tag": "text-generation",
         "tags": ["asyncrl", "reinforcement-learning", "ppo"],
     }
-    for line in (
-        "`org/base@0123456789ab` after 40 steps of reinforcement learning",
-        "| heldout | 0.250 | 0.500 +-0.062 | 64 |",
-        "| file | `org/d@0123456789ab/main` | `org/d@0123456789ab/main#test` | `rewards.py:exact`",
-        "| `staleness.max_lag` | 4 (pace) |",
-        "| `kl` | loss 0.01 |",
-        "at most 3 versions after the policy that sampled it (limit 4), 1.25 in the mean, 2 at",
-        "| trained | 75 | 75.00% |",
-    ):
+    for line in TEXTS["a_card_says_what_was_trained_on_what_with_what_result"]:
         assert line in text, line
     assert "orphaned" not in text.partition("## Config")[0]
     assert (run_dir / "config.toml").read_text().strip() in text

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ROOT
+from process_kit import ROOT, TEXTS
 
 from asyncrl.cli import processes
 from asyncrl.config import load
@@ -165,15 +165,7 @@ def test_nothing_that_is_read_is_run() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    [
-        "import pickle",
-        "from cloudpickle import loads",
-        "eval('1')",
-        "torch.load(p)",
-        "torch.load(p, weights_only=False)",
-        "subprocess.run(x, shell=True)",
-        "os.system(x)",
-    ],
+    TEXTS["the_search_finds_what_it_looks_for"],
 )
 def test_the_search_finds_what_it_looks_for(source: str) -> None:
     assert offences(source, "m") != []

@@ -21,7 +21,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from journal_kit import recorded, state
-from process_kit import ENV, ROOT
+from process_kit import ENV, ROOT, TEXTS
 from service_kit import Run, answers, ask, want
 
 from actors.gateway.recovery.session_journal import SessionJournal
@@ -111,14 +111,7 @@ def test_a_damaged_line_in_the_middle_is_left_out_and_said_once(
 
 def copied_run(gain: Any, tmp_path: Path) -> Path:
     source = Path(gain.json["run_dir"])
-    for name in (
-        "summary.json",
-        "metrics.jsonl",
-        "samples.jsonl",
-        "config.toml",
-        "command",
-        "commit",
-    ):
+    for name in TEXTS["copied_run"]:
         (tmp_path / name).write_bytes((source / name).read_bytes())
     return tmp_path
 
@@ -778,15 +771,7 @@ def test_of_a_run_that_has_ended_it_says_where_its_results_are(run_dir: Path) ->
 
 @pytest.mark.parametrize(
     ("item", "said"),
-    [
-        (
-            "learner.lr=0.5",
-            r"--set learner.lr=0.5: the run has learner.lr = 0.0003, not 0.5 \(R/config.toml\)",
-        ),
-        ("generator.engine='vllm'", 'the run has generator.engine = "embedded", not "vllm"'),
-        ("staleness.inject=1", "the run has staleness.inject = not set, not 1"),
-        ("kl.preset='rloo'", 'the run has kl.preset = "", not "rloo"'),
-    ],
+    TEXTS["a_set_that_differs_from_the_run_is_refused_with_both_values"],
 )
 def test_a_set_that_differs_from_the_run_is_refused_with_both_values(item: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -22,6 +22,7 @@ import httpx2
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from process_kit import TEXTS
 from starlette.testclient import TestClient
 from watch_kit import (
     MARKUP,
@@ -273,22 +274,7 @@ def test_the_learner_s_page_shows_each_optimizer_step(client: TestClient, run_di
 
 @pytest.mark.parametrize(
     ("query", "message"),
-    [
-        ("plots?page=none", f"page: one of {', '.join(plots.PAGES)}; axis: one of step, time, "),
-        ("plots?axis=none", "axis: one of step, time, tokens"),
-        ("plots?smooth=x", "give a number"),
-        ("plots?smooth=nan", "give a number"),
-        ("sample?number=nan", "give a number"),
-        ("sample?number=1e300", "give a number"),
-        ("sample?number=1e400", "give a number"),
-        ("samples?limit=inf", "give a number"),
-        ("samples?limit=-inf", "give a number"),
-        ("samples?step=x", "--step x: "),
-        ("samples?reward=x", "--reward x: "),
-        ("samples?lag=x", "--lag x: "),
-        ("samples?text=(", "not a regular expression"),
-        ("logs?file=../../etc/passwd", "no log file"),
-    ],
+    TEXTS["a_wrong_question_gets_one_line"],
 )
 def test_a_wrong_question_gets_one_line(client: TestClient, query: str, message: str) -> None:
     reply = client.get(f"/api/{query}")
@@ -1035,16 +1021,7 @@ def serving(
 
 @pytest.mark.parametrize(
     ("host", "is_local"),
-    [
-        ("localhost", True),
-        ("127.0.0.1", True),
-        ("127.3.2.1", True),
-        ("::1", True),
-        ("0.0.0.0", False),
-        ("10.0.0.1", False),
-        ("::", False),
-        ("a.name", False),
-    ],
+    TEXTS["which_addresses_are_this_machine_s_alone"],
 )
 def test_which_addresses_are_this_machine_s_alone(host: str, is_local: bool) -> None:
     assert sockets.is_loopback(host) is is_local

@@ -15,7 +15,7 @@ import uvicorn
 from browser_kit import dom
 from click.testing import CliRunner
 from playwright.sync_api import Page, sync_playwright
-from process_kit import SMALL, Ended
+from process_kit import SMALL, TEXTS, Ended
 from run_kit import finish, let_go, start, wait_until
 
 from asyncrl.cli import main
@@ -202,16 +202,7 @@ def test_the_browser_shows_the_run(gain: Ended, tmp_path: Path) -> None:
     assert text_of(html, "lag-mean") == f"{summary['lag']['mean']:.2f}"
     assert text_of(html, "steps") == "40"
     assert html.count('class="canvas"') >= 11, "every plot was drawn by the browser"
-    for title in (
-        "Held-out reward",
-        "Lag of trained tokens",
-        "Effective sample size",
-        "Entropy",
-        "Completion length",
-        "Throughput",
-        "Idle share",
-        "Where generated tokens ended, so far",
-    ):
+    for title in TEXTS["the_browser_shows_the_run"]:
         assert f"<figcaption><b>{title}</b>" in html, title
     assert html.index('id="advice"') < html.index('class="card"')
     inside = re.search(r'id="summary">(.*?)</script>', html, re.S)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+# tables of cases, by the name of their test
+TEXTS = tomllib.loads((ROOT / "tests" / "data" / "configs.toml").read_text())
 
 
 def load_program(path: Path) -> Any:
