@@ -107,12 +107,7 @@ def rewards(tmp_path: Path, body: str) -> str:
 
 @pytest.mark.parametrize(
     ("at_import", "said"),
-    [
-        ("import sys; sys.exit(5)", "called sys.exit(5)"),
-        ("input()", "EOFError"),
-        ("import os; os._exit(0)", "3 processes ended"),
-        ("1 / 0", "ZeroDivisionError"),
-    ],
+    TEXTS["a_reward_module_that_cannot_be_imported_is_said_before_the_start"],
 )
 def test_a_reward_module_that_cannot_be_imported_is_said_before_the_start(
     at_import: str, said: str, tmp_path: Path, sort_model: Path

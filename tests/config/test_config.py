@@ -271,13 +271,7 @@ def test_text_needs_no_quotes_on_the_command_line() -> None:
 
 @pytest.mark.parametrize(
     ("item", "said"),
-    [
-        ('name="R', "is not a TOML value"),
-        ("learner.lr=1 2", "is not a TOML value"),
-        ("generator.engine=v llm", "is not a TOML value"),
-        ("name=['R']", "name: Expected `str`, got `array`"),
-        ("lerner.lr=1", "--set lerner.lr=1: lerner: unknown key; did you mean learner?"),
-    ],
+    TEXTS["what_is_neither_text_nor_toml_is_refused"],
 )
 def test_what_is_neither_text_nor_toml_is_refused(item: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -87,12 +87,7 @@ def test_a_section_lists_its_keys(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("key", "said"),
-    [
-        ("staleness.max_lagg", "did you mean staleness.max_lag?"),
-        ("max_staleness", "is called staleness.max_lag here"),
-        ("stalenes", "did you mean staleness?"),
-        ("kl.coefficient", "write kl.reward.coefficient"),
-    ],
+    TEXTS["an_unknown_key_gets_the_nearest"],
 )
 def test_an_unknown_key_gets_the_nearest(key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: .*") as error:

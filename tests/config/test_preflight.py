@@ -267,13 +267,7 @@ def test_the_check_and_the_run_call_a_function_of_lists_with_several_prompts(
 
 @pytest.mark.parametrize(
     ("name", "state", "said"),
-    [
-        ("right", "ok", "1 for the answer '10' to '3+3+4='; 0 for an empty one"),
-        ("alike", "ok", "0.5 for the answer '10' to '3+3+4='; 0.25 for an empty one"),
-        ("boxed", "note", "expects a format that they do not have"),
-        ("digit", "note", "an empty completion, which a run may sample: data: the reward raised"),
-        ("", "failed", "the task's own: 1 for an empty completion, and no more for any of 8"),
-    ],
+    TEXTS["an_empty_completion_gets_less"],
 )
 def test_an_empty_completion_gets_less(name: str, state: str, said: str, project: Path) -> None:
     (project / "r.py").write_text(LISTS)

@@ -404,11 +404,7 @@ def test_ledger_lines_are_stacked_on_one_grid(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rule", "ess", "stale", "engine"),
-    [
-        ("staleness_hurts", 0.3, 0.1, 0.001),
-        ("mismatch_dominates", 0.3, 0.001, 0.01),
-        ("staleness_harmless", 0.97, 0.001, 0.0),
-    ],
+    TEXTS["whether_staleness_hurts"],
 )
 def test_whether_staleness_hurts(
     rule: str, ess: float, stale: float, engine: float, tmp_path: Path

@@ -19,43 +19,14 @@ def metric_row(step: int, **more: float) -> dict[str, float]:
     return {"step": step, "t": step * 0.5, "reward/mean": 0.5 + step / 1000, **more}
 
 
+SAMPLE = (Path(__file__).parents[1] / "data" / "token_sample.json").read_text()
+
+
 def sample_row(batch: int, sample: int = 0, reward: float = 1.0, **more: Any) -> dict[str, Any]:
     """A row of token_samples.jsonl with three tokens, the last two sampled by a later version."""
-    sequence = {
-        "prompt": f"{MARKUP}12=",
-        "pieces": ["1", MARKUP, "<eos>"],
-        "tokens": [3, 4, 1],
-        "versions": [["1.0", 0, 1], ["1.1", 1, 3]],
-        "behavior": [-0.5, -0.25, -0.125],
-        "start": [-0.25, -0.25, None],
-        "target": [-0.25, 0.0, -0.5],
-        "advantage": [0.5, 0.5, 0.5],
-        "weight": [1.0, 0.0, 1.5],
-        "lag": [2, 1, 1],
-        "clip": [0, 1, 2],
-        "mask": [1, 1, 0],
-        "used": [1, 0, 0],
-    }
-    return {
-        "batch": batch,
-        "ticket": batch * 4,
-        "sample": sample,
-        "attempt": 1,
-        "group_key": "sums",
-        "rules": ["best"] if reward else ["worst"],
-        "reward": reward,
-        "parts": {MARKUP: 1.0},
-        "finish": "stop",
-        "calls": 0,
-        "excluded": 0,
-        "segments": [],
-        "lag_mean": 4 / 3,
-        "lag_max": 2,
-        "length": 3,
-        "group_rewards": [1.0, 0.0],
-        "sequences": [sequence],
-        **more,
-    }
+    row: dict[str, Any] = json.loads(SAMPLE.replace("MARKUP", json.dumps(MARKUP)[1:-1]))
+    row |= {"batch": batch, "ticket": batch * 4, "sample": sample, "reward": reward}
+    return row | {"rules": ["best"] if reward else ["worst"], **more}
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]], end: str = "") -> None:
