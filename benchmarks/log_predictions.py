@@ -77,6 +77,7 @@ def predict_trl(log: Path) -> dict[str, dict[str, Any]]:
 
     read = diagnose.read(log)
     sets = [*times.list_settings(read), "learner.groups=32", f"learner.group_size={SIZE}"]
+    sets += ["learner.steps=16"]
     config = load(results_file.ROOT / "configs" / "demo.toml", [*sets, "generator.slots=512"])
     models, text = times.fit_log(read, config)
     print(text, file=sys.stderr)

@@ -1,4 +1,4 @@
-# TRL (f2cd577): GRPOTrainer with any method; metrics go to TRL's log
+# TRL 1.16.0: GRPOTrainer with any method; metrics go to TRL's log
 import torch
 from trl import GRPOTrainer
 

@@ -1,7 +1,8 @@
 """`asyncrl diagnose`: healthy logs and planted faults of each framework, token files, odd inputs.
 
-Real files are of TRL and verl (tests/data/logs, made by benchmarks/log_predictions.py and
-verl_log.py); transformers, torch and tinker-cookbook write others; the rest is by schema.
+Real files are of TRL, verl and prime-rl (tests/data/logs, made by log_predictions.py, verl_log.py
+and prime_rl_tokens.py of benchmarks/); transformers, torch and tinker-cookbook write others; the
+rest is by schema.
 """
 
 import gzip
@@ -584,6 +585,12 @@ def test_real_logs(name: str, groups: int, finding: str, text: str, step_s: floa
     for model in fitted:
         again = run(model, *sets, "learner.group_size=8")
         assert again.step_s == pytest.approx(step_s, rel=0.1) and again.lag_max == 0
+
+
+def test_the_tokens_of_the_exporter_of_prime_rl() -> None:
+    result = diagnose(LOGS / "prime_rl_559b447")
+    assert result["framework"] == "prime-rl" and names_of(result) == {"truncated_sampler"}
+    assert "over 375 tokens" in result["findings"][0]["said"]
 
 
 def test_a_real_run_of_trl_is_predicted_from_the_log_of_another() -> None:
