@@ -229,10 +229,9 @@ def test_the_adapters_take_what_each_framework_passes(monkeypatch: pytest.Monkey
         behavior, lp, wide, MASK, "token-mean", config=None, rollout_is_weights=None
     )
     assert total == expected["vespo"] and metrics["is/ess"] > 0
-    norm = "seq-mean-token-sum-norm"  # over a fixed length, in verl that of the tensors
-    total, _ = verl["method_loss"](behavior, lp, wide, MASK, norm)
-    settings = {"method": "vespo", "reduction": norm, "norm_length": MASK.shape[1]}
-    assert total == losses.loss(lp, behavior, wide, MASK, **settings).loss
+    norm: Any = {"reduction": "seq-mean-token-sum-norm", "norm_length": MASK.shape[1]}
+    total, _ = verl["method_loss"](behavior, lp, wide, MASK, norm["reduction"])
+    assert total == losses.loss(lp, behavior, wide, MASK, method="vespo", **norm).loss
     outputs = {"LossOutputs": SimpleNamespace}
     prime = run_adapter("prime_rl_loss", monkeypatch, prime_rl__trainer__rl__loss=outputs)
     parts = [

@@ -451,6 +451,9 @@ def write_tokens(folder: Path, framework: str, step: int, **settings: float) -> 
 
 @pytest.mark.parametrize("framework", ["nemo-rl", "prime-rl"])
 def test_token_files_show_truncation_mismatch_or_nothing(framework: str, tmp_path: Path) -> None:
+    exported = diagnose(LOGS / "prime_rl_559b447")  # by prime-rl's own exporter
+    assert names_of(exported) == {"truncated_sampler"}
+    assert "over 375 tokens" in exported["findings"][0]["said"]
     cases: dict[str, tuple[dict[str, float], set[str]]] = {
         "healthy": ({"shift": 0.02}, set()),
         "exact": ({}, set()),
@@ -585,12 +588,6 @@ def test_real_logs(name: str, groups: int, finding: str, text: str, step_s: floa
     for model in fitted:
         again = run(model, *sets, "learner.group_size=8")
         assert again.step_s == pytest.approx(step_s, rel=0.1) and again.lag_max == 0
-
-
-def test_the_tokens_of_the_exporter_of_prime_rl() -> None:
-    result = diagnose(LOGS / "prime_rl_559b447")
-    assert result["framework"] == "prime-rl" and names_of(result) == {"truncated_sampler"}
-    assert "over 375 tokens" in result["findings"][0]["said"]
 
 
 def test_a_real_run_of_trl_is_predicted_from_the_log_of_another() -> None:
