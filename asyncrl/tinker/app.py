@@ -79,10 +79,12 @@ class TinkerServer:
         )
         self.session_rows = jsonl.JsonlAppender(folder / "sessions.jsonl")
         self.sessions = {row["id"] for row in jsonl.read(folder / "sessions.jsonl")}
-        self.models: dict[str, ServedModel] = {}
+        self.models = dict[str, ServedModel]()
         self.shares = SessionShares(WAITING_BYTES)
-        self.tasks: list[asyncio.Task[None]] = []
-        self.reading = asyncio.Lock()  # the files of models, for a list of them
+        # each model keeps files open, and a server opens those of all models when it starts
+        self.places = SessionShares(min(MODELS, raise_descriptor_limit() // 16))
+        self.tasks = list[asyncio.Task[None]]()
+        self.reading = asyncio.Lock()  # the files of models, for a list of them, or deleting some
         self.failure: BaseException | None = None  # why the server ends
 
     async def start(self) -> None:
@@ -100,8 +102,11 @@ class TinkerServer:
         """Keep the ledger files current while clients only sample."""
         while True:
             await asyncio.sleep(LEDGER_S)
-            for model in self.models.values():
+            for model in [*self.models.values()]:
+                await asyncio.sleep(0)  # requests go on between two models
                 model.write_ledger()
+            if self.ledger.is_long:
+                await self.ledger.rewrite()
 
     async def stop(self) -> None:
         for task in self.tasks:
@@ -126,6 +131,7 @@ class TinkerServer:
             on_change=self.samplers.released.set,
         )
         self.models[record.model] = model
+        self.places.used[record.session] += 1
         self._start_task(model.run())
         return model
 
@@ -156,7 +162,7 @@ class TinkerServer:
         sampled_ahead = sum(
             n for version, n in untrained.items() if version >= model.version - limit
         )
-        sampled_ahead += self.samplers.count_in_flight(sampler.model)
+        sampled_ahead += self.samplers.in_flight[sampler.model]
         allowed = (limit + 1) * model.batch
         if not model.batch or not sampled_ahead or sampled_ahead + count <= allowed:
             return ""
@@ -287,9 +293,9 @@ class TinkerServer:
         record = ModelRecord(
             model, message.session_id, rank, seed, time.time(), metadata=message.user_metadata
         )
-        return self._create_model(record, TrainingCall(0, "create_model", body))
+        return await self._create_model(record, TrainingCall(0, "create_model", body))
 
-    def _create_model(self, record: ModelRecord, call: TrainingCall) -> JsonObject:
+    async def _create_model(self, record: ModelRecord, call: TrainingCall) -> JsonObject:
         """Create a model with its call 0."""
         if (size := len(json.dumps(record.metadata))) > METADATA_BYTES:
             raise ConfigError(
@@ -298,15 +304,16 @@ class TinkerServer:
             )
         model = self.models.get(record.model)
         if model is None:
-            # each one keeps files open, and a server opens those of all models when it starts
-            if len(self.models) >= (most := min(MODELS, raise_descriptor_limit() // 16)):
-                raise ConfigError(f"this server has {most} models and creates no more")
+            if not self.places.is_free(record.session, 1):
+                raise ConfigError(
+                    f"{record.session} has {self.places.used[record.session]} models, as many as "
+                    f"all sessions leave free of {self.places.total}: it gets no more"
+                )
             folder = self.folder / build_folder_name(record.model)
             folder.mkdir(exist_ok=True)
             atomic_write.write(folder / "model.json", msgspec.json.encode(record))
             model = self._serve(record)
-        model.submit(call)
-        return self._reply_promise(model, 0)
+        return await self._reply_promise(model, call)
 
     async def load_weights(self, request: Request, body: bytes) -> Reply:
         message = await decode(parse_json, sdk.LoadWeightsRequest, body)
@@ -327,23 +334,23 @@ class TinkerServer:
             parents={saved.model: saved.version, **saved.parents},
             metadata=message.user_metadata,
         )
-        return self._create_model(record, TrainingCall(0, "load_weights", body))
+        return await self._create_model(record, TrainingCall(0, "load_weights", body))
 
     def _find_model(self, id: str | None) -> ServedModel:
         if (model := self.models.get(id or "")) is None:
             raise ConfigError(f"model_id = {id}: this server has no such model")
         return model
 
-    def _reply_promise(self, model: ServedModel, number: int) -> JsonObject:
-        name = model.record.model
-        return {"request_id": f"{name}:call:{number}", "model_id": name}
+    async def _reply_promise(self, model: ServedModel, call: TrainingCall) -> JsonObject:
+        async with model.submitting:
+            await model.submit(call)
+        return {"request_id": f"{model.id}:call:{call.number}", "model_id": model.id}
 
-    def _submit(self, id: str | None, call: TrainingCall) -> JsonObject:
+    async def _submit(self, id: str | None, call: TrainingCall) -> JsonObject:
         model = self._find_model(id)
         if call.number < 1:
             raise ConfigError(f"seq_id = {call.number}: the calls of a model are numbered from 1")
-        model.submit(call)
-        return self._reply_promise(model, call.number)
+        return await self._reply_promise(model, call)
 
     async def submit_training_call(self, request: Request, body: bytes) -> Reply:
         values = await decode(parse_object, body)
@@ -352,7 +359,8 @@ class TinkerServer:
             raise ConfigError(
                 "the body must be JSON with model_id, a text, and seq_id, a whole number"
             )
-        return self._submit(id, TrainingCall(number, request.url.path.rpartition("/")[2], body))
+        call = TrainingCall(number, request.url.path.rpartition("/")[2], body)
+        return await self._submit(id, call)
 
     async def submit_loss(self, request: Request, body: bytes) -> Reply:
         if wire.PROTOBUF not in request.headers.get("content-type", ""):
@@ -360,7 +368,7 @@ class TinkerServer:
         message = await decode(wire.parse_loss_request, body)
         route = "forward" if message.forward_only else "forward_backward"
         call = TrainingCall(message.seq_id, route, body)
-        return self._submit(message.model_id, call)
+        return await self._submit(message.model_id, call)
 
     async def get_info(self, request: Request, body: bytes) -> Reply:
         message = await decode(parse_json, sdk.GetInfoRequest, body)
@@ -434,7 +442,7 @@ class TinkerServer:
         name, _, number = message.request_id.rpartition(":call:")
         if name and number.isdecimal() and len(number) < 19:
             model = self._find_model(name)
-            if (pending := model.find_promise(int(number))) is None:
+            if (pending := await model.find_promise(int(number))) is None:
                 raise HTTPException(410, f"{name} has no call {number}, or it is too long ago")
             result = await _wait(request, pending)
             if result is not None:
@@ -510,7 +518,7 @@ class TinkerServer:
         checkpoints = []
         for kind, checkpoint_type in (("weights", "training"), ("sampler_weights", "sampler")):
             for note in (model.folder / kind).glob("*.json"):
-                path = f"tinker://{model.record.model}/{kind}/{note.stem}"
+                path = f"tinker://{model.id}/{kind}/{note.stem}"
                 try:
                     folder, saved = find_saved(self.folder, path)
                     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -525,7 +533,7 @@ class TinkerServer:
                         "size_bytes": size,
                     }
                 )
-        return sorted(checkpoints, key=lambda checkpoint: str(checkpoint["time"]), reverse=True)
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint["time"], reverse=True)
 
     async def list_checkpoints(self, request: Request, body: bytes) -> Reply:
         model = self._find_model(request.path_params["id"])
@@ -540,7 +548,8 @@ class TinkerServer:
         deleted = folder.with_name(f".{secrets.token_hex(4)}")  # its name may be saved meanwhile
         with contextlib.suppress(FileNotFoundError):
             folder.rename(deleted)
-        await asyncio.to_thread(atomic_write.remove, deleted)
+        async with self.reading:
+            await asyncio.to_thread(atomic_write.remove, deleted)
         return Response(status_code=204)
 
 
@@ -567,8 +576,7 @@ async def _wait(request: Request, future: asyncio.Future[_Outcome]) -> _Outcome 
 def _encode_outcome(outcome: TrainingOutcome | SampleOutcome, *, protobuf: bool) -> Response:
     if outcome.error:
         return JSONResponse({"error": outcome.error, "category": outcome.category})
-    media_type = wire.PROTOBUF if protobuf else "application/json"
-    return Response(outcome.reply, media_type=media_type)
+    return Response(outcome.reply, media_type=wire.PROTOBUF if protobuf else "application/json")
 
 
 def _reply_try_again(reason: str) -> Response:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import signal
 import socket
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -27,30 +29,32 @@ def log(text: str, *, traceback: bool = False) -> None:
     logging.getLogger("asyncrl.tinker").warning("%s", line, exc_info=traceback)
 
 
+@dataclass(eq=False)
 class WorkerExited(Exception):
     """The process exited before it replied.
 
     crashed: not by a signal from outside, so one of the calls that it carried out was the cause.
     oldest: this call was the one that it carried out, unless it carries out several at once."""
 
-    def __init__(self, text: str, *, crashed: bool = False, oldest: bool = False) -> None:
-        super().__init__(text)
-        self.crashed = crashed
-        self.oldest = oldest
+    text: str
+    crashed: bool = False
+    oldest: bool = False
 
 
+@dataclass(eq=False)
 class WorkerLink:
     """The link to the process of one role. `generation` counts its starts."""
 
-    def __init__(self, role: str, config_path: Path, log: Path) -> None:
-        self.role = role
-        self.config_path = config_path
-        self.log = log
+    role: str
+    config_path: Path
+    log: Path
+
+    def __post_init__(self) -> None:
         self.generation = 0
         self.process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._waiting: dict[int, asyncio.Future[Result]] = {}
-        self._number = 0
+        self._waiting = dict[int, asyncio.Future[Result]]()
+        self.take_number = itertools.count(1).__next__
         self._starting = asyncio.Lock()
         self._decoder = msgspec.msgpack.Decoder(WorkerReply)
         self._reader: asyncio.Task[None] | None = None
@@ -95,17 +99,13 @@ class WorkerLink:
         if self._writer is None:
             raise WorkerExited(f"the {self.role} process has ended")
         number = self.take_number() if number is None else number
-        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting[number] = asyncio.Future()
         self._writer.write(encode_frame(WorkerCall(number, request)))
         try:
             result: Result = await waiting
         finally:
             self._waiting.pop(number, None)
         return result
-
-    def take_number(self) -> int:
-        self._number += 1
-        return self._number
 
     def cancel(self, number: int) -> None:
         """Cancel a call to the sampling process."""

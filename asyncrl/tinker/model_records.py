@@ -170,7 +170,8 @@ class CallLog:
 
     def measure(self) -> int:
         """Return the bytes of all calls and results on disk."""
-        return sum(path.stat().st_size for path in self.calls.iterdir())
+        # without *.part, which a thread may rename meanwhile
+        return sum(path.stat().st_size for path in self.calls.glob("*[!t]"))
 
     def locate_checkpoint(self, number: int, version: int) -> Path:
         return self.checkpoints / f"{number:09d}-{version}"
@@ -180,10 +181,10 @@ class CallLog:
         names = [path.name.split("-") for path in self.checkpoints.glob("*-*")]
         return sorted((int(n), int(v)) for n, v in names if n.isdigit() and v.isdigit())
 
-    def prune(self) -> None:
+    def prune(self) -> int:
         """Remove calls that the newest checkpoint covers, and outcomes older than the one before.
 
-        Call 0, which created the model, stays."""
+        Call 0, which created the model, stays.  Returns the bytes of what is left."""
         checkpoints = self.list_checkpoints()
         for number, version in checkpoints[:-2]:
             shutil.rmtree(self.locate_checkpoint(number, version), ignore_errors=True)
@@ -191,6 +192,7 @@ class CallLog:
             self._remove("call", checkpoints[-1][0])
         if len(checkpoints) > 1:
             self._remove("outcome", checkpoints[-2][0])
+        return self.measure()
 
     def _remove(self, kind: str, last: int) -> None:
         for number in self.list_numbers(kind):

@@ -31,7 +31,6 @@ import numpy as np
 import tinker.types as sdk
 import xxhash
 from starlette.exceptions import HTTPException
-from tinker.proto import tinker_public_pb2 as pb
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
@@ -99,7 +98,7 @@ class ServedModel:
         """Open the model's folder."""
         record, folder = self.record, self.folder
         self.id = record.model
-        self.sizes: dict[int, int] = {}  # bytes of the calls that wait
+        self.sizes = dict[int, int]()  # bytes of the calls that wait
         self.log = CallLog(folder)
         self.logged = self.log.measure()  # bytes
         self.branch = 0  # number of the load_weights call that its weights descend from
@@ -108,12 +107,13 @@ class ServedModel:
         self.next = 0  # the number of the call that is carried out next
         self.unusable = ""  # why every call fails
         self.loaded = 0  # generation of the training process that holds the model
-        self.promises: dict[int, asyncio.Future[TrainingOutcome]] = {}
-        self.digests: dict[int, bytes] = {}  # of the bodies of pending calls
+        self.promises = dict[int, asyncio.Future[TrainingOutcome]]()
+        self.digests = dict[int, bytes]()  # of the bodies of pending calls
         self.arrived = asyncio.Event()
+        self.submitting = asyncio.Lock()
         self.last_request = record.time
         self.batch = 0  # sequences in the last optimizer step
-        self.stepped: float | None = None  # when this server made the last optimizer step
+        self.stepped = math.inf  # when this server made the last optimizer step
         self.written_totals: dict[str, int] = {}  # in ledger.json
         self._begin_step()
         path = folder / "config.toml"
@@ -145,9 +145,9 @@ class ServedModel:
 
     def _begin_step(self) -> None:
         """Clear the bookkeeping of the previous optimizer step."""
-        self.lags: Counter[int] = Counter()
-        self.sequences: list[str] = []
-        self.matched: Counter[str] = Counter()
+        self.lags = Counter[int]()
+        self.sequences = list[str]()
+        self.matched = Counter[str]()
         self.refused = ""  # why a call of this step failed
         self.samples.drop()
 
@@ -168,12 +168,6 @@ class ServedModel:
             self.recorded = number
             self.supervised += outcome.row["supervised"]
             self.listed += len(outcome.row["sequences"])
-            if self.listed > 2 * self.ledger.remembered:
-                # drop the ids of sequences, after the ledger's file counts them
-                self.ledger.rewrite()
-                rows = [row | {"sequences": []} for row in jsonl.read(self.trained_path)]
-                self.trained_file.replace(jsonl.encode(rows))
-                self.listed = 0
             self.write_ledger()
         self.version = outcome.version
         self.branch = outcome.branch
@@ -190,10 +184,18 @@ class ServedModel:
         elif route == "load_weights" and not outcome.error:
             self._begin_step()
 
+    def _drop_sequences(self) -> None:
+        """Drop the ids of sequences from trained.jsonl, after the ledger's file counts them.
+
+        Without that, the file would grow with every sequence."""
+        rows = jsonl.read(self.trained_path)
+        self.trained_file.replace(jsonl.encode(row | {"sequences": []} for row in rows))
+        self.listed = 0
+
     # ---- calls -----------------------------------------------------------------------------------
 
-    def submit(self, call: TrainingCall) -> None:
-        """Accept a call; a repeated request is the same call.
+    async def submit(self, call: TrainingCall) -> None:
+        """Accept a call, after those in `submitting`; a repeated request is the same call.
 
         Raises ConfigError, and HTTPException 429, after which clients repeat the request."""
         self.last_request = time.time()
@@ -222,7 +224,7 @@ class ServedModel:
         self.digests[number] = xxhash.xxh3_128_digest(call.body)
         if self.logged > 2 * CALL_BYTES and call.route.startswith("forward"):
             call = msgspec.structs.replace(call, body=b"")  # refused in its turn, also if repeated
-        self.log.write(number, "call", call)
+        await asyncio.to_thread(self.log.write, number, "call", call)
         self.logged += len(call.body)
         self._open_promise(call)
         self.arrived.set()
@@ -230,16 +232,16 @@ class ServedModel:
     def _open_promise(self, call: TrainingCall) -> None:
         self.sizes[call.number] = len(call.body)
         self.shares.used[self.record.session] += len(call.body)
-        self.promises[call.number] = asyncio.get_running_loop().create_future()
+        self.promises[call.number] = asyncio.Future()
 
-    def find_promise(self, number: int) -> asyncio.Future[TrainingOutcome] | None:
+    async def find_promise(self, number: int) -> asyncio.Future[TrainingOutcome] | None:
         """Return the future of a call, also of one before a restart; None: unknown call."""
         if number in self.promises:
             return self.promises[number]
-        outcome = self.log.read_outcome(number)
+        outcome = await asyncio.to_thread(self.log.read_outcome, number)
         if outcome is None:
             return None
-        promise: asyncio.Future[TrainingOutcome] = asyncio.get_running_loop().create_future()
+        promise = asyncio.Future[TrainingOutcome]()
         promise.set_result(outcome)
         return promise
 
@@ -264,7 +266,8 @@ class ServedModel:
             await self.arrived.wait()
 
     async def _carry_out(self, number: int) -> None:
-        call = self.log.read_call(number)  # bodies that wait would fill the memory
+        # the bodies of calls that wait would fill the memory
+        call = await asyncio.to_thread(self.log.read_call, number)
         assert call is not None
         try:
             outcome = await self._perform(call)
@@ -276,31 +279,33 @@ class ServedModel:
         except Exception as error:  # a client waits for the outcome, and later calls must run
             log(f"{self.id}, call {number}, {call.route}", traceback=True)
             outcome = self._build_outcome(error=repr(error), category="server")
-        self.log.write(number, "outcome", outcome)  # from here on the call's effect is permanent
+        await asyncio.to_thread(self.log.write, number, "outcome", outcome)
+        # from here on the call's effect is permanent
         self.logged += len(outcome.reply)
         self._apply_outcome(number, call.route, outcome)
+        if self.listed > 2 * self.ledger.remembered:
+            await self.ledger.rewrite()
+            await asyncio.to_thread(self._drop_sequences)
         self.digests.pop(number, None)
         self.shares.used -= Counter({self.record.session: self.sizes.pop(number)})
         self.promises[number].set_result(outcome)
         for finished in [call for call in self.promises if call < number - 16]:
             del self.promises[finished]  # `find_promise` reads it from disk
-        interval = self.config.training.checkpoint_every
-        stepped = call.route == "optim_step" and self.version % interval == 0
+        is_due = not (outcome.error or self.version % self.config.training.checkpoint_every)
         # between two steps, all that a checkpoint lacks is a gradient, or that one was refused
         is_large = self.logged > CALL_BYTES and not (self.lags or self.refused)
-        if is_large or (stepped and not outcome.error):
+        has_checkpoint = call.route == "load_weights"
+        if not (has_checkpoint or is_large or (call.route == "optim_step" and is_due)):
+            return
+        self.logged = 0  # calls that come meanwhile find room
+        if not has_checkpoint:
             path = str(self.log.locate_checkpoint(number, self.version))
             try:
                 await self._call_trainer(SaveWeights(self.id, path, True))
             except (WorkerExited, ConfigError) as error:
                 log(f"{self.id}: the checkpoint was not written: {error}")
-            else:
-                self.log.prune()
-        elif call.route == "load_weights":
-            self.log.prune()
-        else:
-            return
-        self.logged = self.log.measure()
+        left = await asyncio.to_thread(self.log.prune)
+        self.logged += left
 
     async def _perform(self, call: TrainingCall) -> TrainingOutcome:
         if self.unusable:
@@ -312,7 +317,7 @@ class ServedModel:
                         f"the calls of {self.id} since its last optimizer step take "
                         f"{self.logged >> 20} MiB of the disk, which is too much: call optim_step"
                     )
-                return await self._compute_loss(wire.parse_loss_request(call.body))
+                return await self._compute_loss(call.body)
             case "create_model":
                 await self._call_trainer(None)
                 return self._reply({"type": "create_model", "model_id": self.id})
@@ -375,30 +380,33 @@ class ServedModel:
             last_call, version = checkpoints[-1]
             first, path = last_call + 1, str(self.log.locate_checkpoint(last_call, version))
         await self._repeat(LoadModel(self.id, self.record.rank, self.record.seed, path, bool(path)))
-        gone = f"{self.id}: the newest checkpoint of its weights is gone"
         for number in range(first, self.next):
-            call, outcome = self.log.read_call(number), self.log.read_outcome(number)
-            if call is None or outcome is None:
-                raise ConfigError(gone)
-            if call.route == "optim_step":
-                step: Request = DropGradient(self.id)
-                if not outcome.error:
-                    step = wire.parse_step(self.id, call.body)
-                await self._repeat(step)
-            elif not outcome.error and call.route == "forward_backward":
-                message = wire.parse_loss_request(call.body)
-                decoded = wire.parse_loss_call(message, self.config.losses.stable_reinforce)
-                lags = np.frombuffer(outcome.token_lags, "<i4")
-                splits = np.cumsum([datum.length for datum in decoded.data])[:-1]
-                # that of the call's own time; an earlier version of the server did not write it
-                limit = self.config.staleness.max_lag if outcome.limit is None else outcome.limit
-                data = [
-                    add_lags(datum, datum_lags, limit)[0]
-                    for datum, datum_lags in zip(decoded.data, np.split(lags, splits), strict=True)
-                ]
-                await self._repeat(ForwardBackward(self.id, data, decoded.loss, decoded.config))
-            elif not outcome.error and call.route == "load_weights":
-                raise ConfigError(gone)
+            if request := await asyncio.to_thread(self._read_request, number):
+                await self._repeat(request)
+
+    def _read_request(self, number: int) -> Request | None:
+        """Build the request that repeats a call of an earlier training process.
+
+        None: the call left the model as it was.  Raises ConfigError if the call or its result is no
+        longer on the disk."""
+        call, outcome = self.log.read_call(number), self.log.read_outcome(number)
+        if call is None or outcome is None or (not outcome.error and call.route == "load_weights"):
+            raise ConfigError(f"{self.id}: the newest checkpoint of its weights is gone")
+        if call.route == "optim_step":
+            return DropGradient(self.id) if outcome.error else wire.parse_step(self.id, call.body)
+        if outcome.error or call.route != "forward_backward":
+            return None
+        message = wire.parse_loss_request(call.body)
+        decoded = wire.parse_loss_call(message, self.config.losses.stable_reinforce)
+        lags = np.frombuffer(outcome.token_lags, "<i4")
+        splits = np.cumsum([datum.length for datum in decoded.data])[:-1]
+        # that of the call's own time; an earlier version of the server did not write it
+        limit = self.config.staleness.max_lag if outcome.limit is None else outcome.limit
+        data = [
+            add_lags(datum, datum_lags, limit)[0]
+            for datum, datum_lags in zip(decoded.data, np.split(lags, splits), strict=True)
+        ]
+        return ForwardBackward(self.id, data, decoded.loss, decoded.config)
 
     async def _repeat(self, request: Request) -> None:
         result = await self.trainer.call(request)
@@ -407,41 +415,43 @@ class ServedModel:
 
     # ---- forward_backward ------------------------------------------------------------------------
 
-    async def _compute_loss(self, message: pb.ForwardBackwardRequest) -> TrainingOutcome:
+    async def _compute_loss(self, body: bytes) -> TrainingOutcome:
         """Compute a loss after measuring the lags of its tokens.
 
         Raises ConfigError for tokens above the limit, and for requests that are not served."""
-        decoded = wire.parse_loss_call(message, self.config.losses.stable_reinforce)
         staleness = self.config.staleness
-        lags: Counter[int] = Counter()
-        sequences: list[str] = []
-        data: list[Datum] = []
-        token_lags: list[bytes] = []
-        sampled: list[list[SampledRun]] = []
+        lags, sequences = Counter[int](), list[str]()
+        data, token_lags, sampled = list[Datum](), list[bytes](), list[list[SampledRun]]()
         matched = Counter(self.matched)
-        for index, (datum, spans) in enumerate(zip(decoded.data, decoded.spans, strict=True)):
-            await asyncio.sleep(0)  # other clients' requests go on between two datums
-            try:
-                runs = self.ledger.resolve(datum, spans, matched, self.ancestry)
-            except ConfigError as error:
-                raise ConfigError(f"datum {index}, {error}") from error
-            measured = measure_lags(
-                datum,
-                runs,
-                self.ancestry,
-                self.version,
-                limit=math.inf if staleness.on_exceed == "mask" else staleness.max_lag,
-                unknown=staleness.unknown,
-                supervised=staleness.supervised,
-            )
-            if measured.refused and not decoded.forward_only:
-                raise ConfigError(f"datum {index}: {measured.refused}")
-            sampled.append(runs)
-            token_lags.append(measured.lags.astype("<i4").tobytes())
-            datum, gradient_lags = add_lags(datum, measured.lags, staleness.max_lag)
-            data.append(datum)
-            lags.update(gradient_lags[gradient_lags != NOT_SAMPLED].tolist())
-            sequences += measured.sequences
+
+        def measure(body: bytes) -> wire.LossCall:
+            message = wire.parse_loss_request(body)
+            decoded = wire.parse_loss_call(message, self.config.losses.stable_reinforce)
+            for index, (datum, spans) in enumerate(zip(decoded.data, decoded.spans, strict=True)):
+                try:
+                    runs = self.ledger.resolve(datum, spans, matched, self.ancestry)
+                except ConfigError as error:
+                    raise ConfigError(f"datum {index}, {error}") from error
+                measured = measure_lags(
+                    datum,
+                    runs,
+                    self.ancestry,
+                    self.version,
+                    limit=math.inf if staleness.on_exceed == "mask" else staleness.max_lag,
+                    unknown=staleness.unknown,
+                    supervised=staleness.supervised,
+                )
+                if measured.refused and not decoded.forward_only:
+                    raise ConfigError(f"datum {index}: {measured.refused}")
+                sampled.append(runs)
+                token_lags.append(measured.lags.astype("<i4").tobytes())
+                datum, gradient_lags = add_lags(datum, measured.lags, staleness.max_lag)
+                data.append(datum)
+                lags.update(gradient_lags[gradient_lags != NOT_SAMPLED].tolist())
+                sequences.extend(measured.sequences)
+            return decoded
+
+        decoded = await wire.decode(measure, body)
         request = ForwardBackward(self.id, data, decoded.loss, decoded.config, decoded.forward_only)
         result = await self._call_trainer(request)
         assert isinstance(result, ScoreResult)
@@ -473,16 +483,14 @@ class ServedModel:
         result = await self._call_trainer(request)
         assert isinstance(result, StepResult)
         step_metrics = result.metrics | measure_lag_metrics(self.lags)
-        found = [self.ledger.sequences.get(id) for id in set(self.sequences)]
-        lengths = [sequence.length for sequence in found if sequence is not None]
-        now, previous = time.monotonic(), self.stepped
-        self.stepped = now
-        if lengths:
+        found = filter(None, map(self.ledger.sequences.get, set(self.sequences)))
+        if lengths := [sequence.length for sequence in found]:
             step_metrics["answer/length"] = sum(lengths) / len(lengths)
-        if previous is not None and now > previous:
-            tokens = sum(n for lag, n in self.lags.items() if lag != NOT_SAMPLED)
-            step_metrics["throughput/learner_tokens_per_s"] = tokens / (now - previous)
-            step_metrics["time/step"] = now - previous
+        now = time.monotonic()
+        seconds, self.stepped = now - self.stepped, now
+        if seconds > 0:
+            step_metrics["throughput/learner_tokens_per_s"] = self.lags.total() / seconds
+            step_metrics["time/step"] = seconds
         names = ["optim/grad_norm", "optim/lr", "lag/mean", "lag/max", "lag/unknown_share"]
         reply_metrics = {
             name.replace("/", "_"): step_metrics[name] for name in names if name in step_metrics
@@ -505,8 +513,7 @@ class ServedModel:
 
     async def _write_saved(self, path: Path, number: int, *, state: bool = False) -> None:
         """Save the model under a name or as a version, and write its record."""
-        label = f"{self.version} {self.ancestry.model}"
-        named = path.parent.name != "versions"
+        label, named = f"{self.version} {self.ancestry.model}", path.parent.name != "versions"
         await self._call_trainer(SaveWeights(self.id, str(path), state, label, named))
         note = SavedWeights(
             self.ancestry.model,
@@ -540,8 +547,7 @@ class ServedModel:
         name = request.path or f"{self.version:06d}"
         path = self._locate_unused("weights", name, call.number, request.overwrite)
         await self._write_saved(path, call.number, state=True)
-        tinker_path = f"tinker://{self.id}/weights/{name}"
-        return self._reply({"type": "save_weights", "path": tinker_path})
+        return self._reply({"type": "save_weights", "path": f"tinker://{self.id}/weights/{name}"})
 
     async def _save_for_sampler(self, call: TrainingCall) -> TrainingOutcome:
         request = wire.parse_json(sdk.SaveWeightsForSamplerRequest, call.body)
@@ -561,7 +567,7 @@ class ServedModel:
         versions = sorted(tuple(map(int, note.stem.split("-"))) for note in notes)
         for version in versions[: -self.config.weights.slots]:
             path = self.locate_version(*version)
-            shutil.rmtree(path, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
             _locate_note(path).unlink(missing_ok=True)
         return self._reply(values)
 

@@ -65,11 +65,7 @@ class ScoredDatum:
             "used": (inside if mask is None else inside & (mask != 0)).astype(int),
         }
         versions = [
-            [
-                "unknown" if sequence is None else str(sequence.version),
-                begin - start,
-                end - start,
-            ]
+            ["unknown" if sequence is None else str(sequence.version), begin - start, end - start]
             for begin, end, sequence in self.runs
         ]
         lags = np.frombuffer(self.datum.lags, "<i4")[start:stop].tolist()

@@ -26,6 +26,7 @@ from asyncrl.tinker.settings import REFUSAL, TinkerConfig
 
 KEPT = 4096  # requests from which on results that clients have are forgotten
 REQUEST_BYTES = 1 << 30  # of all requests and their results
+TURN = 4  # times the slots of the engine: sequences that a session has in the sampling process
 UNCLAIMED_S = 600.0  # after which a result counts as one that its client has
 REMEMBERED = 10_000  # samplers that stay usable
 INFLIGHT = ":inflight:"  # in the ids of samplers that follow the newest weights of their kind
@@ -86,12 +87,11 @@ class SamplePromise:
     number: int
     size: int
     is_retrieved: bool = False
-    is_started: bool = False  # sent to the sampling process
     paced: str = ""  # why it waits, or ""
     task: asyncio.Task[None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.future: asyncio.Future[SampleOutcome] = asyncio.get_running_loop().create_future()
+        self.future = asyncio.Future[SampleOutcome]()
 
 
 @dataclass(eq=False)
@@ -112,14 +112,14 @@ class SamplerService:
 
     def __post_init__(self) -> None:
         self.vocabulary = read_vocabulary_size(self.config.model.path) or 1 << 31
-        self.path = self.folder / "samplers.jsonl"
-        records = [msgspec.convert(record, SamplerRecord) for record in jsonl.read(self.path)]
+        path = self.folder / "samplers.jsonl"
+        records = [msgspec.convert(record, SamplerRecord) for record in jsonl.read(path)]
         self.samplers = {record.id: record for record in records}  # the one used last comes last
-        self.inflight: dict[str, SamplerRecord] = {}  # model -> the newest one
+        self.inflight = dict[str, SamplerRecord]()  # model -> the newest one
         for record in records:
             self._follow(record)
-        self.file = jsonl.JsonlAppender(self.path)
-        self.promises: dict[str, SamplePromise] = {}
+        self.file = jsonl.JsonlAppender(path)
+        self.promises = dict[str, SamplePromise]()
         self.shares = SessionShares(REQUEST_BYTES)
         self.suspects: set[SamplePromise] = set()  # sampled when the process crashed
         self.one_by_one = asyncio.Lock()
@@ -127,7 +127,9 @@ class SamplerService:
         # a restarted server must not repeat random streams for new requests
         self.ticket = self.ledger.sampled_total
         self.released = asyncio.Event()
-        self.paced_models: set[str] = set()  # models whose requests have waited for training
+        self.in_flight = Counter[str]()  # model -> sequences that need not wait for training
+        # session -> its turns, and its free places in the sampling process
+        self.turns = dict[str, tuple[asyncio.Lock, asyncio.Semaphore]]()
 
     def open(self, record: SamplerRecord) -> SamplerRecord:
         """Create a sampler, or return the existing one with this id."""
@@ -241,14 +243,14 @@ class SamplerService:
         try:
             while reason := self.pace(sampler, job.count):
                 promise.paced = reason
-                if sampler.model not in self.paced_models:
-                    self.paced_models.add(sampler.model)
-                    log(f"requests to sample wait: {reason}; later waits are not printed")
                 self.released.clear()
                 await self.released.wait()
             promise.paced = ""
-            promise.is_started = True
-            outcome = await self._call_sampler(job, promise)
+            self.in_flight[sampler.model] += job.count
+            try:
+                outcome = await self._take_turn(job, promise)
+            finally:
+                self.in_flight[sampler.model] -= job.count
         except asyncio.CancelledError:
             outcome = SampleOutcome(error="the request was canceled")
         except Exception as error:  # a client waits for the outcome
@@ -258,6 +260,20 @@ class SamplerService:
         if not promise.future.done():
             promise.future.set_result(outcome)
         asyncio.get_running_loop().call_later(UNCLAIMED_S, setattr, promise, "is_retrieved", True)
+
+    async def _take_turn(self, job: SampleCall, promise: SamplePromise) -> SampleOutcome:
+        """Sample as soon as the session has few sequences in the sampling process.
+
+        That process takes requests in their order, so those of other sessions wait for these few.
+        """
+        window = TURN * self.config.sampling.slots
+        new = asyncio.Lock(), asyncio.Semaphore(window)
+        turn, places = self.turns.setdefault(promise.sampler.session, new)
+        async with contextlib.AsyncExitStack() as taken:
+            async with turn:
+                for _ in range(min(job.count, window)):
+                    await taken.enter_async_context(places)
+            return await self._call_sampler(job, promise)
 
     async def _call_sampler(self, job: SampleCall, promise: SamplePromise) -> SampleOutcome:
         """Sample; if the process exits, a new one samples the same sequences.
@@ -292,14 +308,6 @@ class SamplerService:
             promise.is_retrieved = True
             self.link.cancel(promise.number)
             promise.task.cancel()
-
-    def count_in_flight(self, model: str) -> int:
-        """Return the number of sequences of a model that are being sampled."""
-        return sum(
-            len(promise.sequences)
-            for promise in self.promises.values()
-            if not promise.future.done() and promise.is_started and promise.sampler.model == model
-        )
 
     def close(self) -> None:
         self.file.close()

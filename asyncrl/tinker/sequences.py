@@ -12,6 +12,7 @@ sequence can be compared.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import itertools
 import secrets
@@ -80,9 +81,9 @@ class SampledRun(NamedTuple):
     sequence: SampledSequence | None
 
 
-def compute_fingerprint(tokens: bytes, logprobs: bytes) -> str:
-    """Return a digest of int32 tokens and float32 log-probabilities."""
-    return xxhash.xxh3_64_hexdigest(tokens + logprobs)
+def compute_fingerprint(content: bytes) -> str:
+    """Return a digest of int32 tokens with their float32 log-probabilities."""
+    return xxhash.xxh3_64_hexdigest(content)
 
 
 @dataclass
@@ -117,17 +118,19 @@ class SequenceLedger:
 
     def __init__(self, path: Path, remembered: int = REMEMBERED) -> None:
         self.remembered = remembered
-        self.sequences: dict[str, SampledSequence] = {}  # in the order of sampling
-        self.by_fingerprint: dict[str, list[SampledSequence]] = {}
-        self.models: dict[str, ModelLedger] = {}
+        self.sequences = dict[str, SampledSequence]()  # in the order of sampling
+        self.by_fingerprint = dict[str, list[SampledSequence]]()
+        self.models = dict[str, ModelLedger]()
+        self.forgotten = dict[str, ModelLedger]()  # of the sequences that are not remembered
         self.rows = 0  # in the file
         self.row_tokens = 0  # whose content is in the file
         self.comparable: deque[SampledSequence] = deque()  # sequences with content
         self.comparable_tokens = 0
-        self.counted: dict[str, int] = {}  # model -> the last call whose step was counted
+        self.counted = dict[str, int]()  # model -> the last call whose step was counted
         for row in jsonl.read(path):
             if (forgotten := row.get("forgotten")) is not None:
-                self.models = {model: ModelLedger(**totals) for model, totals in forgotten.items()}
+                for ledgers in (self.models, self.forgotten):
+                    ledgers |= {model: ModelLedger(**totals) for model, totals in forgotten.items()}
                 self.counted = row["counted"]
                 continue
             self._add(
@@ -141,6 +144,7 @@ class SequenceLedger:
         self.file = jsonl.JsonlAppender(path)
         self.prefix = secrets.token_hex(4)  # new per server, so that ids are never reused
         self.numbers = itertools.count()
+        self.rewriting = asyncio.Lock()
 
     @property
     def sampled_total(self) -> int:
@@ -157,32 +161,31 @@ class SequenceLedger:
         runs = find_runs(np.frombuffer(logprobs, "<f4") != 0)
         if runs and 4 * (runs[0][1] - runs[0][0]) != len(tokens):
             piece = slice(4 * runs[0][0], 4 * runs[0][1])
-            uncertain = compute_fingerprint(tokens[piece], logprobs[piece]), runs[0][0]
+            uncertain = compute_fingerprint(tokens[piece] + logprobs[piece]), runs[0][0]
+        content = tokens + logprobs
         sequence = SampledSequence(
-            *(id, model, version, len(tokens) // 4, compute_fingerprint(tokens, logprobs)),
+            *(id, model, version, len(tokens) // 4, compute_fingerprint(content)),
             uncertain,
-            content=tokens + logprobs,
+            content=content,
         )
-        self.file.write(_build_row(sequence))
+        self.file.write(_build_row(sequence, 0))
         self._add(sequence)
         while len(self.sequences) > self.remembered:
             self._forget(next(iter(self.sequences.values())))
-        if self.rows > 2 * self.remembered or self.row_tokens > 2 * COMPARABLE_TOKENS:
-            self.rewrite()
 
     def _forget(self, sequence: SampledSequence) -> None:
         """Drop the oldest sequence, which the totals still count."""
         if sequence.content:
             self._drop_oldest_content()
         del self.sequences[sequence.id]
+        self.forgotten.setdefault(sequence.model, ModelLedger()).add(sequence)
         for key in sequence.fingerprints:
             self.by_fingerprint[key].remove(sequence)
             if not self.by_fingerprint[key]:
                 del self.by_fingerprint[key]
         if not sequence.trained:
             ledger = self.find_ledger(sequence.model)
-            ledger.untrained[sequence.version] -= 1
-            ledger.drop_empty()
+            ledger.untrained -= Counter({sequence.version: 1})
             ledger.forgotten_untrained += 1
 
     def _drop_oldest_content(self) -> None:
@@ -190,19 +193,39 @@ class SequenceLedger:
         self.comparable_tokens -= sequence.length
         sequence.content = b""
 
-    def rewrite(self) -> None:
-        """Replace the rows of forgotten sequences by totals, and store the training counts."""
-        remembered: dict[str, ModelLedger] = {}
-        for sequence in self.sequences.values():
-            remembered.setdefault(sequence.model, ModelLedger()).add(sequence)
-        forgotten = {
-            model: ledger.subtract(remembered.get(model, ModelLedger()))
-            for model, ledger in self.models.items()
-        }
-        rows: list[JsonObject] = [{"forgotten": forgotten, "counted": self.counted}]
-        rows += [_build_row(sequence) for sequence in self.sequences.values()]
-        self.file.replace(jsonl.encode(rows))
-        self.rows, self.row_tokens = len(self.sequences), self.comparable_tokens
+    @property
+    def is_long(self) -> bool:
+        """Whether the file has so many rows or tokens that it should be rewritten."""
+        return self.rows > 2 * self.remembered or self.row_tokens > 2 * COMPARABLE_TOKENS
+
+    async def rewrite(self) -> None:
+        """Replace the rows of forgotten sequences by totals, and store the training counts.
+
+        A thread writes the new file, and rows that come meanwhile are copied from the old one."""
+        async with self.rewriting:
+            head: JsonObject = {"forgotten": {}, "counted": {**self.counted}}
+            for model, ledger in self.forgotten.items():
+                counts = ledger.to_dict()
+                head["forgotten"][model] = counts
+                counts["forgotten_untrained"] = counts.pop("never_trained")
+            rows = [(sequence, sequence.trained) for sequence in self.sequences.values()]
+            size = self.file.path.stat().st_size
+            part = jsonl.JsonlAppender(self.file.path.with_suffix(".part"))
+            part.clear()
+
+            def write() -> None:
+                part.write(head)
+                for row in rows:
+                    part.write(_build_row(*row))
+
+            await asyncio.to_thread(write)
+            with self.file.path.open("rb") as file:
+                file.seek(size)
+                part.append(file.read())
+            part.path = part.path.rename(self.file.path)
+            self.file.close()
+            self.file = part
+            self.rows, self.row_tokens = len(self.sequences), self.comparable_tokens
 
     def _add(self, sequence: SampledSequence) -> None:
         self.rows += 1
@@ -243,15 +266,15 @@ class SequenceLedger:
             span_runs = []
             start = 0
             for span in spans:
-                stop = start + span.length
-                if min(span.offset, span.length) < 0 or stop > datum.length:
+                id, offset, length, sampled = span
+                stop = start + length
+                if min(offset, length) < 0 or stop > datum.length:
                     raise ConfigError(
-                        f"position {start}: a provenance span has offset {span.offset} and length "
-                        f"{span.length}; spans cover the {datum.length} positions of the datum in "
-                        "order"
+                        f"position {start}: a provenance span has offset {offset} and length "
+                        f"{length}; spans cover the {datum.length} positions of the datum in order"
                     )
-                if span.sampled and span.length:
-                    sequence = self.sequences.get(span.sequence)
+                if sampled and length:
+                    sequence = self.sequences.get(id)
                     is_known = sequence is not None and _check_span(datum, span, start, sequence)
                     span_runs.append(SampledRun(start, stop, sequence if is_known else None))
                 start = stop
@@ -282,17 +305,17 @@ class SequenceLedger:
             if start < covered:
                 continue
             piece = slice(4 * start, 4 * stop)
-            key = compute_fingerprint(datum.targets[piece], logprobs[piece])
+            key = compute_fingerprint(datum.targets[piece] + logprobs[piece])
             fits = []
-            for sequence in self.by_fingerprint.get(key, []):
+            for sequence in [*self.by_fingerprint.get(key, ())]:  # a thread may run this
                 first = start
-                if key != sequence.fingerprint and sequence.uncertain is not None:
+                if key != sequence.fingerprint and sequence.uncertain:
                     first -= sequence.uncertain[1]
                 piece = slice(4 * first, 4 * (first + sequence.length))
-                tokens, scores = datum.targets[piece], logprobs[piece]
-                is_equal = compute_fingerprint(tokens, scores) == sequence.fingerprint
+                content = datum.targets[piece] + logprobs[piece]
+                is_equal = compute_fingerprint(content) == sequence.fingerprint
                 # a client can make a sequence of the same fingerprint
-                if first >= 0 and is_equal and sequence.content in (b"", tokens + scores):
+                if first >= 0 and is_equal and sequence.content in (b"", content):
                     fits.append((first, sequence))
             best = min(
                 fits,
@@ -316,11 +339,11 @@ class SequenceLedger:
 
     def sum_totals(self, model: str) -> dict[str, int]:
         """Return the ledger of a model with all its branches."""
-        ledgers = [
-            ledger for branch, ledger in self.models.items() if strip_branch(branch) == model
-        ]
-        totals = [ledger.to_dict() for ledger in ledgers or [ModelLedger()]]
-        return {name: sum(counts[name] for counts in totals) for name in totals[0]}
+        totals = Counter(ModelLedger().to_dict())
+        for branch, ledger in self.models.items():
+            if strip_branch(branch) == model:
+                totals.update(ledger.to_dict())
+        return {**totals}
 
     def mark_trained(self, ids: Iterable[str], model: str, call: int) -> None:
         """Count that the optimizer step of a model's call trained these sequences."""
@@ -329,8 +352,7 @@ class SequenceLedger:
             sequence.trained += 1
             ledger = self.find_ledger(sequence.model)
             if sequence.trained == 1:
-                ledger.untrained[sequence.version] -= 1
-                ledger.drop_empty()
+                ledger.untrained -= Counter({sequence.version: 1})
                 ledger.trained_once += 1
             elif sequence.trained == 2:
                 ledger.trained_once -= 1
@@ -350,20 +372,19 @@ def _check_span(datum: Datum, span: ProvenanceSpan, start: int, sequence: Sample
         raise ConfigError(
             f"position {start}: {named}sequence {sequence.id}, which has {sequence.length}"
         )
-    logprobs = datum.fields.get("logprobs")
-    if not sequence.content:
+    logprobs, content = datum.fields.get("logprobs"), sequence.content
+    if not content:
         if logprobs is None or span.length != sequence.length:
             return False
         piece = slice(4 * start, 4 * (start + span.length))
-        fingerprint = compute_fingerprint(datum.targets[piece], logprobs[piece])
-        return fingerprint == sequence.fingerprint
+        return compute_fingerprint(datum.targets[piece] + logprobs[piece]) == sequence.fingerprint
     for dtype, first, sent, name in (
         ("<i4", 0, datum.targets, "token"),
         ("<f4", sequence.length, logprobs, "log-probability"),
     ):
         if sent is None:
             continue  # cross_entropy has no log-probabilities
-        expected = np.frombuffer(sequence.content, dtype, span.length, 4 * (first + span.offset))
+        expected = np.frombuffer(content, dtype, span.length, 4 * (first + span.offset))
         values = np.frombuffer(sent, dtype, span.length, 4 * start)
         if len(different := np.flatnonzero(values != expected)):
             at = int(different[0])
@@ -374,13 +395,13 @@ def _check_span(datum: Datum, span: ProvenanceSpan, start: int, sequence: Sample
     return True
 
 
-def _build_row(sequence: SampledSequence) -> JsonObject:
+def _build_row(sequence: SampledSequence, trained: int) -> JsonObject:
     """Build the row of a sequence in sequences.jsonl."""
     return {
         **{name: getattr(sequence, name) for name in COLUMNS},
         "uncertain": sequence.uncertain,
         "content": base64.b64encode(sequence.content).decode(),
-        **({"trained": sequence.trained} if sequence.trained else {}),
+        **({"trained": trained} if trained else {}),
     }
 
 
@@ -390,7 +411,7 @@ def find_runs(inside: np.ndarray) -> list[tuple[int, int]]:
     >>> find_runs(np.array([False, True, True, False, True]))
     [(1, 3), (4, 5)]
     """
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], inside, [False]]).astype(np.int8)))
+    edges = np.flatnonzero(np.diff(inside, prepend=False, append=False))
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 
 
@@ -418,15 +439,6 @@ class ModelLedger:
         else:
             self.trained_again += 1
 
-    def drop_empty(self) -> None:
-        """Forget versions without untrained sequences."""
-        self.untrained = +self.untrained
-
-    def subtract(self, remembered: ModelLedger) -> dict[str, int]:
-        """Return the totals minus those of the remembered sequences."""
-        forgotten = {name: getattr(self, name) - getattr(remembered, name) for name in COUNTS}
-        return forgotten | {"forgotten_untrained": self.forgotten_untrained}
-
     def to_dict(self) -> dict[str, int]:
         """Return the counts of the ledger; those of trained ones add up to `sampled`."""
         never_trained = sum(self.untrained.values()) + self.forgotten_untrained
@@ -449,7 +461,7 @@ def measure_lags(
     *,
     limit: float,
     unknown: str,
-    supervised: str = "train",
+    supervised: str,
 ) -> LagCheck:
     """Compute the lag of every position of a datum, and check it against the limit.
 

@@ -56,10 +56,9 @@ def log_progress(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-async def log_waiting(began: float) -> None:
-    """Print a line every PROGRESS_S until the task is cancelled.
-
-    began: CLOCK_MONOTONIC seconds."""
+async def log_waiting() -> None:
+    """Print a line every PROGRESS_S until the task is cancelled."""
+    began = time.monotonic()
     while True:
         await asyncio.sleep(PROGRESS_S)
         log_progress(f"starting trainer and samplers ({time.monotonic() - began:.0f} s)")
@@ -128,8 +127,7 @@ def serve(config: TinkerConfig, source: str) -> None:
         file = logging.FileHandler(logs / "server.log", encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
         logger.propagate = False
-        for handler in (logging.StreamHandler(sys.stderr), file):
-            logger.addHandler(handler)
+        logger.handlers += [logging.StreamHandler(sys.stderr), file]
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         asyncio.run(run())
 
@@ -143,11 +141,8 @@ def record_process(folder: Path) -> Iterator[None]:
     code, reason = 0, ""
     try:
         yield
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-        raise
     except BaseException as error:
-        code, reason = 1, str(error)
+        code, reason = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1, str(error)
         raise
     finally:
         process.end(code, reason)
@@ -158,7 +153,7 @@ def record_process(folder: Path) -> Iterator[None]:
 async def run_workers(server: TinkerServer) -> AsyncIterator[None]:
     """Start and stop the processes of a server."""
     log_progress("starting trainer and samplers")
-    waiting = asyncio.create_task(log_waiting(time.monotonic()))
+    waiting = asyncio.create_task(log_waiting())
     try:
         try:
             await server.start()

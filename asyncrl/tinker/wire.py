@@ -87,7 +87,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         values = msgspec.json.decode(body or b"{}", type=dict[str, Any])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ConfigError(f"the body is not a JSON object: {error}") from error
-    others, nested = 0, list[Any]([values])
+    nested: list[Any] = [values]
+    others = 0
     for entry in nested:
         for value in entry.values() if isinstance(entry, dict) else entry:
             if type(value) is int:

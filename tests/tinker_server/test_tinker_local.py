@@ -85,7 +85,10 @@ def test_bounded_records_close_the_ledger_after_a_restart(start: Start) -> None:
     sessions = server.server.sessions
     rows = jsonl.read(folder / "trained.jsonl")
     assert [row["batch"] for row in rows] == [*range(8)]
+    assert metrics.read(folder)[0]["answer/length"] == sum(len(x.tokens) for x in first[:2]) / 2
     assert sum(len(row["sequences"]) for row in rows) <= 8
+    while server.server.ledger.is_long:  # it is rewritten within LEDGER_S
+        assert server.thread.is_alive()
     assert len(jsonl.read(server.folder / "sequences.jsonl")) <= 1 + 8
     for _ in range(2):  # the second time from a file of the first
         server = start(remembered=4)
@@ -169,7 +172,7 @@ def test_pace_counts_lagging_sequences(start: Start, monkeypatch: pytest.MonkeyP
     for other in ({"model": ""}, {"model": f"{client.model_id}@7"}):
         assert pace(msgspec.structs.replace(record, **other), 99) == ""
     model = server.server.models[client.model_id]
-    monkeypatch.setattr(samplers, "count_in_flight", lambda name: 7 * (name == client.model_id))
+    samplers.in_flight[client.model_id] = 7
     assert pace(record, 1).startswith("10 sequences of")
     model.version = 2  # the early one is beyond the limit, and is not trained any more
     assert pace(record, 1).startswith("9 sequences of")
@@ -188,6 +191,9 @@ def test_a_state_loaded_into_its_model_begins_a_branch(start: Start) -> None:
         late_sampler = sampler_of(client)
         late = draw(late_sampler, 1)[0]
         client.load_state(begin).result()
+        log = server.server.models[client.model_id].log
+        [(number, version)] = log.list_checkpoints()
+        assert version == 0 and number == server.server.models[client.model_id].branch > 0
         assert np.array_equal(scored(client), before)
         step(client, [policy_datum(early)], "importance_sampling")
         fresh = sampler_of(client)  # version 1 again, of other weights
@@ -331,7 +337,7 @@ def test_old_versions_of_weights_and_their_samplers_are_forgotten(start: Start) 
         with pytest.raises(tinker.RequestFailedError, match=r"keeps weights\.slots = 2 versions"):
             draw(opened[0], 1)
         opened.append(sampler_of(client))
-        assert len(samplers.samplers) == len(jsonl.read(samplers.path)) == 2
+        assert len(samplers.samplers) == len(jsonl.read(server.folder / "samplers.jsonl")) == 2
         assert draw(base, 1) and draw(opened[3], 1)
         with pytest.raises(tinker.BadRequestError, match="no such sampler among the 2 used last"):
             draw(opened[2], 1)
@@ -477,8 +483,8 @@ def test_calls_wait_their_turn_and_are_once(start: Start, monkeypatch: pytest.Mo
     shares = server.server.shares
     shares.total = 2 * shares.used.total()
     full = ask(3)
-    assert full.status_code == 429 and full.headers["retry-after"] == "1"
-    assert "too many training calls of" in full.json()["error"]
+    text = f"too many training calls of {client.model_id.partition(':')[0]} wait"
+    assert (full.status_code, full.headers["retry-after"], full.json()["error"]) == (429, "1", text)
     assert shares.is_free("another", shares.total // 2)
     step_call(1)  # the one that the others wait for is always accepted
     while result(early).status_code == 408:  # each waits a moment for it
@@ -519,6 +525,10 @@ def test_a_killed_process_is_given_the_model_anew(start: Start) -> None:
             server.training.exits = set(exits)
             norms = [step(client, TUNED, "cross_entropy")["optim_grad_norm"] for _ in range(4)]
             results.append((norms, scored(client).tolist()))
+            log = server.server.models[client.model_id].log
+            assert log.list_checkpoints() == [(4, 2), (8, 4)]
+            assert log.list_numbers("call") == [0, 9]  # those that the last one lacks
+            assert log.list_numbers("outcome") == [0, 5, 6, 7, 8, 9]
         assert server.training.generation == 3 and results[0] == results[1] == results[2]
         server.training.exits = {1, 2, 3, 4}  # more than it may be started again
         with pytest.raises(tinker.RequestFailedError, match="the process ended"):

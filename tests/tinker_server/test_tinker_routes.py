@@ -25,6 +25,8 @@ from asyncrl.tinker import app, samplers, wire
 from asyncrl.tinker.links import WorkerExited
 from asyncrl.tinker.messages import CallFailure
 from asyncrl.tinker.model_records import CallLog, build_folder_name
+from asyncrl.tinker.sequences import SequenceLedger
+from asyncrl.transport.connection_guard import raise_descriptor_limit
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 TUNED = [tuned_datum([5, 6, 7, 8, 1])]
@@ -93,7 +95,9 @@ def test_every_route_wants_the_key(server: LocalServer, http: httpx.Client) -> N
             ("DELETE", "training_runs/m/checkpoints/weights/x"),
         ):
             reply = httpx.request(method, f"{server.url}/api/v1/{path}", headers=headers)
-            assert "TINKER_API_KEY" in error(reply, 401)
+            assert error(reply, 401).endswith(
+                "set TINKER_API_KEY to the content of its file api_key"
+            )
     assert http.get("/healthz").json() == {"status": "ok"}
     reply = http.post("/session_heartbeat", json={"session_id": "s-1"})
     assert reply.json() == {"type": "session_heartbeat"}
@@ -153,22 +157,6 @@ def test_calls_are_numbered(http: httpx.Client, service: tinker.ServiceClient) -
         assert "is not known here any more" in error(reply, 410)
 
 
-def test_requests_go_on_between_the_datums_of_a_loss(
-    server: LocalServer, service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = service.create_lora_training_client("tiny", rank=2).result()
-    resolve, others, seen = server.server.ledger.resolve, list[int](), list[int]()
-
-    def note(*values: Any) -> Any:
-        seen.append(len(others))
-        asyncio.get_running_loop().call_soon(others.append, 1)
-        return resolve(*values)
-
-    monkeypatch.setattr(server.server.ledger, "resolve", note)
-    client.forward(TUNED * 3, "cross_entropy").result()
-    assert seen == [0, 1, 2]
-
-
 def test_an_unexpected_error_costs_its_own_call(
     http: httpx.Client, service: tinker.ServiceClient, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,6 +191,7 @@ def test_what_clients_read_of_server_models_and_samplers(
     for path in (f"training_runs/{client.model_id}x", "samplers/none"):
         assert "this server has no" in error(http.get(f"/{path}"), 404)
     named = service.create_sampling_client(model_path=sampler).result()
+    assert draw(service.create_sampling_client(model_path=state).result(), 1)
     known = http.get(f"/samplers/{named._sampling_session_id}").json()
     assert (known["base_model"], known["model_path"]) == (server.config.model.path, sampler)
     joined = [
@@ -283,45 +272,51 @@ def test_replies_have_all_fields_of_the_api(
     }
 
 
+LARGE = b" " * wire.INLINE_BYTES + b"{}"
+PB = {"content-type": wire.PROTOBUF}
+SAVED = "checkpoints/weights/w"
+
+
 @pytest.mark.parametrize(
-    ("owner", "name", "asked"),
+    "slow",
     [
-        (app, "find_saved", ("GET", "training_runs", None)),
-        (wire, "parse_object", ("POST", "get_info", b" " * wire.INLINE_BYTES + b"{}")),
-        (wire, "parse_loss_request", ("POST", "forward", bytes(wire.INLINE_BYTES + 1))),
-        (atomic_write, "remove", ("DELETE", "training_runs/MODEL/checkpoints/weights/w", None)),
+        (app, "find_saved", lambda web, _: web.get("/training_runs")),
+        (wire, "parse_object", lambda web, _: web.post("/get_info", content=LARGE)),
+        (
+            wire,
+            "parse_loss_request",
+            lambda web, _: web.post("/forward", content=LARGE, headers=PB),
+        ),
+        (SequenceLedger, "resolve", lambda _, x: x.forward(TUNED * 300, "cross_entropy").result()),
+        (CallLog, "write", lambda _, x: x.save_state("v").result()),
+        (CallLog, "prune", lambda _, x: x.load_state(f"tinker://{x.model_id}/weights/w").result()),
+        (atomic_write, "remove", lambda web, x: web.delete(f"/training_runs/{x.model_id}/{SAVED}")),
     ],
 )
 def test_slow_work_for_one_client_stops_no_other(
-    http: httpx.Client,
-    service: tinker.ServiceClient,
-    monkeypatch: pytest.MonkeyPatch,
-    owner: Any,
-    name: str,
-    asked: tuple[str, str, bytes | None],
+    http: httpx.Client, service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch, slow: Any
 ) -> None:
-    """Files of models, large bodies, and weights that are deleted."""
+    """Large bodies and losses, and the files of models."""
+    owner, name, ask = slow
     client = service.create_lora_training_client("tiny", rank=2).result()
     client.save_state("w").result()
     work, began, goes_on = getattr(owner, name), threading.Event(), threading.Event()
 
-    def wait(*values: Any) -> Any:
+    def wait(*values: Any, **named: Any) -> Any:
         began.set()
         assert goes_on.wait(60)
-        return work(*values)
+        return work(*values, **named)
 
-    method, path, body = asked
-    path, kind = path.replace("MODEL", client.model_id), {"content-type": wire.PROTOBUF}
     with ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(owner, name, wait)
-        reply = pool.submit(http.request, method, f"/{path}", content=body, headers=kind)
+        asked = pool.submit(ask, http, client)
         assert began.wait(60)
         monkeypatch.undo()
         try:
-            assert http.get("/healthz", timeout=30).status_code == 200 and not reply.done()
+            assert httpx.get(f"{http.base_url}healthz", headers=http.headers, timeout=30).is_success
         finally:
             goes_on.set()
-        assert reply.result().status_code < 401
+        asked.result()
 
 
 def test_clients_are_told_their_transport(server: LocalServer) -> None:
@@ -360,10 +355,19 @@ def test_models_that_cannot_be_created(
         ({"model_seq_id": "x"}, "model_seq_id = 'x': Input should be a valid integer"),
     ):
         assert message in error(http.post("/create_model", json=good | more), 400)
+    places = server.server.places
+    assert places.total == min(1000, raise_descriptor_limit() // 16)
+    [(other, count)] = places.used.most_common(1)
     with monkeypatch.context() as patch:
-        patch.setattr(app, "MODELS", most := len(server.server.models))
-        assert f"has {most} models" in error(http.post("/create_model", json=good), 400)
-    promise = http.post("/create_model", json=good | {"surprise": None, "tags": []}).json()
+        patch.setattr(places, "total", len(server.server.models))
+        reply = error(http.post("/create_model", json=good), 400)
+        left = f"as many as all sessions leave free of {places.total}: it gets no more"
+        assert reply == f"{session} has 0 models, {left}"
+        patch.setattr(places, "total", places.total + count)  # free: another session finds a place
+        hers = good | {"session_id": other, "model_seq_id": 99}
+        reply = error(http.post("/create_model", json=hers), 400)
+        assert reply.startswith(f"{other} has {count} models, as many as")
+        promise = http.post("/create_model", json=good | {"surprise": None, "tags": []}).json()
     assert promise["model_id"] == f"{session}:train:0"
 
 
@@ -396,7 +400,7 @@ def test_a_request_to_sample_that_waits_is_canceled(
         name = f"{sampler._sampling_session_id}:sample:0"
         while not (name in samplers.promises and samplers.promises[name].paced):
             assert not promised.done()
-        assert samplers.count_in_flight("") == 0, "it has not begun"
+        assert samplers.in_flight[""] == 0, "it has not begun"
         assert http.post("/cancel_future", json={"request_id": name}).status_code == 204
         with pytest.raises(tinker.RequestFailedError, match="the request was canceled") as failed:
             promised.result(60)
@@ -445,6 +449,39 @@ def test_room_for_requests_to_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*service.promises] == ["a1", "b1", "b2", "c1"], "no more are kept than need be"
     submit("c2", 1)
     assert len(service.promises) == 5, "a result that nobody has is kept"
+
+
+def test_sessions_take_turns_at_the_sampling_process() -> None:
+    """A session has few sequences there, so that another's request is soon sampled."""
+    service: Any = object.__new__(samplers.SamplerService)
+    service.config, service.turns = SimpleNamespace(sampling=SimpleNamespace(slots=2)), {}
+    begun: list[str] = []
+
+    async def call(job: Any, promise: Any) -> None:
+        begun.append(job.name)
+        await job.ends.wait()
+
+    async def ask_all() -> None:
+        jobs, tasks = dict[str, Any](), dict[str, Any]()
+        counts = {"a1": 3, "a2": 3, "a3": 3, "a4": 3, "b1": 8, "c1": 100, "c2": 1}
+        for name, count in counts.items():
+            jobs[name] = SimpleNamespace(name=name, count=count, ends=asyncio.Event())
+            promise = SimpleNamespace(sampler=SimpleNamespace(session=name[0]))
+            tasks[name] = asyncio.create_task(service._take_turn(jobs[name], promise))
+        # of 8 places, 2 are too few for a3, and c1 has all of its session
+        for freed, expected in (("", "a1 a2 b1 c1"), ("a3", ""), ("a1", "a4"), ("c1", "c2")):
+            if freed == "a3":
+                tasks[freed].cancel()
+            elif freed:
+                jobs[freed].ends.set()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert begun == expected.split()
+            begun.clear()
+
+    service._call_sampler = call
+    asyncio.run(ask_all())
+    assert samplers.TURN == 4
 
 
 def test_a_new_sampler_samples_the_same(server: LocalServer, service: tinker.ServiceClient) -> None:

@@ -61,23 +61,26 @@ class SampleJob:
     is_alone: bool = False  # no other request is sampled meanwhile
 
 
+@dataclass
 class Sampler:
     """The engine and the requests that wait for it.
 
     reply: called with the number of a request and its result."""
 
-    def __init__(self, config: TinkerConfig, reply: Reply) -> None:
+    config: TinkerConfig
+    reply: Reply
+
+    def __post_init__(self) -> None:
+        config = self.config
         torch.set_num_threads(config.sampling.threads)
         memory.keep_freed()
-        self.config = config
-        self.reply = reply
         self._build_engine()
         base = load_policy(config.model.path, config.model.dtype, config.model.device)
         self.base = dict(list_named_weights(base))
         self.tokenizer = load_tokenizer(config.model.path)
         self.versions: dict[Version, Mapping[str, torch.Tensor]] = {BASE: self.base}
         self.waiting: deque[SampleJob] = deque()
-        self.jobs: dict[int, SampleJob] = {}  # in the engine
+        self.jobs = dict[int, SampleJob]()  # in the engine
 
     def _build_engine(self) -> None:
         """Build the engine.  This raises if the GPU no longer works for the process."""
@@ -98,7 +101,7 @@ class Sampler:
         job = self.jobs.pop(number, None)
         if job is not None:
             if isinstance(self.engine, EmbeddedEngine):
-                self.is_spoiled |= not bool(self.engine.out_logprob.isfinite().all())
+                self.is_spoiled |= not self.engine.out_logprob.isfinite().all()
             self.engine.abort([(number, sample, 0) for sample in range(job.request.count)])
 
     def work(self) -> None:
@@ -125,7 +128,7 @@ class Sampler:
                 ordered = [job.sequences[sample] for sample in range(job.request.count)]
                 result = SampleResult(ordered, *job.prompt_scores)
                 logprobs = b"".join(sequence.logprobs for sequence in ordered)
-                is_finite = bool(np.isfinite(np.frombuffer(logprobs, "<f4")).all())
+                is_finite = np.isfinite(np.frombuffer(logprobs, "<f4")).all()
                 self.reply(job.number, result if is_finite else CallFailure(NOT_FINITE))
                 self.is_spoiled |= not is_finite
 
@@ -195,15 +198,17 @@ class Sampler:
         request = job.request
         prompt = np.frombuffer(request.prompt, "<i4")
         if request.prompt_logprobs or request.prompt_topk:
-            most_likely = max(1, request.prompt_topk)
-            scores = self.engine.score([prompt], most_likely)[0]
-            logprobs = np.append(np.float32(np.nan), scores.logprobs)
+            scores = self.engine.score([prompt], max(1, request.prompt_topk))[0]
+            columns = (
+                (scores.logprobs, np.nan, "<f4"),
+                (scores.top_ids, 0, "<i4"),
+                (scores.top_logprobs, NO_LOGPROB, "<f4"),
+            )
             # the first token has no context, so its row stays empty
-            ids = np.concatenate([np.zeros((1, most_likely)), scores.top_ids])
-            values = np.concatenate([np.full((1, most_likely), NO_LOGPROB), scores.top_logprobs])
-            columns = (logprobs, "<f4"), (ids, "<i4"), (values, "<f4")
-            wanted = columns if request.prompt_topk else columns[:1]
-            job.prompt_scores = tuple(x.astype(dtype).tobytes() for x, dtype in wanted)
+            job.prompt_scores = tuple(
+                np.insert(column, 0, empty, axis=0).astype(dtype).tobytes()
+                for column, empty, dtype in columns[: 3 if request.prompt_topk else 1]
+            )
         greedy = request.temperature == 0
         self.engine.add(
             CompletionRequest(

@@ -132,8 +132,7 @@ class TrainedModel:
             adapters.attach(self.policy, adapter, request.seed)
         parameters = [weight for weight in hf.parameters() if weight.requires_grad]
         self.trainer = Trainer(parameters, SftTraining())
-        self.sums: dict[str, Tensor] = {}
-        self.is_weighted = False  # a loss of the current step has its own importance weights
+        self.drop_gradient()
         if request.path:
             self.load(Path(request.path), request.optimizer)
 
@@ -155,7 +154,7 @@ class TrainedModel:
         Raises ConfigError if too little of the disk would stay free: named weights leave room for
         two checkpoints, and others for the rows and calls of the server."""
         path, state = Path(request.path), request.state
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         size = sum(weight.nbytes for weight in self.trainer.parameters) * (3 if state else 1)
         floor = FREE_BYTES + 2 * size if request.named else FREE_BYTES // 2
         if (free := shutil.disk_usage(path.parent).free) < size + floor:
@@ -176,8 +175,8 @@ class TrainedModel:
 
     def drop_gradient(self) -> None:
         self.trainer.drop_gradient()
-        self.sums = {}
-        self.is_weighted = False
+        self.sums: dict[str, Tensor] = {}
+        self.is_weighted = False  # a loss of the current step has its own importance weights
 
 
 class ServedModels:
@@ -206,10 +205,9 @@ class ServedModels:
                     return self.step(request)
                 case DropGradient():
                     self.models[request.model].drop_gradient()
-                case SaveWeights():
-                    self.models[request.model].save(request)
                 case _:
-                    return CallFailure(f"{type(request).__name__} is not a training call", "server")
+                    assert isinstance(request, SaveWeights)
+                    self.models[request.model].save(request)
         except Exception as error:  # it must not cost the models of other clients
             if self.base.device.type == "cuda":
                 torch.cuda.synchronize()  # raises if the GPU no longer works for this process

@@ -12,7 +12,7 @@ import msgspec
 
 from asyncrl.contract.importing import pause_collection
 from asyncrl.tinker import settings
-from asyncrl.tinker.messages import CallFailure, Cancel, SampleCall, WorkerCall, WorkerReply
+from asyncrl.tinker.messages import Cancel, SampleCall, WorkerCall, WorkerReply
 from asyncrl.transport.worker_pool import READ_BYTES
 
 LENGTH_BYTES = 8
@@ -71,14 +71,11 @@ def sample(config: settings.TinkerConfig, channel: CallChannel) -> None:
     sampler = Sampler(config, lambda number, result: channel.reply(WorkerReply(number, result)))
     while True:
         for call in channel.receive_calls(wait=not sampler.is_busy):
-            match call.request:
-                case SampleCall():
-                    sampler.add(call.number, call.request)
-                case Cancel():
-                    sampler.cancel(call.request.number)
-                case _:
-                    failure = CallFailure(f"{type(call.request).__name__} is not a sampling call")
-                    channel.reply(WorkerReply(call.number, failure))
+            if isinstance(call.request, Cancel):
+                sampler.cancel(call.request.number)
+            else:
+                assert isinstance(call.request, SampleCall)
+                sampler.add(call.number, call.request)
         sampler.work()
 
 
