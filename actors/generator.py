@@ -184,8 +184,8 @@ class CallTurn(GeneratorTurn):
             if call.id in self.calls:
                 continue
             try:
-                message_checks.check_call(call, self.vocabulary, self.context)
-                message_checks.check_call_images(call, images, self.tokenizer.image_shape)
+                shape = self.tokenizer.image_shape
+                message_checks.check_call(call, self.vocabulary, self.context, images, shape)
                 constraint = self.grammars.begin(call.grammar) if call.grammar else None
             except (BadMessage, ValueError) as error:
                 self.results.append(

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ProtocolError
-from asyncrl.contract.messages import Batch, LagRun, LedgerTotals, MixturePosition
+from asyncrl.contract.messages import LagRun
 from asyncrl.contract.waits import BUFFER
 from buffer.groups import MAX_DROPS, Group, StoredSample
-from buffer.rules import StoreRules
+from buffer.state import StoreRules
 
 MOST_NAMED = 3  # generators in the reason of a wait
 
@@ -113,9 +113,6 @@ def compute_announced_limits(store: StoreRules, group: Group, stored: StoredSamp
     of the group bounds the lag of each token by the limit of its own grant."""
     sample = stored.trajectory
     spans = sample.list_spans()
-    if not sample.adopted:
-        grant = group.grants.get(sample.attempt)
-        return [store.max_lag if grant is None else min(store.max_lag, grant.limit)] * len(spans)
     grants = [
         grant
         for attempt in (sample.attempt, *(attempt for attempt, _ in sample.adopted))
@@ -182,57 +179,3 @@ def judge(store: StoreRules, groups: list[Group], number: int) -> list[list[LagR
             store.stored_bytes -= stored.size
             store.changes += 1
     return runs_of_samples
-
-
-def make_message(
-    store: StoreRules,
-    groups: list[Group],
-    epoch: int,
-    number: int,
-    ledger: LedgerTotals,
-    position: MixturePosition | None = None,
-) -> Batch:
-    """Make the message for composed, complete groups.
-
-    ledger, position: the totals and the position in a mixture, for a checkpoint."""
-    samples = [stored for group in groups for stored in group.list_stored_samples()]
-    runs_of_samples = [
-        compute_lag_runs(store, stored, number) if stored.runs is None else stored.runs
-        for stored in samples
-    ]
-    lags = [admission.compute_sample_lag(runs) for runs in runs_of_samples]
-    in_flight = [min(stored.in_flight, lag) for stored, lag in zip(samples, lags, strict=True)]
-    trained = store.list_tickets_up_to(number)
-    next_ticket = min(
-        (ticket for ticket in store.alive if ticket not in trained), default=store.cursor
-    )
-    trained_above = [
-        ticket
-        for ticket in range(next_ticket, store.cursor)
-        if ticket not in store.alive or ticket in trained
-    ] + sorted(store.skip)
-    tasks = []
-    if store.mixer:
-        tasks = [group.task for group in groups for _ in group.list_stored_samples()]
-    return Batch(
-        limit=store.limit.now if store.settings.ess_floor else 0,
-        window=store.window.size if store.settings.wait else 0.0,
-        epoch=epoch,
-        number=number,
-        samples=[stored.trajectory for stored in samples],
-        lags=lags,
-        in_flight=in_flight,
-        token_lags=runs_of_samples,
-        stats={},
-        next_ticket=next_ticket,
-        ledger=ledger,
-        trained_above=trained_above,
-        tasks=tasks,
-        mixture=position,
-        images={
-            name: group.images[name]
-            for group in groups
-            for stored in group.list_stored_samples()
-            for name in stored.trajectory.all_images
-        },
-    )

@@ -257,16 +257,14 @@ class Evaluations:
     def on_commit(self, label: Label, steps: int) -> None:
         """Start the rounds that are due at this version."""
         for name, prompts in self.plan.list_due(label.number, steps):
-            self._start(label, self.plan.find_set(name), prompts)
-
-    def _start(self, label: Label, plan: EvaluationSet, prompts: int) -> None:
-        if prompts and self.prompt is not None and (plan.name, label.number) not in self.results:
-            self.rounds.append(EvaluationRound(label, plan.name, prompts * len(plan.numbers)))
-            self.queue.extend(
-                EvaluationJob(label, plan.name, index, sample=sample, number=plan.number)
-                for index in range(prompts)
-                for sample in plan.numbers
-            )
+            if prompts and self.prompt is not None and (name, label.number) not in self.results:
+                plan = self.plan.find_set(name)
+                self.rounds.append(EvaluationRound(label, name, prompts * len(plan.numbers)))
+                self.queue.extend(
+                    EvaluationJob(label, name, index, sample=sample, number=plan.number)
+                    for index in range(prompts)
+                    for sample in plan.numbers
+                )
 
     def list_labels(self) -> list[Label]:
         """List the versions of the open rounds."""

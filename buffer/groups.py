@@ -272,7 +272,7 @@ class Group:
         Accepted samples count as trained, or under `rest`. Undelivered tokens of ended attempts are
         lost; those of other attempts count under `rest`."""
         for ledger_line, tokens, reward in self.other:
-            ledger.add(ledger_line, tokens, 1, tokens, reward)
+            ledger.lines[ledger_line].add(tokens, 1, tokens, reward)
         line = ledger.lines["trained" if trained else rest]
         # a trained sample may have tokens that were not trained with full weight
         if self.is_complete and not (
@@ -285,7 +285,8 @@ class Group:
             if self.complete_sums is None:
                 self.complete_sums = LedgerSums()
                 for stored in self.list_stored_samples():
-                    self.complete_sums.add_whole(stored.length, stored.trajectory.reward)
+                    length = stored.length
+                    self.complete_sums.add(length, 1, length, stored.trajectory.reward)
             line.merge(self.complete_sums)
         else:
             for stored in self.list_stored_samples():
@@ -293,20 +294,20 @@ class Group:
                 # some tokens of a trained sample may not have been trained with full weight:
                 # those that were skipped, rejected or masked have lines of their own
                 if not trained:  # all its tokens are in one line
-                    line.add_whole(length, reward)
+                    line.add(length, 1, length, reward)
                     continue
                 if stored.skipped:
-                    ledger.add("skipped", stored.skipped, 1, length, reward)
+                    ledger.lines["skipped"].add(stored.skipped, 1, length, reward)
                 else:
                     tokens = length - stored.masked - stored.rejected
                     line.add(tokens, 1, length, reward, stored.faded)
                 if stored.rejected:
-                    ledger.add("rejected", stored.rejected, 1, length, reward)
+                    ledger.lines["rejected"].add(stored.rejected, 1, length, reward)
                 if stored.masked:
-                    ledger.add("masked_stale", stored.masked, 1, length, reward)
+                    ledger.lines["masked_stale"].add(stored.masked, 1, length, reward)
         for reported, delivered, ended in self.attempts.values():
             if reported > delivered:
-                ledger.add("lost_with_process" if ended else rest, reported - delivered)
+                ledger.lines["lost_with_process" if ended else rest].add(reported - delivered)
 
     def add_images(self, blobs: Mapping[str, bytes]) -> int:
         """Add the images that the group lacks; return their number of bytes."""

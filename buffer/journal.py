@@ -45,14 +45,13 @@ import xxhash
 from asyncrl.contract.admission import LimitEvidence
 from asyncrl.contract.blobs.images import Blobs, index_by_digest
 from asyncrl.contract.errors import AsyncrlError, DamagedDataError
-from asyncrl.contract.freshness.window import BatchTiming
+from asyncrl.contract.freshness import BatchTiming
 from asyncrl.contract.messages import (
     AttemptTokens,
     Delivery,
     Disposition,
     IntPair,
     LearnerHello,
-    Prompt,
     Ticket,
     Trajectory,
 )
@@ -68,9 +67,6 @@ from asyncrl.records.append_log import (
 )
 from asyncrl.records.buffer_leadership import BufferTerm
 from buffer import checks
-from buffer.evaluation import Evaluations
-from buffer.groups import StoreSettings
-from buffer.mixer import TaskMixer
 from buffer.state import FORMAT, SnapshotHead, StoreSnapshot
 from buffer.store import NO_IMAGES, Store
 
@@ -583,44 +579,37 @@ class RecordedStore(Store):
 
     journal: Journal
 
-    @classmethod
     def open(
-        cls,
+        self,
         directory: Path,
         *,
         sync: bool,
-        settings: StoreSettings,
-        prompt: Callable[[int], Prompt],
-        evaluations: Evaluations,
-        mixer: TaskMixer | None = None,
         now: float,
         segment_bytes: int = SEGMENT_BYTES,
         term: BufferTerm | None = None,
     ) -> RecordedStore:
-        """Restore the store from the journal of earlier processes (of terms before `term`).
+        """Restore the new store from the journal of earlier processes (of terms before `term`).
 
         sync: whether a record is durable only once the disk has it.
         segment_bytes: size at which a segment is replaced.
         Raises DamagedDataError if the journal does not replay, BufferTakenOver if there is a later
         term."""
-        store = cls(settings, prompt, evaluations, mixer)
-        plan = evaluations.plan
+        settings, plan = self.settings, self.evaluations.plan
         term_number = term.number if term else 0
         try:
-            store._replay_newest(directory, term_number)
+            self._replay_newest(directory, term_number)
         finally:
             if term is not None:
                 term.check()  # a later buffer may have removed or extended the segments
         # a segment replays with the settings that it was written under; now use the current ones
-        evaluations.plan = plan
-        store.settings = settings
-        store.finished = store.finished and store.committed >= settings.steps
-        evaluations.fresh = []
-        store.mixer.events = []
-        store.renew_all_leases(now)
-        store.journal = Journal(directory, sync=sync, term=term_number, segment_bytes=segment_bytes)
-        store.journal.rotate(_encode(store.snapshot()))
-        return store
+        self.settings, self.evaluations.plan = settings, plan
+        self.finished = self.finished and self.committed >= settings.steps
+        self.evaluations.fresh = []
+        self.mixer.events = []
+        self.renew_all_leases(now)
+        self.journal = Journal(directory, sync=sync, term=term_number, segment_bytes=segment_bytes)
+        self.journal.rotate(_encode(self.snapshot()))
+        return self
 
     def _replay_newest(self, directory: Path, term: int) -> None:
         """Replay the newest segment of earlier terms.

@@ -30,7 +30,7 @@ from asyncrl.contract.errors import (
     DamagedDataError,
     ProcessLost,
 )
-from asyncrl.contract.freshness.meter import BatchMeter
+from asyncrl.contract.freshness import BatchMeter
 from asyncrl.contract.messages import Numbers
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.contract.versions import Label
@@ -59,8 +59,6 @@ from buffer.mixer import make_mixer
 from buffer.sessions import PeerSessions, PeerState
 from buffer.store import ENOUGH, Store
 from buffer.training_log import TrainingLog
-
-WaitingRequest = tuple[bytes, m.TicketRequest]  # the peer, and its request
 
 POLL_S = 0.25
 TICK_S = 0.25
@@ -130,19 +128,16 @@ def open_store(
     def prompt(index: int) -> m.Prompt:
         return task.prompt("train", index, config.seed)
 
-    evaluations, mixer = make_evaluations(config, task), make_mixer(config, task)
-    if config.durability.mode == "memory":
-        return Store(make_store_settings(config), prompt, evaluations, mixer)
-    return RecordedStore.open(
-        run_dir / "journal",
-        sync=config.durability.mode == "disk",
-        settings=make_store_settings(config),
-        prompt=prompt,
-        evaluations=evaluations,
-        mixer=mixer,
-        now=time.monotonic(),
-        term=term,
+    mode = config.durability.mode
+    store = (Store if mode == "memory" else RecordedStore)(
+        make_store_settings(config),
+        prompt,
+        make_evaluations(config, task),
+        make_mixer(config, task),
     )
+    if isinstance(store, RecordedStore):
+        store.open(run_dir / "journal", sync=mode == "disk", now=time.monotonic(), term=term)
+    return store
 
 
 def compute_max_message_bytes(config: Config) -> int:
@@ -215,17 +210,12 @@ class BufferService:
         self.metrics = MetricsWriter(run_dir)
         self.trackers = TrackerFeeds(run_dir, config.record.trackers)
         self.samples = jsonl.JsonlAppender(run_dir / "samples.jsonl")
-        self.ticket_requests: admission.TicketQueue[WaitingRequest] = admission.TicketQueue(
+        self.ticket_requests: admission.TicketQueue[m.TicketRequest] = admission.TicketQueue(
             self.store.settings.evaluators
         )
-        # requests for zero samples: these generators sample the calls of sessions, and need only
-        # new versions and the end of the run
-        self.followers: dict[str, WaitingRequest] = {}
         self.to_notify: dict[str, None] = {}  # generators that may lack the newest version
         self.announced: Label | None = None  # the version last sent to waiting generators
         self.reported: set[str] = set()  # generators that sent numbers since the last commit
-        # requests that came before the sender's hello
-        self.early_requests: dict[str, WaitingRequest] = {}
         self.batch_requests: deque[tuple[bytes, m.BatchRequest]] = deque()
         self.goodbyes: dict[bytes, m.LearnerGoodbye] = {}
         self.generators: dict[str, PeerState] = {}
@@ -356,6 +346,10 @@ class BufferService:
                 return self.send(peer, m.Refusal(line, ProcessLost.exit_code))
             if isinstance(message, checks.FROM_WELCOMED) and self.is_fenced(peer, message.epoch):
                 return None
+            if isinstance(message, m.GeneratorHello | m.LearnerHello):
+                head = sockets.make_head(message.run, message.protocol)
+                if head != self.socket.head:
+                    return self.send(peer, sockets.make_foreign_refusal(head, self.run))
             getattr(self, f"on_{kind}")(peer, message)
         except BadMessage as error:
             self.refuse(error.reason, f"refused a {kind}: {error}")
@@ -372,11 +366,13 @@ class BufferService:
 
     # ---- generators ------------------------------------------------------------------------------
 
-    def admit_generator(self, name: str, peer: bytes, session: int) -> PeerState | None:
-        """Return the state of a generator if this session holds its name.
+    def admit_generator(
+        self, peer: bytes, message: m.GeneratorHello | m.ProducerMessage
+    ) -> PeerState | None:
+        """Return the state of a generator if the session of its message holds its name.
 
         Any other session has to wait (None) or is refused (None, with a `Refusal`)."""
-        now = time.monotonic()
+        now, name, session = time.monotonic(), message.producer, message.session
         holder = self.sessions.names.get(name)
         if holder is None:
             message_checks.check_producer(name)
@@ -412,22 +408,14 @@ class BufferService:
         known = self.generators.get(name, PeerState())
         return f" (process {known.pid} on {known.host})" if known.pid else ""
 
-    def refuse_foreign_peer(self, peer: bytes, protocol: int, run: str) -> bool:
-        """Refuse a peer of another protocol or run; return whether it was refused."""
-        if (protocol, run) == (m.PROTOCOL, self.run):
-            return False
-        self.send(peer, sockets.make_foreign_refusal(sockets.make_head(run, protocol), self.run))
-        return True
-
     def on_GeneratorHello(self, peer: bytes, hello: m.GeneratorHello) -> None:
         """Register a generator; queue its request for tickets if that came first."""
-        if self.refuse_foreign_peer(peer, hello.protocol, hello.run):
-            return
-        if (entry := self.admit_generator(hello.producer, peer, hello.session)) is not None:
+        if (entry := self.admit_generator(peer, hello)) is not None:
             entry.pid, entry.host, entry.is_greeted = hello.pid, hello.host, True
             self.local_threads = None
-            if (early_request := self.early_requests.pop(hello.producer, None)) is not None:
-                self.queue_ticket_request(*early_request)
+            if entry.early is not None:
+                self.queue_ticket_request(entry, entry.early)
+                entry.early = None
 
     def on_JoinRequest(self, peer: bytes, message: m.JoinRequest) -> None:
         """Send the start parameters to a generator on another machine.
@@ -453,21 +441,21 @@ class BufferService:
 
     def on_TicketRequest(self, peer: bytes, request: m.TicketRequest) -> None:
         """Queue a request for tickets; a generator without a hello must send it first."""
-        entry = self.admit_generator(request.producer, peer, request.session)
+        entry = self.admit_generator(peer, request)
         if entry is None:
             return
         if entry.is_greeted:
-            self.queue_ticket_request(peer, request)
+            self.queue_ticket_request(entry, request)
         else:
-            self.early_requests[request.producer] = (peer, request)
+            entry.early = request
             self.send(peer, m.UnknownSession(request.producer, request.session))
 
-    def queue_ticket_request(self, peer: bytes, request: m.TicketRequest) -> None:
+    def queue_ticket_request(self, entry: PeerState, request: m.TicketRequest) -> None:
         """Queue a request for tickets, or for new versions alone."""
         if request.samples:
-            self.ticket_requests.add(request.producer, request.samples, (peer, request))
+            self.ticket_requests.add(request.producer, request.samples, request)
         else:
-            self.followers[request.producer] = (peer, request)
+            entry.follows = request
         self.to_notify[request.producer] = None
 
     def remove_generator(self, name: str) -> None:
@@ -475,15 +463,13 @@ class BufferService:
         self.generators.pop(name, None)
         self.local_threads = None
         self.ticket_requests.remove(name)
-        self.followers.pop(name, None)
-        self.early_requests.pop(name, None)
 
     def on_Delivery(self, peer: bytes, message: m.Delivery) -> None:
         """Accept finished samples, also from a session that has lost its name."""
         samples, refused = checks.check_delivery(
             self.store, message.samples, self.model, message.images
         )
-        entry = self.admit_generator(message.producer, peer, message.session)
+        entry = self.admit_generator(peer, message)
         if refused or (entry is not None and entry.refused):
             # refused samples count once, however often they are sent, and good ones offset them
             new_keys = [x.key for x in samples if not self.store.is_delivered(x.key)]
@@ -530,7 +516,7 @@ class BufferService:
         """Renew leases by progress, and store the numbers, the wait and the sessions."""
         checks.check_renewal(message)
         checks.check_progress(self.store, message.progress)
-        entry = self.admit_generator(message.producer, peer, message.session)
+        entry = self.admit_generator(peer, message)
         if entry is None and not self.sessions.is_over(message.producer, message.session):
             return
         self.store.report_tokens(message.producer, message.session, message.drawn)
@@ -590,8 +576,6 @@ class BufferService:
 
     def on_LearnerHello(self, peer: bytes, hello: m.LearnerHello) -> None:
         """Follow a learner, or reply why not."""
-        if self.refuse_foreign_peer(peer, hello.protocol, hello.run):
-            return
         checks.check_hello(hello)
         is_new = hello.epoch != self.store.epoch
         unreported = self.list_unreported_batches(hello.label.number) if is_new else []
@@ -646,8 +630,7 @@ class BufferService:
         if points < ENOUGH or store.policy is None or not store.alive.keys() >= set(tickets):
             return ""
         number = store.committed
-        groups = [store.alive[ticket] for ticket in tickets]
-        batch = store.make_batch(groups, store.epoch, number)
+        batch = store.make_batch(number)
         path = self.run_dir / "set_aside" / f"batch_{number}_epoch_{store.epoch}.jsonl"
         try:
             path.parent.mkdir(exist_ok=True)
@@ -673,13 +656,9 @@ class BufferService:
         for earlier, tickets in enumerate(store.comps, store.base):
             if earlier >= number or self.trained.has_batch(earlier):
                 continue
-            groups = [
-                group
-                for ticket in tickets
-                if (group := store.find_group(ticket)) is not None and group.is_complete
-            ]
-            if len(groups) == len(tickets):
-                unreported.append(store.make_batch(groups, store.epoch, earlier))
+            groups = map(store.find_group, tickets)
+            if all(group is not None and group.is_complete for group in groups):
+                unreported.append(store.make_batch(earlier))
         return unreported
 
     @property
@@ -728,9 +707,7 @@ class BufferService:
         if commit.number == self.store.committed:
             tickets = self.store.comps[commit.number - self.store.base]
             if commit.number not in self.leased:  # leased by an earlier buffer process
-                groups = [self.store.alive[ticket] for ticket in tickets]
-                batch = self.store.make_batch(groups, commit.epoch, commit.number)
-                self.leased[commit.number] = batch
+                self.leased[commit.number] = self.store.make_batch(commit.number)
             idle_share = commit.metrics.get("time/learner_idle_share", 0.0)
             timing = self.meter.on_commit(tickets, idle_share, now)
         is_committed = self.store.commit(
@@ -745,10 +722,7 @@ class BufferService:
         if is_committed is None:
             return
         if is_committed:
-            limit_metrics = numbers.compute_limit_metrics(self.store, previous_limit)
-            window_metrics = numbers.compute_window_metrics(self.store)
-            task_metrics = self.store.mixer.compute_metrics(self.store.committed)
-            self.record_commit(commit, limit_metrics | window_metrics | task_metrics)
+            self.record_commit(commit, previous_limit)
             for line in self.store.mixer.events:
                 log(line)
             self.store.mixer.events = []
@@ -788,7 +762,7 @@ class BufferService:
             peer, request = self.batch_requests.popleft()
             groups, wait = self.store.ask(request.epoch, request.number)
             if groups:
-                batch = self.store.make_batch(groups, request.epoch, request.number)
+                batch = self.store.make_batch(request.number)
                 self.leased[request.number] = batch
                 self.trained.record_lease(batch, self.mask_limit)
                 # after a restart the first batch may need no ticket
@@ -828,24 +802,24 @@ class BufferService:
             self.store.max_lag, self.count_local_threads(), len(os.sched_getaffinity(0))
         )
 
-        def grant(name: str, samples: int, waiting: WaitingRequest) -> bool:
-            peer, request = waiting
-            tickets = self.store.grant(request.producer, request.session, samples, now)
+        def grant(name: str, samples: int, request: m.TicketRequest) -> bool:
+            tickets = self.store.grant(name, request.session, samples, now)
             if not tickets and not is_finished:
                 return False
             training = [ticket.ticket for ticket in tickets if ticket.kind == "train"]
             self.meter.on_grant(training, now)
             if training:
                 self.start_clock(now)
-            self.send_tickets(peer, request, tickets)
+            self.send_tickets(request, tickets)
             return True
 
         granted = queue.serve(self.store.settings.batch_samples if divides else math.inf, grant)
         if is_finished:
-            for peer, request in self.followers.values():
-                self.send_tickets(peer, request, [])
-            for name in [*granted, *self.followers]:
-                self.remove_generator(name)
+            for name, entry in [*self.generators.items()]:
+                if entry.follows is not None:
+                    self.send_tickets(entry.follows, [])
+                if entry.follows is not None or name in granted:
+                    self.remove_generator(name)
         self.meter.on_free(queue.free, self.slots * len(self.generators), now)
         self.announce_version()
 
@@ -862,10 +836,10 @@ class BufferService:
             self.local_threads += len(local) * config.generator.threads
         return self.local_threads
 
-    def send_tickets(self, peer: bytes, request: m.TicketRequest, tickets: list[m.Ticket]) -> None:
+    def send_tickets(self, request: m.TicketRequest, tickets: list[m.Ticket]) -> None:
         """Send a grant, which may have no tickets, with the current version."""
         self.send(
-            peer,
+            self.generators[request.producer].peer,
             m.TicketGrant(
                 request.session,
                 request.sequence,
@@ -888,7 +862,8 @@ class BufferService:
             self.announced = policy
             waiting = (name for name, _, _ in self.ticket_requests)
             self.to_notify |= dict.fromkeys(itertools.islice(waiting, MOST_NOTIFIED))
-            self.to_notify |= dict.fromkeys(self.followers)
+            entries = self.generators.items()
+            self.to_notify |= dict.fromkeys(name for name, x in entries if x.follows is not None)
             if self.store.settings.wait:
                 busy = (name for name in self.generators if name not in self.ticket_requests)
                 self.to_notify |= dict.fromkeys(itertools.islice(busy, MOST_NOTIFIED))
@@ -897,8 +872,8 @@ class BufferService:
             entry = self.generators.get(name)
             if entry is None or entry.announced == policy:
                 continue
-            pending = self.ticket_requests.get(name) or self.followers.get(name)
-            if pending is None:
+            request = self.ticket_requests.get(name) or entry.follows
+            if request is None:
                 if entry.is_greeted:
                     entry.announced = policy
                     cause = self.find_wait_cause(entry.waiting)[0]
@@ -906,17 +881,16 @@ class BufferService:
                     reply = m.HeartbeatReply(self.store.epoch, announcement, cause=cause)
                     self.send(entry.peer, reply)
                 continue
-            peer, request = pending
             if request.holding != policy:
                 entry.announced = policy
-                self.send_tickets(peer, request, [])
+                self.send_tickets(request, [])
 
     # ---- numbers ---------------------------------------------------------------------------------
 
-    def record_commit(self, commit: m.Commit, store_metrics: Numbers) -> None:
+    def record_commit(self, commit: m.Commit, previous: admission.AdaptiveLimit) -> None:
         """Write the metrics, the lags and some samples of a trained batch.
 
-        store_metrics: of the limit, the window and the mixture."""
+        previous: the adaptive limit before the commit."""
         now = time.monotonic()
         self.progress += 1
         self.counted_samples = 0
@@ -945,6 +919,9 @@ class BufferService:
             | numbers.compute_judge_metrics(
                 (entry.host, entry.stats) for entry in self.generators.values()
             )
+            | numbers.compute_limit_metrics(self.store, previous)
+            | numbers.compute_window_metrics(self.store)
+            | self.store.mixer.compute_metrics(self.store.committed)
             | {
                 "buffer/groups": len(self.store.alive),
                 "buffer/bytes": self.store.stored_bytes,
@@ -958,7 +935,6 @@ class BufferService:
                     if line.tokens
                 },
                 **{f"refused/{reason}": count for reason, count in self.refused.items()},
-                **store_metrics,
             }
         )
         self.latest |= values

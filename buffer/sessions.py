@@ -19,6 +19,7 @@ free --message--> holder <--further messages--+
 from collections import deque
 from dataclasses import dataclass, field
 
+from asyncrl.contract.messages import TicketRequest
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import OpenSession, ProcessWait
 
@@ -38,7 +39,10 @@ class PeerState:
 
     stats: the numbers of its last report, sums since its start among them.
     counted: the part of these sums that earlier steps contain; None: no report was counted yet.
-    refused: refused samples, which good ones offset."""
+    refused: refused samples, which good ones offset.
+    early: its request for tickets that came before its hello.
+    follows: its request for no sample: it samples the calls of sessions, and needs only new
+        versions and the end of the run."""
 
     at: float = 0.0  # CLOCK_MONOTONIC seconds of its last message
     peer: bytes = b""
@@ -53,6 +57,8 @@ class PeerState:
     renewed: float = 0.0  # CLOCK_MONOTONIC seconds of its last renewal
     gap: float = 0.0  # its longest recent gap between two renewals, in seconds
     refused: int = 0
+    early: TicketRequest | None = None
+    follows: TicketRequest | None = None
 
 
 @dataclass

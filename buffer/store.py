@@ -22,7 +22,7 @@ import msgspec
 from asyncrl.contract import admission
 from asyncrl.contract.blobs.images import Blobs, index_by_digest
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.freshness.window import AdmissionWindow, BatchTiming, next_window
+from asyncrl.contract.freshness import AdmissionWindow, BatchTiming, next_window
 from asyncrl.contract.messages import (
     EVAL_BASE,
     AttemptTokens,
@@ -46,7 +46,7 @@ from buffer.evaluation import Evaluations
 from buffer.groups import MAX_DROPS, Grant, Group, Lease, LeaseTable, StoredSample, StoreSettings
 from buffer.ledger import Ledger, sum_tokens
 from buffer.mixer import TaskMixer
-from buffer.rules import StoreRules
+from buffer.state import StoreRules
 
 # Rewards that differ by at most this share of the larger one are equal. This repeats the constant
 # of asyncrl/algorithms/advantages.py, which imports torch.
@@ -88,11 +88,18 @@ class Store(StoreRules):
         super().__init__(settings, evaluations or Evaluations())
         self.mixer = mixer or self.mixer
         self.prompt = prompt
+        self.changes = 0
+        self._derive()
+
+    def _derive(self) -> None:
+        """Compute what follows from the state."""
         self.leases = LeaseTable()  # of `alive`
-        self.composed = set()
+        for group in self.alive.values():
+            if (lease := group.lease) is not None:
+                self.leases.add(lease.producer, lease.session, lease.attempt, group.ticket)
+        self.composed = {ticket for comp in self.comps for ticket in comp}
         # the sum of the lines of `retained`; None: `_sum_retained` must compute it again
         self._retained_sums: Ledger | None = None
-        self.changes = 0
         self.lacking = True
 
     # ---- restarts --------------------------------------------------------------------------------
@@ -105,13 +112,7 @@ class Store(StoreRules):
                 f"task.mixture: the run has groups of {', '.join(sorted(missing))}, which the "
                 "config lacks; keep the part, and set its weight to 0 to stop it"
             )
-        self.leases = LeaseTable()
-        for group in self.alive.values():
-            if (lease := group.lease) is not None:
-                self.leases.add(lease.producer, lease.session, lease.attempt, group.ticket)
-        self.composed = {ticket for comp in self.comps for ticket in comp}
-        self._retained_sums = None
-        self.lacking = True
+        self._derive()
 
     def renew_all_leases(self, now: float) -> None:
         """Let every lease run its full time from `now`: an earlier process had another clock."""
@@ -371,7 +372,7 @@ class Store(StoreRules):
         delivered += stray[1]
         reported = max(delivered, reported, stray[0])
         stray[:] = reported, delivered
-        self.past.add("lost_with_process", reported - delivered - lost)
+        self.past.lines["lost_with_process"].add(reported - delivered - lost)
 
     def expire(self, now: float) -> int:
         """End the expired leases; return their number."""
@@ -479,8 +480,8 @@ class Store(StoreRules):
         if group is None:
             if (final := self.gone.get(key)) is not None:
                 return "trained" if final == "accepted" else final
-            self.past.add("duplicate", sample.length, 1, sample.length, sample.reward)
-            self.past.add("set_aside", sample.aside, int(sample.aside > 0), sample.aside)
+            self.past.lines["duplicate"].add(sample.length, 1, sample.length, sample.reward)
+            self.past.lines["set_aside"].add(sample.aside, int(sample.aside > 0), sample.aside)
             for attempt, tokens in sample.tokens_by_attempt:
                 stray = self.strays.get((sample.ticket, attempt))
                 if stray is not None:
@@ -775,21 +776,50 @@ class Store(StoreRules):
             stored.runs = sample_runs
         return groups, None
 
-    def make_batch(self, groups: list[Group], epoch: int, number: int) -> Batch:
-        """Make the message for composed, complete groups."""
+    def make_batch(self, number: int) -> Batch:
+        """Make the message for a composed, complete batch."""
+        groups = [self.alive.get(x) or self.retained[x] for x in self.comps[number - self.base]]
+        samples = [stored for group in groups for stored in group.list_stored_samples()]
+        runs_of_samples = [
+            batches.compute_lag_runs(self, stored, number) if stored.runs is None else stored.runs
+            for stored in samples
+        ]
+        lags = [admission.compute_sample_lag(runs) for runs in runs_of_samples]
         trained = self.list_tickets_up_to(number)
-        # for a checkpoint from which a new buffer (`memory`) can continue: samples that are stored
-        # but not trained then end with this process
-        ledger = self.make_ledger(trained, "lost_with_process").compute_totals()
-        position = self.mixer.make_position(
-            (
-                (group.task, group.index)
-                for group in self.alive.values()
-                if group.ticket not in trained
+        untrained = [group for group in self.alive.values() if group.ticket not in trained]
+        next_ticket = min((group.ticket for group in untrained), default=self.cursor)
+        return Batch(
+            limit=self.limit.now if self.settings.ess_floor else 0,
+            window=self.window.size if self.settings.wait else 0.0,
+            epoch=self.epoch,
+            number=number,
+            samples=[stored.trajectory for stored in samples],
+            lags=lags,
+            in_flight=[min(x.in_flight, lag) for x, lag in zip(samples, lags, strict=True)],
+            token_lags=runs_of_samples,
+            stats={},
+            tasks=[group.task for group in groups for _ in group.samples] if self.mixer else [],
+            images={
+                name: group.images[name]
+                for group in groups
+                for stored in group.list_stored_samples()
+                for name in stored.trajectory.all_images
+            },
+            # for a checkpoint from which a new buffer (`memory`) can continue: samples that are
+            # stored but not trained then end with this process
+            next_ticket=next_ticket,
+            trained_above=[
+                ticket
+                for ticket in range(next_ticket, self.cursor)
+                if ticket not in self.alive or ticket in trained
+            ]
+            + sorted(self.skip),
+            ledger=self.make_ledger(trained, "lost_with_process").compute_totals(),
+            mixture=self.mixer.make_position(
+                ((group.task, group.index) for group in untrained),
+                self.make_task_ledgers(trained, "lost_with_process"),
             ),
-            self.make_task_ledgers(trained, "lost_with_process"),
         )
-        return batches.make_message(self, groups, epoch, number, ledger, position)
 
     def commit(
         self,

@@ -33,7 +33,7 @@ import msgspec
 
 from actors.scorers.deadline_pause import pause_deadline
 from actors.scorers.judge_budget import ACCOUNT, JudgeBudget
-from asyncrl.config.scorers import JudgeConfig
+from asyncrl.config.tree import JudgeConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 

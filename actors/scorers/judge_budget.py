@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from actors.scorers.deadline_pause import JudgeBudgetSpent
-from asyncrl.config.scorers import JudgeConfig
+from asyncrl.config.tree import JudgeConfig
 
 ACCOUNT = "judge.sqlite"
 WINDOW_S = 60.0

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.scorers import RewardModelConfig as Settings
+from asyncrl.config.tree import RewardModelConfig as Settings
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.models import fetch

@@ -9,19 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from asyncrl.algorithms import settings
 from asyncrl.algorithms.settings import Section
 from asyncrl.config import presets
-from asyncrl.config.agents import VERIFIERS, AgentSource
+from asyncrl.config.agents import AgentSource
 from asyncrl.config.engines import ENGINES, list_engines
-from asyncrl.config.tree import (
-    Config,
-    EvaluationSetConfig,
-    MixedTaskConfig,
-    TaskSource,
-    interpolate_weight,
-)
+from asyncrl.config.tree import Config, MixedTaskConfig, interpolate_weight
 from asyncrl.contract.toml_writer import RawTable, read_table
 
 Problems = Iterator[str]  # each begins with its key
@@ -52,19 +47,20 @@ ENGINES_WITH = {
 }
 
 
-def _read(config: msgspec.Struct, key: str) -> Any:
+def _read(scope: RawTable, key: str) -> Any:
     """Return a setting; None where the chosen method lacks it. Another unknown key is an error."""
-    value: Any = config
-    for name in key.split("."):
+    first, *names = key.split(".")
+    value = scope[first]
+    for name in names:
         has_kinds = value.__struct_config__.tag
         value = getattr(value, name, None) if has_kinds else getattr(value, name)
     return value
 
 
-def _matches(config: msgspec.Struct, key: str, choice: Any) -> bool:
+def _matches(scope: RawTable, key: str, choice: Any) -> bool:
     if isinstance(choice, list):
-        return any(_matches(config, key, one) for one in choice)
-    value = _read(config, key)
+        return any(_matches(scope, key, one) for one in choice)
+    value = _read(scope, key)
     if isinstance(choice, bool):
         return bool(value) == choice
     match = re.fullmatch("([<>]=?|[=~])(.+)", choice) if isinstance(choice, str) else None
@@ -73,21 +69,22 @@ def _matches(config: msgspec.Struct, key: str, choice: Any) -> bool:
     sign, text = match.groups()
     if sign == "~":
         return bool(re.fullmatch(text, str(value)))
-    other = float(text) if text.isdigit() else _read(config, text)
+    other = float(text) if text.isdigit() else _read(scope, text)
     return None not in (value, other) and COMPARISONS[sign](value, other)
 
 
-def apply_table(table: str, config: msgspec.Struct) -> Problems:
-    """Yield the text of each rule of a table that applies to a config, or to a part of one."""
+def apply_table(table: str, config: msgspec.Struct, run: Config | None = None) -> Problems:
+    """Yield the text of each rule of a table that applies to a config, or to a part of one.
+
+    run: the whole config, for rules on a part that also read keys of the run."""
+    scope = asdict(config) | {"own": config, "run": run, "engines": ENGINES_WITH}
     for rule in TABLES[table]:
         when, some, unless = (
-            [_matches(config, key, wanted) for key, wanted in conditions.items()]
+            [_matches(scope, key, wanted) for key, wanted in conditions.items()]
             for conditions in (rule.when, rule.some, rule.unless)
         )
         if all(when) and (any(some) or not some) and not any(unless):
-            yield rule.text.format(
-                **msgspec.structs.asdict(config), own=config, engines=ENGINES_WITH
-            )
+            yield rule.text.format(**scope)
 
 
 def check(config: Config) -> list[str]:
@@ -119,12 +116,6 @@ def check_name_and_device(config: Any) -> list[str]:
 def _check_staleness(config: Config) -> Problems:
     """Check the injected lag, and the slots that the proximal policy needs."""
     inject = config.staleness.inject
-    largest = config.staleness.most_injected
-    if largest > config.staleness.limit:
-        yield (
-            f"staleness.inject: injects up to {largest} versions, above staleness.max_lag = "
-            f"{config.staleness.limit:g}"
-        )
     if isinstance(inject, list) and (not inject or min(inject) < 0 or sum(inject) <= 0):
         yield (
             "staleness.inject: give the probabilities of lag 0, 1, 2, ...; none negative, not all "
@@ -195,36 +186,14 @@ def _check_prompt_sources(config: Config) -> Problems:
     if len(reward.function_names) != len(reward.functions):
         yield "reward.functions: two have one name and one module's name; rename one of them"
     if not config.task.mixture:
-        yield from (f"task.{problem}" for problem in _check_prompts(config.task, config.agent))
-
-
-WITHOUT_ANSWERS = ("env", "seeds", "reasoning_gym:")  # prefixes of task.name
-
-
-def _check_prompts(task: TaskSource, agent: AgentSource) -> Problems:
-    """Check that a task and an environment together give prompts and rewards."""
-    if task.name in ("seeds", "guess", "nim") and not agent.env:
-        yield (
-            f"name: {task.name} needs an environment that gives prompts and rewards: set agent.env"
-        )
-    if (task.name == "env") != (agent.hub == VERIFIERS):
-        yield (
-            f"name: {task.name} with agent.env = {agent.env or '(none)'}; verifiers:NAME brings "
-            "its own prompts and rewards, and only it does: set both task.name = env and "
-            "agent.env = verifiers:NAME"
-        )
-    if agent.hub not in ("", VERIFIERS) and task.name != "seeds":
-        yield (
-            f"name: {agent.env} gives its own prompts, and {task.name} would only number them; "
-            "use seeds"
-        )
+        yield from (f"task.{problem}" for problem in apply_table("prompts", config))
 
 
 def _check_sessions(config: Config) -> Problems:
     """Refuse settings that sessions do not support, or were never tested with."""
     for title, agent in config.agents.items():
         prefix = f"task.mixture: {title}: " if title else ""
-        yield from (prefix + problem for problem in apply_table("agents", agent))
+        yield from (prefix + problem for problem in apply_table("agents", agent, config))
         if not all(agent.command):
             yield (
                 f'{prefix}agent.command: a word is empty; write a list like ["python", "agent.py"]'
@@ -233,11 +202,6 @@ def _check_sessions(config: Config) -> Problems:
             yield (
                 f"{prefix}agent.env_pass: {invalid[0]!r} is not a variable's name; give only the "
                 "name, the value is inherited"
-            )
-        if agent.max_tokens < config.generator.max_new_tokens:
-            yield (
-                f"{prefix}agent.max_tokens: {agent.max_tokens} are fewer than one call may sample "
-                f"(generator.max_new_tokens = {config.generator.max_new_tokens})"
             )
     agent = config.agent
     if agent.forced != "ignore" and not any(other.http for other in config.agents.values()):
@@ -285,51 +249,34 @@ def _check_mixture(config: Config) -> Problems:
 
 def _check_part(config: Config, part: MixedTaskConfig) -> Problems:
     """Check a part of a mixture; the problems do not contain its name."""
-    yield from apply_table("parts", part)
     agent = part.agent if part.agent.uses_sessions else config.agent
-    yield from _check_prompts(part, agent)
+    own = replace(config, task=part, agent=agent)
+    yield from apply_table("parts", part, own)
+    yield from apply_table("prompts", own)
     if part.agent != AgentSource() and not part.agent.uses_sessions:
         yield "agent: has no source; set env, tools, command, function or serve"
     if isinstance(part.weight, list):
         batches = [batch for batch, _ in part.weight]
         if batches != sorted(set(batches)):
             yield "weight: a schedule is a list of [batch, weight], each at a later batch"
-    if part.max_new_tokens > config.generator.max_new_tokens:
-        yield (
-            f"max_new_tokens = {part.max_new_tokens} is above generator.max_new_tokens = "
-            f"{config.generator.max_new_tokens}; raise that one"
-        )
-    if part.has_own_reward and agent.env:
-        yield (
-            "the environment (agent.env) gives the rewards; remove reward, judge and reward_model"
-        )
     yield from apply_table("judges", part.judge)
-    if config.model.warm_start and part.name.startswith(WITHOUT_ANSWERS):
-        yield "model.warm_start: it has no answers to learn from; set model.path to your own model"
 
 
 def _check_evaluation(config: Config) -> Problems:
     """Check the evaluation sets and the generators reserved for them."""
     names: set[str] = set()
     for eval_set in config.evaluation.sets:
-        for problem in _check_evaluation_set(config, eval_set):
-            yield f"evaluation.sets: {eval_set.name}: {problem}"
-        if eval_set.name in names:
-            yield f"evaluation.sets: two sets are called {eval_set.name}; give each its own name"
-        names.add(eval_set.name)
-
-
-def _check_evaluation_set(config: Config, eval_set: EvaluationSetConfig) -> Problems:
-    yield from apply_table("evaluation_sets", eval_set)
-    if large := [count for count in eval_set.pass_at if count > eval_set.samples]:
-        yield f"pass_at = {large[0]} needs at least as many samples, not {eval_set.samples}"
-    least = config.generator.abilities.least_temperature
-    if 0 < eval_set.temperature < least:
-        yield (
-            f"temperature = {eval_set.temperature:g} is below what the engine samples at, {least:g}"
-        )
-    if config.agent.env and (eval_set.reward or eval_set.task or eval_set.file):
-        yield "the environment (agent.env) gives prompts and rewards; remove file, task and reward"
+        name, samples = eval_set.name, eval_set.samples
+        for problem in apply_table("evaluation_sets", eval_set, config):
+            yield f"evaluation.sets: {name}: {problem}"
+        if large := [count for count in eval_set.pass_at if count > samples]:
+            yield (
+                f"evaluation.sets: {name}: pass_at = {large[0]} needs at least as many samples, "
+                f"not {samples}"
+            )
+        if name in names:
+            yield f"evaluation.sets: two sets are called {name}; give each its own name"
+        names.add(name)
 
 
 def _check_devices(config: Config) -> Problems:

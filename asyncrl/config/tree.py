@@ -38,8 +38,6 @@ from asyncrl.algorithms.settings import (
 )
 from asyncrl.config.agents import AgentConfig, AgentSource
 from asyncrl.config.engines import ENGINES, EngineInfo, EngineName
-from asyncrl.config.placement import Placement
-from asyncrl.config.scorers import JudgeConfig, RewardModelConfig
 from asyncrl.config.transports import TransportName
 
 
@@ -84,6 +82,59 @@ class TaskSource(Section):
     image and images."""
     options: dict[str, Any] = {}
     """Settings of a reasoning_gym:GENERATOR, for example max_terms = 3."""
+
+
+class JudgeConfig(Section):
+    url: str = ""
+    """Address of an OpenAI-compatible server, up to /v1, that grades completions. Empty: no
+    judge."""
+    model: str = ""
+    """Name of the judge's model on that server."""
+    key_env: str = ""
+    """Environment variable that holds the server's key. Empty: send no key."""
+    template: str = ""
+    """File with the judge's prompt, with {question}, {answer} and {reference}. Empty: the one in
+    actors/scorers/judge.py."""
+    low: float = 0.0
+    """Lowest grade."""
+    high: float = 10.0
+    """Highest grade. A grade outside [low, high] is a failed reward."""
+    max_tokens: Positive = 512
+    """Maximum length of the judge's reply, in tokens."""
+    temperature: NonNegative = 0.0
+    """Sampling temperature of the judge."""
+    concurrency: Positive = 16
+    """Most requests at the same time in each reward process."""
+    timeout_s: PositiveFloat = 30.0
+    """Seconds that one request may take."""
+    attempts: Positive = 6
+    """Most requests for one grade. A request is repeated after status 408, 409, 425, 429 or 5xx, or
+    without a reply."""
+    requests_per_minute: Count = 0
+    """Most requests per minute of all processes on this machine. 0: no limit."""
+    tokens_per_minute: Count = 0
+    """Most tokens per minute, input and output, of all processes on this machine. 0: no limit."""
+    budget_requests: Count = 0
+    """Most requests of the whole run, including restarts and resumes. The run ends at this limit.
+    0: no limit."""
+    budget_tokens: Count = 0
+    """Most tokens of the whole run, including restarts and resumes. The run ends at this limit. 0:
+    no limit."""
+
+
+class RewardModelConfig(Section):
+    path: str = ""
+    """Hugging Face directory of a sequence classifier with one label, which scores completions.
+    Empty: none."""
+    device: str = "cpu"
+    """Device of the reward model: auto, cpu, cuda or cuda:N."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the reward model's weights."""
+    context: Count = 0
+    """Maximum length of prompt and completion, in tokens. Longer ones are failed rewards. 0: the
+    model's own maximum."""
+    threads: Positive = 1
+    """OpenMP threads of the reward model's process."""
 
 
 class CurriculumConfig(Section):
@@ -497,6 +548,11 @@ class StalenessConfig(Section):
         return float(limit.most) if isinstance(limit, AutoLimitConfig) else limit
 
     @property
+    def most_injected(self) -> int:
+        """The largest lag to inject, in versions; 0 without any."""
+        return len(self.inject) - 1 if isinstance(self.inject, list) else self.inject or 0
+
+    @property
     def wait_target(self) -> float:
         """`wait` as a share; 0: tickets are always granted up to the limit."""
         if not self.allows_window:
@@ -508,11 +564,6 @@ class StalenessConfig(Section):
         """Whether tickets may be granted less far ahead than the limit allows."""
         bounded = 0 < self.limit < math.inf
         return bounded and self.on_exceed == "pace" and self.inject is None
-
-    @property
-    def most_injected(self) -> int:
-        """The largest injected lag."""
-        return len(self.inject) - 1 if isinstance(self.inject, list) else self.inject or 0
 
     @property
     def ess_floor(self) -> float:
@@ -640,6 +691,35 @@ class WatchdogConfig(Section):
     """Seconds that a process may take until its first step."""
     restarts: Count = 3
     """Restarts of each process before the run ends."""
+
+
+class HostPlacement(Section):
+    cpus: PositiveFloat = 1.0
+    """CPUs of each process."""
+    gpus: NonNegative = 0.0
+    """GPUs of each process."""
+
+
+class GeneratorPlacement(HostPlacement):
+    count: Count = 0
+    """Generators on the cluster. 0: as `generators`."""
+
+
+class Placement(Section):
+    learner: HostPlacement = HostPlacement()
+    """Resources of all learner ranks, and of the buffer beside them."""
+    generator: GeneratorPlacement = GeneratorPlacement()
+    """Resources of each generator."""
+    nodes: Count = 0
+    """Hosts of a cluster, for which `asyncrl run --dry-run` makes a plan. 0: none."""
+    gpus_per_node: Positive = 8
+    """GPUs of each of these hosts."""
+    gpu_gib: PositiveFloat = 80.0
+    """Memory of each of these GPUs, in GiB."""
+    strategy: Literal["PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
+    """Use few hosts, many hosts, or a host for each process."""
+    deadline_s: PositiveFloat = 300.0
+    """Seconds to wait until the cluster has room for all processes."""
 
 
 TrackerName = Literal["wandb", "trackio", "mlflow"]

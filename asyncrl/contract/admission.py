@@ -9,7 +9,7 @@ carry (e, n) with n >= c: lag <= k within the epoch.  In later epochs the lag, a
 tree of versions, is judged again when the batch is leased; a sample that exceeds k there is an
 orphan and is generated again.
 
-**An admission window** (freshness/) may admit fewer batches ahead: at each grant the room is
+**An admission window** (freshness.py) may admit fewer batches ahead: at each grant the room is
 (w+1) * batch for a whole w, 1 <= w <= k, that follows from a fractional window and the time.  The
 proof concerns one grant, and uses only p < (w+1) * batch <= (k+1) * batch at its moment.  It
 therefore holds for any window up to k, however it moves, and gives lag <= w for the w of the grant.

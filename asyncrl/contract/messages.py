@@ -358,24 +358,27 @@ class GeneratorHello(Struct, frozen=True, tag="gen_hello"):
     pid: int
 
 
-class TicketRequest(Struct, frozen=True, tag="want"):
+class ProducerMessage(Struct, frozen=True):
+    """The sender of a message: a session of a generator or gateway, as its hello names it."""
+
+    producer: str
+    session: int
+
+
+class TicketRequest(ProducerMessage, frozen=True, tag="want"):
     """A generator's request for tickets for its free engine slots.
 
     The buffer replies by `TicketGrant` as soon as it may grant a ticket. A request replaces the
     earlier one."""
 
-    producer: str
-    session: int
     sequence: int
     samples: Annotated[int, Meta(ge=0, le=1 << 30)]
     holding: Label | None  # newest weights loaded
 
 
-class Delivery(Struct, frozen=True, tag="deliver"):
+class Delivery(ProducerMessage, frozen=True, tag="deliver"):
     """Finished samples, several in a frame; repeated until each one is acknowledged."""
 
-    producer: str
-    session: int
     sequence: int
     samples: list[Trajectory]
     drawn: Count = 0  # as in `LeaseRenewal`, these samples included
@@ -391,13 +394,11 @@ SESSION_P95 = "session/p95_s"  # a gateway's number: 95 % of its sessions end wi
 RENEW_S = 0.5  # seconds between two renewals of a generator's leases
 
 
-class LeaseRenewal(Struct, frozen=True, tag="renew"):
+class LeaseRenewal(ProducerMessage, frozen=True, tag="renew"):
     """The decode progress and the numbers of a generator, which renew its leases.
 
     A lease is renewed when its token count grew or its completions wait for their rewards."""
 
-    producer: str
-    session: int
     # (ticket, attempt, tokens so far over its samples)
     progress: Annotated[list[tuple[int, int, Count]], MANY]
     stats: Annotated[dict[NumberName, NonNegative], FEW]
@@ -416,13 +417,10 @@ class LeaseRenewal(Struct, frozen=True, tag="renew"):
     taken: int = 0
 
 
-class GeneratorGoodbye(Struct, frozen=True, tag="leaving"):
+class GeneratorGoodbye(ProducerMessage, frozen=True, tag="leaving"):
     """The last message of a generator: its leases end now.
 
     It is sent once; if it is lost, the leases expire."""
-
-    producer: str
-    session: int
 
 
 class JoinRequest(Struct, frozen=True, tag="join"):
@@ -505,13 +503,10 @@ class JoinReply(Struct, frozen=True, tag="joined"):
     weights: str  # address of the chunk server, "" before the first learner's hello
 
 
-class UnknownSession(Struct, frozen=True, tag="unknown"):
+class UnknownSession(ProducerMessage, frozen=True, tag="unknown"):
     """A session requested tickets before its hello to this buffer process.
 
     The generator sends its hello, and the buffer then grants the tickets."""
-
-    producer: str
-    session: int
 
 
 class Refusal(Struct, frozen=True, tag="refused"):

@@ -39,7 +39,7 @@ from actors.turn import GeneratorTurn, build_trajectory
 from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFiniteError
-from asyncrl.contract.freshness.meter import BatchMeter
+from asyncrl.contract.freshness import BatchMeter
 from asyncrl.contract.messages import LearnerHello, Numbers
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.process_run import needs_own_process
@@ -219,7 +219,7 @@ class SerialRun:
         groups, _ = self.store.ask(EPOCH, number)
         if not groups:
             return False
-        batch = self.store.make_batch(groups, EPOCH, number)
+        batch = self.store.make_batch(number)
         self.numbers.record_lease(batch, self.config.staleness)
         metrics = self.core.train(batch)
         self.numbers.record_training(batch, metrics, self.core.updates)

@@ -162,6 +162,3 @@ class SeedPrompts(EndlessTask):
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         return Prompt(index, str(index), split=split)
-
-    def reward(self, prompt: Prompt, text: str) -> float:
-        raise ValueError("task.name = seeds has no reward: the environment gives it")

@@ -16,7 +16,7 @@ from random import Random
 
 from asyncrl.contract.messages import Prompt
 from asyncrl.records.jsonl import JsonObject
-from asyncrl.tasks.synthetic import PlayedTask, SyntheticTask
+from asyncrl.tasks.synthetic import Demonstrations, PlayedTask, SyntheticTask
 
 END = "<eos>"  # between a call and the calculator's reply
 TURNS = 6
@@ -71,10 +71,10 @@ class CalcTask(PlayedTask):
 
     # ---- warm start ------------------------------------------------------------------------------
 
-    def _demonstrate_session(self, rng: Random) -> list[tuple[str, str]]:
+    def _demonstrate_session(self, rng: Random) -> Demonstrations:
         problem = self._draw_problem("train", rng)
         call, rest = self.split_problem(problem)
-        turns: list[tuple[str, str]] = []
+        turns: Demonstrations = []
         text = problem + "="
         solution = [call, f"?{calculate(call)[:-1]}{rest}", self.solve(problem)]
         solved = 0

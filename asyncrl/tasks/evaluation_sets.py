@@ -10,8 +10,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from asyncrl.config.scorers import JudgeConfig, RewardModelConfig
-from asyncrl.config.tree import Config, EvaluationSetConfig, RewardConfig, TaskConfig
+from asyncrl.config.tree import (
+    Config,
+    EvaluationSetConfig,
+    JudgeConfig,
+    RewardConfig,
+    RewardModelConfig,
+    TaskConfig,
+)
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Numbers, Prompt
 from asyncrl.records import atomic_write

@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.arena import ASKED
 from asyncrl.tasks.calc import END
-from asyncrl.tasks.synthetic import PlayedTask
+from asyncrl.tasks.synthetic import Demonstrations, PlayedTask
 
 FAIREST = 5  # number of guesses that suffice for 20 numbers
 
@@ -37,7 +37,7 @@ class GuessTask(PlayedTask):
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         return Prompt(index, self.question, split=split)
 
-    def _demonstrate_session(self, rng: random.Random) -> list[tuple[str, str]]:
+    def _demonstrate_session(self, rng: random.Random) -> Demonstrations:
         """Return the turns as (text before, guess).
 
         Seven of ten guesses fit the replies, the others are random, so that RL has something to
@@ -46,7 +46,7 @@ class GuessTask(PlayedTask):
         low, high = 1, 20
         text = self.question
         tried: set[int] = set()
-        turns: list[tuple[str, str]] = []
+        turns: Demonstrations = []
         while len(turns) < FAIREST:
             fits = rng.random() < 0.7
             guess = rng.randint(low, high) if fits else rng.randint(1, 20)

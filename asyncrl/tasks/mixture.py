@@ -13,6 +13,7 @@ from asyncrl.contract.messages import Numbers, Prompt
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks.file import FileTask
 from asyncrl.tasks.pictures.count import CountTask
+from asyncrl.tasks.synthetic import Demonstrations
 
 
 def compute_weights(parts: Mapping[str, MixedTaskConfig], batch: float) -> Numbers:
@@ -120,7 +121,7 @@ class MixtureTask:
         """The characters of all tasks."""
         return "".join(sorted(set().union(*(task.symbols for task in self.tasks.values()))))
 
-    def make_demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
+    def make_demonstrations(self, number: int, seed: int) -> Demonstrations:
         """Return `number` pairs (prompt, answer), alternating between the tasks.
 
         Raises ConfigError for a task with images."""

@@ -16,7 +16,7 @@ from asyncrl.contract.messages import Prompt
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks.calc import END
 from asyncrl.tasks.games import GameMatch, choose_random_move
-from asyncrl.tasks.synthetic import PlayedTask
+from asyncrl.tasks.synthetic import Demonstrations, PlayedTask
 
 HEAPS = "abc"
 MOST = 3  # most stones of a heap
@@ -102,7 +102,7 @@ class NimTask(PlayedTask):
         heaps = "".join(str(rng.randint(1, MOST)) for _ in HEAPS)
         return Prompt(index, f"{heaps}:", split=split)
 
-    def _demonstrate_session(self, rng: random.Random) -> list[tuple[str, str]]:
+    def _demonstrate_session(self, rng: random.Random) -> Demonstrations:
         """Return random turns as (text before, move).
 
         One of ten moves is illegal, so that RL has something to learn."""
@@ -110,7 +110,7 @@ class NimTask(PlayedTask):
         if rng.random() < 0.5:  # the opponent starts
             heaps = apply_move(heaps, rng.choice(list_legal_moves(heaps)))
         text = ""
-        turns: list[tuple[str, str]] = []
+        turns: Demonstrations = []
         while any(heaps):
             text += f"{''.join(map(str, heaps))}:"
             moves = list_legal_moves(heaps)

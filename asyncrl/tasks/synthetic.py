@@ -26,12 +26,18 @@ def assign_split(canonical: str) -> str:
 
 
 class EndlessTask:
-    """The base of tasks with an endless training stream and `fixed` prompts in another split."""
+    """The base of tasks with an endless training stream and `fixed` prompts in another split.
 
+    Without a reward of its own, the environment of such a task gives it."""
+
+    name = ""
     fixed = FIXED
 
     def size(self, split: str) -> int | None:
         return None if split == "train" else self.fixed
+
+    def reward(self, prompt: Prompt, text: str) -> float | Numbers:
+        raise ValueError(f"task.name = {self.name} has no reward: the environment gives it")
 
 
 class SyntheticTask:
@@ -154,9 +160,6 @@ class PlayedTask(EndlessTask, SyntheticTask):
     def _demonstrate_session(self, rng: Random) -> Demonstrations:
         """Return the turns of a session as (text before, completion)."""
         raise AssertionError  # pragma: no cover
-
-    def reward(self, prompt: Prompt, text: str) -> float | Numbers:
-        raise ValueError(f"task.name = {self.name} has no reward: the environment gives it")
 
     def make_demonstrations(self, number: int, seed: int) -> Demonstrations:
         """Return turns as (text before, completion), with deliberate mistakes."""

@@ -106,7 +106,7 @@ def _build_random_model(config: Config, task: Any, path: Path) -> Any:
 
 def fit_answers(
     model: Any,
-    pairs: list[tuple[str, str]],
+    pairs: synthetic.Demonstrations,
     steps: int,
     images: list[list[bytes]] | None,
     say: Say,
@@ -172,18 +172,16 @@ def measure_accuracy(model: Any, task: Task, seed: int, count: int = 512) -> flo
     prompts = [task.prompt("heldout", i, seed) for i in range(count)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if not isinstance(task, MixtureTask):
-            return measure_mean_reward(model, task, prompts)
-        by_task = {title: [p for p in prompts if p.task == title] for title in task.tasks}
-        means = (
-            measure_mean_reward(model, task.tasks[title], task_prompts) * len(task_prompts)
-            for title, task_prompts in by_task.items()
+        parts = task.tasks if isinstance(task, MixtureTask) else {"": task}
+        sums = (
+            _sum_rewards(model, part, [p for p in prompts if p.task == title])
+            for title, part in parts.items()
         )
-        return sum(means) / count
+        return sum(sums) / count
 
 
-def measure_mean_reward(model: Any, task: Task, prompts: list[Prompt]) -> float:
-    """Return the mean reward of one completion or session for each prompt."""
+def _sum_rewards(model: Any, task: Task, prompts: list[Prompt]) -> float:
+    """Return the sum of the rewards of one completion or session for each prompt."""
     if not prompts:
         return 0.0
     if isinstance(task, synthetic.PlayedTask):
@@ -192,13 +190,11 @@ def measure_mean_reward(model: Any, task: Task, prompts: list[Prompt]) -> float:
         model, [p.text for p in prompts], MOST, [blob for p in prompts for blob in p.images]
     )
     rewards = [task.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
-    return sum(
-        reward["reward"] if isinstance(reward, dict) else reward for reward in rewards
-    ) / len(prompts)
+    return sum(reward["reward"] if isinstance(reward, dict) else reward for reward in rewards)
 
 
 def _play_sessions(model: Any, task: synthetic.PlayedTask, prompts: list[Prompt]) -> float:
-    """Return the mean reward of one session per prompt in the task's environment."""
+    """Return the sum of the rewards of one session per prompt in the task's environment."""
     environments = [task.make_environment() for _ in prompts]
     texts = {
         index: str(env.reset(seed=index, options={"prompt": prompt})[0])
@@ -216,7 +212,7 @@ def _play_sessions(model: Any, task: synthetic.PlayedTask, prompts: list[Prompt]
                 texts[index] += text + calc.END + observation
         if not texts:
             break
-    return total / len(prompts)
+    return total
 
 
 def _sample_continuations(

@@ -25,7 +25,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.transport import keys, message_checks
 from asyncrl.transport.file_server import FileEntry, FileServer
 from asyncrl.transport.ring import Rows, WeightRing
-from asyncrl.transport.sockets import UNDECODABLE, ListeningSocket, receive_frames
+from asyncrl.transport.sockets import UNDECODABLE, DealerSocket, ListeningSocket, receive_frames
 from asyncrl.transport.weight_transport import WeightsClient, WeightsServer
 
 CHUNK_BYTES = 1 << 20
@@ -185,40 +185,32 @@ class ChunkServer(ListeningSocket, WeightsServer):
         super().close()
 
 
-class ChunkClient:
+class ChunkClient(DealerSocket):
     """Fetches versions from a ChunkServer, AHEAD chunks in flight.
 
     `bytes_received` counts bytes over the socket.
 
     timeout: seconds without a reply after which the server is unreachable.
-    name: selects the CURVE key, if there are keys.
     """
 
     is_broken = False  # it makes new connections
+    options = ((zmq.LINGER, 0), (zmq.MAXMSGSIZE, MANIFEST_BYTES))
 
     def __init__(
         self, address: str, timeout: float, curve_dir: str = "", name: str = "generator-0"
     ) -> None:
-        self.address = address
-        self.name = name
         self.timeout = timeout
         self.bytes_received = 0
         self.probe = b""  # of the version fetched last
         # (label, digest, chunks in the caller's memory) of a fetch that a broken connection ended
         self._begun: tuple[Label, str, int] | None = None
-        self.context = zmq.Context()
-        self.curve_dir = curve_dir
-        self.socket = self._connect()
-        self._decoder = msgspec.msgpack.Decoder(_ChunkReply)
+        super().__init__(address, curve_dir, name, _ChunkReply)
 
-    def _connect(self) -> Any:
-        socket = self.context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MANIFEST_BYTES)
-        keys.authenticate_client(socket, self.curve_dir, self.name)
+    def make_socket(self) -> Any:
+        """Make a socket whose connections are watched from the first one on."""
+        socket = super().make_socket()
         self._events = socket.get_monitor_socket(ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._accepted = False
-        socket.connect(self.address)
         return socket
 
     def _receive(self) -> _ChunkReply:
@@ -248,7 +240,7 @@ class ChunkClient:
                 f"{self.timeout:g} s; is the learner running?"
             )
         try:
-            chunk = self.read(receive_frames(self.socket, MANIFEST_BYTES, 1))
+            chunk: _ChunkReply = self.read(receive_frames(self.socket, MANIFEST_BYTES, 1))
         except (*UNDECODABLE, BadMessage) as error:
             self.reconnect()  # later replies would belong to earlier requests
             raise PeerUnreachable(
@@ -257,21 +249,12 @@ class ChunkClient:
         self.bytes_received += len(chunk.data)
         return chunk
 
-    def read(self, frames: list[bytes]) -> _ChunkReply:
-        """Decode a reply. Raises BadMessage or one of UNDECODABLE."""
-        if len(frames) != 1:
-            raise BadMessage("a message of more than one frame", "frame")
-        chunk: _ChunkReply = self._decoder.decode(frames[0])
+    def check(self, chunk: _ChunkReply) -> None:
+        """Check a reply. Raises BadMessage."""
         if xxhash.xxh3_64_intdigest(chunk.data) != chunk.checksum:
             raise BadMessage("a damaged chunk of weights")
         if len(chunk.probe) > message_checks.PROBE_BYTES or len(chunk.probe) % 4:
             raise BadMessage(f"a probe of {len(chunk.probe)} bytes")
-        return chunk
-
-    def reconnect(self) -> None:
-        """Open a new connection, which discards all replies in flight."""
-        self._close_socket()
-        self.socket = self._connect()
 
     def fetch_layout(self) -> list[Any]:
         """Fetch the layout of the flat bytes. Raises PeerUnreachable."""
@@ -360,15 +343,11 @@ class ChunkClient:
                 raise PeerUnreachable(f"{self.address} does not serve the file {digest[:12]}")
             yield chunk.data
 
-    def _close_socket(self) -> None:
+    def close_socket(self, linger: int | None = None) -> None:
+        """Close the socket and the one that watches it."""
         self.socket.disable_monitor()
         self._events.close(0)
-        self.socket.close()
-
-    def close(self) -> None:
-        """Close the socket and its context."""
-        self._close_socket()
-        self.context.term()
+        super().close_socket(linger)
 
 
 def reachable_address(address: str, buffer: str) -> str:

@@ -18,8 +18,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from asyncrl.config.scorers import JudgeConfig
-from asyncrl.config.tree import Config
+from asyncrl.config.tree import Config, JudgeConfig
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError, DamagedDataError, PeerUnreachable
 from asyncrl.records import private

@@ -48,10 +48,7 @@ def is_allowed(name: str, message: m.FromPeer | m.FromGenerator) -> bool:
         return True
     if isinstance(message, m.JoinRequest):
         return message.producer in ("", name) and GENERATOR.fullmatch(name) is not None
-    if isinstance(
-        message,
-        m.GeneratorHello | m.TicketRequest | m.Delivery | m.LeaseRenewal | m.GeneratorGoodbye,
-    ):
+    if isinstance(message, m.GeneratorHello | m.ProducerMessage):
         is_producer = GENERATOR.fullmatch(name) or GATEWAY.fullmatch(name)
         return name == message.producer and is_producer is not None
     if isinstance(message, m.ServingReport):

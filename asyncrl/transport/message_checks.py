@@ -71,12 +71,16 @@ def _check_tickets(message: m.TicketGrant) -> None:
         )
 
 
-def check_call(call: m.GenerationCall, vocabulary: int, context: int) -> None:
+def check_call(
+    call: m.GenerationCall, vocabulary: int, context: int, blobs: Blobs, images: ImageShape | None
+) -> None:
     """Check one call in the generator.
 
     The generator replies to an invalid call by a failure; the other calls of its message run.
 
     vocabulary: number of tokens of the model. context: tokens of a row of the engine; 0: unlimited.
+    blobs: digest -> blob, of all calls of the message.
+    images: how the model reads images; None: it reads only text.
     Raises BadMessage.
     """
     name = f"call {call.id} of ticket {call.ticket}"
@@ -86,24 +90,15 @@ def check_call(call: m.GenerationCall, vocabulary: int, context: int) -> None:
         call.max_new_tokens >= 1 and (not context or length + call.max_new_tokens <= context),
         f"{name}: {call.max_new_tokens} tokens behind {length}, in a context of {context}",
     )
-    ids = memoryview(call.prompt).cast("i")
+    ids = memoryview(call.prompt).cast("i").tolist()
     require(
         min(ids) >= 0 and (not vocabulary or max(ids) < vocabulary),
         f"{name}: tokens from {min(ids)} to {max(ids)}, of a model with {vocabulary}",
     )
-
-
-def check_call_images(call: m.GenerationCall, blobs: Blobs, images: ImageShape | None) -> None:
-    """Check in the generator that a call has the images of its image tokens.
-
-    blobs: digest -> blob, of all calls of the message.
-    images: how the model reads images; None: it reads only text.
-    Raises BadMessage."""
-    ids = memoryview(call.prompt).cast("i").tolist()
-    tokens = 0 if images is None else ids.count(images.token)
-    length = 0 if images is None else images.length
+    token, tokens_per_image = images or (-1, 1)
+    tokens = ids.count(token)
     require(
-        tokens == length * len(call.images) and (images is not None or not call.images),
+        tokens == tokens_per_image * len(call.images),
         f"call {call.id}: {tokens} image tokens for {len(call.images)} images",
     )
     require(blobs.keys() >= set(call.images), f"call {call.id}: an image is not in the message")

@@ -40,6 +40,7 @@ from asyncrl.contract.messages import (
     FromGateway,
     FromGenerator,
     FromPeer,
+    IntPair,
     Refusal,
     StatusRequest,
 )
@@ -337,7 +338,62 @@ class BufferSocket(ListeningSocket):
             pass
 
 
-class PeerSocket(MessageReader):
+class DealerSocket(MessageReader):
+    """A DEALER that is connected to a listening socket.
+
+    name: selects the CURVE key, if there are keys.
+    reads: the types of accepted messages.
+    """
+
+    options: Sequence[IntPair]
+    check: Callable[[Any], None]  # raises BadMessage
+
+    def __init__(self, address: str, curve_dir: str, name: str, reads: Any) -> None:
+        self.address = address
+        self.curve_dir = curve_dir
+        self.name = name
+        self.context = zmq.Context()
+        self._decoder: Decoder[Any] = Decoder(reads)
+        self.socket = self.connect()
+
+    def connect(self) -> Any:
+        """Return a new connected socket."""
+        socket = self.make_socket()
+        socket.connect(self.address)
+        return socket
+
+    def make_socket(self) -> Any:
+        """Make a socket that is not connected yet."""
+        socket = self.context.socket(zmq.DEALER)
+        for option, value in self.options:
+            socket.setsockopt(option, value)
+        keys.authenticate_client(socket, self.curve_dir, self.name)
+        return socket
+
+    def reconnect(self) -> None:
+        """Open a new connection, which discards all messages in flight."""
+        self.close_socket(linger=0)
+        self.socket = self.connect()
+
+    def read(self, frames: Sequence[bytes | memoryview]) -> Any:
+        """Decode a message. Raises BadMessage or one of UNDECODABLE."""
+        if len(frames) != 1:
+            raise BadMessage("a message of more than one frame", "frame")
+        message = self._decoder.decode(frames[0])
+        self.check(message)
+        return message
+
+    def close_socket(self, linger: int | None = None) -> None:
+        """Close the socket. linger: milliseconds for unsent messages; None: as `options` say."""
+        self.socket.close(linger)
+
+    def close(self) -> None:
+        """Close the socket and its context."""
+        self.close_socket()
+        self.context.term()
+
+
+class PeerSocket(DealerSocket):
     """A DEALER to the buffer.
 
     It connects as soon as the buffer listens and again after an outage; messages sent meanwhile
@@ -347,11 +403,17 @@ class PeerSocket(MessageReader):
     A message that does not decode, or that `check` refuses, is counted in `broken` and closes the
     connection. The socket opens a new one, and the caller repeats pending requests.
 
-    name: selects the CURVE key, if there are keys.
-    reads: the types of accepted messages.
     run: "" for processes that only watch.
     key: the config key that named the address.
     """
+
+    options = (
+        (zmq.LINGER, 500),
+        (zmq.RECONNECT_IVL, 50),
+        (zmq.RECONNECT_IVL_MAX, 1000),
+        (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+        (zmq.RCVHWM, MOST_UNREAD),
+    )
 
     def __init__(
         self,
@@ -364,29 +426,13 @@ class PeerSocket(MessageReader):
         key: str = "wires.address",
     ) -> None:
         check_address(address, curve_dir, key)
-        self.address = address
-        self.curve_dir = curve_dir
-        self.name = name
         self.run = run
         self.head = make_head(run)
-        self.check: Callable[[Any], None] = message_checks.check
+        self.check = message_checks.check
         self.find_address: Callable[[], str] = lambda: ""  # looks up the buffer's current address
         self.searched_at = 0.0  # CLOCK_MONOTONIC seconds
         self.broken = self.broken_in_a_row = 0
-        self.context = zmq.Context()
-        self.socket = self._connect()
-        self._decoder: Decoder[Any] = Decoder(reads)
-
-    def _connect(self) -> Any:
-        socket = self.context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 500)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        socket.setsockopt(zmq.RCVHWM, MOST_UNREAD)
-        keys.authenticate_client(socket, self.curve_dir, self.name)
-        socket.connect(self.address)
-        return socket
+        super().__init__(address, curve_dir, name, reads)
 
     def send(self, message: FromPeer | FromGenerator) -> None:
         """Queue a message; with HIGH_WATER unsent messages it is dropped.
@@ -425,11 +471,6 @@ class PeerSocket(MessageReader):
         self.reconnect()
         return True
 
-    def reconnect(self) -> None:
-        """Open a new connection; unsent messages of the old one are repeated."""
-        self.socket.close(linger=0)
-        self.socket = self._connect()
-
     def recv(self, timeout: float) -> Any:
         """Return the next message within `timeout` seconds, or None.
 
@@ -458,19 +499,6 @@ class PeerSocket(MessageReader):
             return None
         self.broken_in_a_row = 0
         return message
-
-    def read(self, frames: Sequence[bytes | memoryview]) -> Any:
-        """Decode a message. Raises BadMessage or one of UNDECODABLE."""
-        if len(frames) != 1:
-            raise BadMessage("a message of more than one frame", "frame")
-        message = self._decoder.decode(frames[0])
-        self.check(message)
-        return message
-
-    def close(self) -> None:
-        """Close the socket and its context."""
-        self.socket.close()
-        self.context.term()
 
 
 class BufferPeer(ABC):

@@ -47,9 +47,8 @@ from actors.scorers.reward_model import TOKENS, RewardModelScorer, read_classifi
 from actors.scorers.user_function import FailureLog
 from asyncrl.config import load, rules
 from asyncrl.config.rules import check
-from asyncrl.config.scorers import JudgeConfig
-from asyncrl.config.scorers import RewardModelConfig as Settings
-from asyncrl.config.tree import Config
+from asyncrl.config.tree import Config, JudgeConfig
+from asyncrl.config.tree import RewardModelConfig as Settings
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.models.trainer import split_by_length

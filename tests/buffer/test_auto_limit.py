@@ -179,7 +179,7 @@ def test_an_adopted_session_keeps_to_the_limit_of_its_first_grant(first: int, tr
     groups, lack = store.ask(2, 1)
     if trains:
         assert [group.ticket for group in groups] == [1]
-        assert store.make_batch(groups, 2, 1).token_lags == [[(0, 2, 2), (2, 4, 0)]]
+        assert store.make_batch(1).token_lags == [[(0, 2, 2), (2, 4, 0)]]
     else:
         assert groups == [] and "1 samples" in str(lack)
         assert store.sum_ledger()["orphaned"]["tokens"] == 4

@@ -18,14 +18,14 @@ from warm_run_kit import SMALL
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.freshness.meter import BatchMeter
-from asyncrl.contract.freshness.window import (
+from asyncrl.contract.freshness import (
     FIRST,
     KEPT,
     LITTLE,
     SHIFT,
     SPARED,
     AdmissionWindow,
+    BatchMeter,
     BatchTiming,
     count_open_batches,
     find_smallest_window,
@@ -263,8 +263,7 @@ def test_the_window_outlives_buffers_and_learners(tmp_path: Path) -> None:
     copy = make(k=8, wait=SHARE)
     copy.restore(msgspec.msgpack.decode(packed, type=StoreSnapshot))
     assert copy.window == again.window and (copy.leased, copy.skip) == ({2, 9, 300}, {1, 70})
-    groups = [again.alive[ticket] for ticket in again.alive][:1]
-    assert again.make_batch(groups, 1, 4).window == store.window.size
+    assert again.ask(1, 4)[0] and again.make_batch(4).window == store.window.size
     again.journal.close()
     # a new buffer in memory takes the window from the learner's checkpoint, within the limit
     new = make(k=8, wait=SHARE)

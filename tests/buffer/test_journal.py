@@ -16,7 +16,7 @@ from store_kit import hello, judged, sample
 
 from asyncrl.contract.admission import LimitEvidence
 from asyncrl.contract.errors import AsyncrlError, DamagedDataError
-from asyncrl.contract.freshness.window import AdmissionWindow, BatchTiming
+from asyncrl.contract.freshness import AdmissionWindow, BatchTiming
 from asyncrl.contract.messages import (
     Delivery,
     LearnerHello,

@@ -83,7 +83,7 @@ def train(store: Store) -> Batch:
     number = store.committed
     groups, why = store.ask(store.epoch, number)
     assert groups, why
-    batch = store.make_batch(groups, store.epoch, number)
+    batch = store.make_batch(number)
     assert store.commit(number, Label(store.epoch, number + 1), f"d{number + 1}")
     return batch
 

@@ -126,7 +126,7 @@ class SideBySide:
         groups, _ = self.store.ask(x.epoch, number)
         queue = next(y for y in self.w.learners if y.epoch == x.epoch).queue
         ours = list(queue[-1][1]) if len(queue) > len(x.queue) else []
-        batch = self.store.make_batch(groups, x.epoch, number) if groups else None
+        batch = self.store.make_batch(number) if groups else None
         same(
             [k for k, _ in ours],
             [(s.ticket, s.sample, s.attempt) for s in batch.samples] if batch else [],

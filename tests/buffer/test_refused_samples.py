@@ -455,8 +455,8 @@ def test_a_group_has_its_image_once_and_counts_its_bytes() -> None:
         store.deliver(seen(ticket, number, NAMES[0]), 0.0)
     of_samples = store.alive[0].count_sample_bytes()
     assert store.stored_bytes == of_samples + len(BLOBS[0]) + len(BLOBS[1])
-    found, _ = store.ask(1, 0)
-    batch = store.make_batch(found, 1, 0)
+    assert store.ask(1, 0)[0]
+    batch = store.make_batch(0)
     assert batch.images == {NAMES[0]: BLOBS[0]} and len(batch.samples) == 2
     # on the wire: the blob once, and a digest in each sample
     assert msgspec.msgpack.encode(batch).count(BLOBS[0]) == 1
@@ -483,8 +483,8 @@ def test_images_of_sessions_come_with_the_delivery_and_are_kept_once() -> None:
     store.accept_samples([seen(ticket, 1, NAMES[2], NAMES[0])], images=blobs)
     assert set(store.alive[0].images) == {NAMES[0], NAMES[2]}  # and not what no sample names
     assert store.stored_bytes == before + store.alive[0].count_sample_bytes() + len(BLOBS[2])
-    found, _ = store.ask(1, 0)
-    assert set(store.make_batch(found, 1, 0).images) == {NAMES[0], NAMES[2]}
+    assert store.ask(1, 0)[0]
+    assert set(store.make_batch(0).images) == {NAMES[0], NAMES[2]}
 
 
 def test_the_buffer_takes_the_largest_session() -> None:
@@ -529,8 +529,8 @@ def test_the_journal_keeps_images_whatever_becomes_of_their_files(tmp_path: Path
     store.accept_samples([one])
     store.accept_samples([two], msgspec.msgpack.encode(frame), frame.images)
     store.accept_samples([seen(second, 0, NAMES[3])], images={NAMES[3]: BLOBS[3]})
-    found, _ = store.ask(1, 0)
-    before = store.make_batch(found, 1, 0)
+    assert store.ask(1, 0)[0]
+    before = store.make_batch(0)
     store.journal.close()
 
     def changed(index: int) -> m.Prompt:
@@ -540,8 +540,8 @@ def test_the_journal_keeps_images_whatever_becomes_of_their_files(tmp_path: Path
         again = opened(tmp_path, changed)
         assert again.alive[1].images == {NAMES[1]: BLOBS[1], NAMES[3]: BLOBS[3]}
         assert again.stored_bytes == store.stored_bytes
-        found, _ = again.ask(1, 0)
-        assert again.make_batch(found, 1, 0).images == before.images
+        assert again.ask(1, 0)[0]
+        assert again.make_batch(0).images == before.images
         assert before.images == {NAMES[0]: BLOBS[0], NAMES[2]: BLOBS[2]}
         again.journal.close()
     same = opened(tmp_path)
@@ -628,8 +628,8 @@ def test_a_learner_checks_the_images_of_its_batch() -> None:
     (ticket, _) = store.grant("g", 1, 4, 0.0)
     for number in range(2):
         store.deliver(seen(ticket, number, NAMES[0]), 0.0)
-    found, _ = store.ask(1, 0)
-    batch = store.make_batch(found, 1, 0)
+    assert store.ask(1, 0)[0]
+    batch = store.make_batch(0)
     message_checks.check(batch, m.ModelShape(50, None, SHAPE))
     for changed, said in (
         ({}, "1 images of its samples are not in it"),

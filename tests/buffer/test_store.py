@@ -110,16 +110,16 @@ def test_lag_is_the_oldest_token_and_splits_at_delivery() -> None:
     store.deliver(sample(b, 0, (Label(1, 0), 2), (Label(1, 1), 3)), 0.0)
     train(store, 1)
     write(store, c)  # all by version 0, delivered at 2
-    groups, _ = store.ask(1, 2)
-    batch = store.make_batch(groups, 1, 2)
+    assert store.ask(1, 2)[0]
+    batch = store.make_batch(2)
     assert (batch.lags, batch.in_flight, batch.token_lags) == ([2], [2], [[(0, 4, 2)]])
     store = make(2)
     a, b, c = store.grant("g", 1, 9, 0.0)
     for t in (a, b, c):
         write(store, t)
     train(store, 0)
-    groups, _ = store.ask(1, 1)
-    batch = store.make_batch(groups, 1, 1)
+    assert store.ask(1, 1)[0]
+    batch = store.make_batch(1)
     assert (batch.lags, batch.in_flight) == ([1], [0])
 
 
@@ -204,13 +204,13 @@ def test_lag_across_a_branch_counts_both_sides() -> None:
     late = store.grant("g", 1, 1, 0.0)[0]
     store.deliver(sample(late), 0.0)  # by (1, 2)
     assert hello(store, 2, 1, k=4, origin=1, digest="d1")
-    groups, _ = store.ask(2, 1)
+    assert store.ask(2, 1)[0]
     # ticket 1, written by (1, 1), which is the policy resumed from
-    assert store.make_batch(groups, 2, 1).lags == [0]
+    assert store.make_batch(1).lags == [0]
     assert store.commit(1, Label(2, 2), "another update")
-    groups, _ = store.ask(2, 2)
+    assert store.ask(2, 2)[0]
     # one version back on the dead branch, one forward on ours
-    assert store.make_batch(groups, 2, 2).lags == [2]
+    assert store.make_batch(2).lags == [2]
 
 
 def test_old_learners_and_those_behind_what_is_retired_are_fenced() -> None:
@@ -245,7 +245,7 @@ def test_completion_order_carries_what_was_trained_above_the_cursor() -> None:
     _, b, _ = store.grant("g", 1, 9, 0.0)
     write(store, b)
     groups, _ = store.ask(1, 0)
-    batch = store.make_batch(groups, 1, 0)
+    batch = store.make_batch(0)
     assert ([g.ticket for g in groups], batch.next_ticket, batch.trained_above) == ([1], 0, [1])
     fresh = Store(StoreSettings(1, 1, 9, SamplingSettings(), on_exceed="mask"), prompt)
     assert hello(fresh, 2, 1, k=2, origin=1, next_ticket=0, trained_above=[1])
@@ -354,7 +354,7 @@ def test_injected_lag_is_exact_after_the_first_batches(inject: int | list[float]
             write(store, tickets[0])
         groups, why = store.ask(1, n)
         assert groups, why
-        lags = store.make_batch(groups, 1, n).lags
+        lags = store.make_batch(n).lags
         seen += lags if n >= 2 else []
         assert all(lag <= n for lag in lags)
         store.commit(n, Label(1, n + 1), f"d{n + 1}")
@@ -381,7 +381,7 @@ def test_an_abandoned_group_leaves_its_place_to_another_and_the_injected_lag_sta
                     )
         groups, why = store.ask(1, n)
         assert groups, why
-        batch = store.make_batch(groups, 1, n)
+        batch = store.make_batch(n)
         seen += batch.lags if n >= 2 else []
         trained += [g.ticket for g in groups]
         store.commit(n, Label(1, n + 1), f"d{n + 1}")
@@ -419,7 +419,8 @@ def test_a_fresh_buffer_that_followed_an_older_checkpoint_trains_nothing_twice()
     batch = []
     for n in range(3):
         write(first, first.grant("g", 1, 1, 0.0)[0])
-        batch.append(first.make_batch(first.ask(1, n)[0], 1, n))
+        assert first.ask(1, n)[0]
+        batch.append(first.make_batch(n))
         first.commit(n, Label(1, n + 1), f"d{n + 1}")
     fresh = Store(StoreSettings(1, 1, 9, SamplingSettings()), prompt)
     at = {
@@ -459,10 +460,10 @@ def test_a_masked_batch_that_is_asked_for_again_stays_as_it_was_handed_out() -> 
     for n in (1, 2):
         groups, why = store.ask(2, n)
         assert groups, why
-    batch = store.make_batch(groups, 2, 2)
+    batch = store.make_batch(2)
     assert batch.token_lags == [[(0, 4, 2)]]  # by 1.2, whose update is not known to come again
     assert store.commit(1, Label(2, 2), "d2")  # it does: the same digest, the same policy
-    assert store.make_batch(store.ask(2, 2)[0], 2, 2).token_lags == batch.token_lags
+    assert store.ask(2, 2)[0] and store.make_batch(2).token_lags == batch.token_lags
     assert store.commit(2, Label(2, 3), "d3") and store.sum_ledger()["masked_stale"]["tokens"] == 4
 
 

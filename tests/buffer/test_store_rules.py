@@ -391,8 +391,8 @@ def test_a_batch_says_what_it_holds_and_what_a_new_buffer_must_know() -> None:
     train(store, 0)
     store.deliver(sample(t[2], 0, (Label(1, 0), 3), (Label(1, 1), 1), length=4, reward=2.0), 0.0)
     write(store, t[5])
-    groups, _ = store.ask(1, 1)
-    batch = store.make_batch(groups, 1, 1)
+    assert store.ask(1, 1)[0]
+    batch = store.make_batch(1)
     assert (batch.epoch, batch.number, [s.ticket for s in batch.samples]) == (1, 1, [2, 5])
     assert batch.lags == [1, 1] and batch.token_lags == [[(0, 3, 1), (3, 4, 0)], [(0, 4, 1)]]
     assert batch.in_flight == [1, 1] and batch.next_ticket == 1 and batch.trained_above == [2, 3, 5]

@@ -16,7 +16,7 @@ from trajectory_kit import trajectory
 
 from asyncrl.config import load
 from asyncrl.contract.admission import AdaptiveLimit
-from asyncrl.contract.freshness.window import AdmissionWindow
+from asyncrl.contract.freshness import AdmissionWindow
 from asyncrl.contract.messages import Batch, TrainingSequence, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir

@@ -28,8 +28,8 @@ from asyncrl.records import buffer_leadership
 from buffer import batches, checks
 from buffer.groups import StoreSettings
 from buffer.journal import Record, RecordedStore
-from buffer.rules import StoreRules
 from buffer.service import BufferService
+from buffer.state import StoreRules
 from buffer.store import Store
 from learner.state import BatchCursor
 
@@ -174,7 +174,7 @@ class Play:
         groups, _ = self.store.ask(life.epoch, life.number)
         if not groups:
             return True
-        batch = self.store.make_batch(groups, life.epoch, life.number)
+        batch = self.store.make_batch(life.number)
         rows = [
             [x.ticket, x.sample, x.attempt, x.length, [list(span.label) for span in x.spans]]
             for x in batch.samples

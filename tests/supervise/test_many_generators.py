@@ -265,7 +265,7 @@ def test_who_wants_no_sample_is_told_of_versions_and_end_alone(waiting: Any) -> 
     made.store.finish()
     made.answer()
     assert [x.finished for peer, x in sent if peer == b"drawing"] == [True]
-    assert "drawing" not in made.generators and not made.followers
+    assert "drawing" not in made.generators
     made.handle(b"drawing", m.TicketRequest("drawing", 1, 2, -1, None))
     assert made.store  # a number below nothing is refused, as any broken message
 

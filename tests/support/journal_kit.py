@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from asyncrl.contract.messages import Prompt, SamplingSettings
 from buffer.evaluation import EvaluationPlan, Evaluations
 from buffer.groups import StoreSettings
 from buffer.journal import RecordedStore
+from buffer.mixer import TaskMixer
 from buffer.state import StoreSnapshot
 from buffer.store import Store
 
@@ -30,9 +32,16 @@ def state(store: Store) -> StoreSnapshot:
     return x
 
 
-def open_recorded(directory: Path, settings: StoreSettings, **more: Any) -> RecordedStore:
-    usual = {"sync": False, "prompt": PROMPTS.__getitem__, "evaluations": Evaluations(), "now": 0.0}
-    return RecordedStore.open(directory, settings=settings, **usual | more)
+def open_recorded(
+    directory: Path,
+    settings: StoreSettings,
+    prompt: Callable[[int], Prompt] = PROMPTS.__getitem__,
+    evaluations: Evaluations | None = None,
+    mixer: TaskMixer | None = None,
+    **more: Any,
+) -> RecordedStore:
+    store = RecordedStore(settings, prompt, evaluations, mixer)
+    return store.open(directory, **{"sync": False, "now": 0.0} | more)
 
 
 def recorded(directory: Path, steps: int = 3) -> RecordedStore:

@@ -12,7 +12,7 @@ from typing import Any
 from weakened import weakened
 
 from asyncrl.contract.admission import LimitEvidence
-from asyncrl.contract.freshness.window import BatchTiming
+from asyncrl.contract.freshness import BatchTiming
 from asyncrl.contract.messages import (
     Batch,
     LearnerHello,
@@ -168,7 +168,7 @@ class World:
             was = self.r.choice(x.queue)
             groups, why = self.store.ask(x.epoch, was.number)
             need(bool(groups), f"batch {was.number}, handed out before, waits for {why}")
-            again = self.store.make_batch(groups, x.epoch, was.number)
+            again = self.store.make_batch(was.number)
             need(
                 (again.lags, again.token_lags, again.samples)
                 == (was.lags, was.token_lags, was.samples),
@@ -180,7 +180,7 @@ class World:
         groups, _ = self.store.ask(x.epoch, number)
         if not groups:
             return before != (len(self.store.comps), self.store.changes)
-        x.queue.append(self.store.make_batch(groups, x.epoch, number))
+        x.queue.append(self.store.make_batch(number))
         tickets = [(s.ticket, s.sample) for s in x.queue[-1].samples]
         need(
             self.leased.setdefault(number, tickets) == tickets,

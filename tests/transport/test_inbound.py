@@ -220,7 +220,7 @@ ALLOWED = [
 def look(message: Any) -> None:
     message_checks.check(message, m.ModelShape(5))
     for call in getattr(message, "calls", ()):
-        message_checks.check_call(call, 5, 8)
+        message_checks.check_call(call, 5, 8, {}, None)
 
 
 @pytest.mark.parametrize(("message", "said"), REFUSED, ids=[said for _, said in REFUSED])
@@ -296,8 +296,8 @@ def test_an_answer_to_a_call_fits_it(more: dict[str, Any], said: str) -> None:
 def test_a_call_has_the_images_of_its_image_tokens() -> None:
     shape = ImageShape(4, 2)
     pictured = replace(CALL, prompt=b"\4\0\0\0" * 4, images=["a", "b"])
-    message_checks.check_call_images(pictured, {"a": b"", "b": b"", "c": b""}, shape)
-    message_checks.check_call_images(replace(pictured, images=[]), {}, None)
+    message_checks.check_call(pictured, 5, 8, {"a": b"", "b": b"", "c": b""}, shape)
+    message_checks.check_call(replace(pictured, images=[]), 5, 8, {}, None)
     for call, blobs, read, said in (
         (pictured, {"a": b""}, shape, "call 1: an image is not in the message"),
         (replace(pictured, images=["a"]), {"a": b""}, shape, "call 1: 4 image tokens for 1 images"),
@@ -305,7 +305,7 @@ def test_a_call_has_the_images_of_its_image_tokens() -> None:
         (replace(CALL, images=[]), {}, shape, "call 1: 1 image tokens for 0 images"),
     ):
         with pytest.raises(BadMessage) as refused:
-            message_checks.check_call_images(call, blobs, read)
+            message_checks.check_call(call, 5, 8, blobs, read)
         assert str(refused.value) == said
 
     with pytest.raises(BadMessage, match=r"^calls: ") as refused:

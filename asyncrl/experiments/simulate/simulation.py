@@ -28,7 +28,7 @@ from actors.turn import DECODE_STEPS, IDLE_POLL_S, count_samples_to_request
 from asyncrl.config.tree import Config
 from asyncrl.contract.admission import LimitEvidence, TicketQueue, divides_batches
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.contract.freshness.meter import BatchMeter
+from asyncrl.contract.freshness import BatchMeter
 from asyncrl.contract.messages import (
     EVAL_BASE,
     LOST,
@@ -265,7 +265,7 @@ class Simulation:
         self.unready = None if groups else state
         if not groups:
             return False
-        batch = store.make_batch(groups, EPOCH, number)
+        batch = store.make_batch(number)
         limit = store.max_lag if store.settings.on_exceed == "mask" else inf
         self.lags[number] = count_trained_lags(batch, limit)
         samples = max(len(batch.samples), 1)

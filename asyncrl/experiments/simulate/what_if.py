@@ -121,11 +121,10 @@ def change_limit(config: Config, limit: float) -> Config:
         raise ConfigError(
             f"--limit {limit:g}: a staleness limit is a whole number of at least 0, or inf"
         )
-    inject = config.staleness.inject
-    if inject is not None and limit < (inject if isinstance(inject, int) else len(inject) - 1):
+    if limit < config.staleness.most_injected:
         raise ConfigError(
-            f"--limit {limit:g}: below staleness.inject = {inject}; lower the injected lag, or "
-            "keep the limit"
+            f"--limit {limit:g}: below staleness.inject = {config.staleness.inject}; lower the "
+            "injected lag, or keep the limit"
         )
     return replace(config, staleness=replace(config.staleness, max_lag=float(limit)))
 

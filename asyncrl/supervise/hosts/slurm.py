@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.config import rules
-from asyncrl.config.placement import HostPlacement
-from asyncrl.config.tree import Config
+from asyncrl.config.tree import Config, HostPlacement
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import fill
 from asyncrl.supervise import join

@@ -311,8 +311,8 @@ def switch_off(mechanism: str) -> None:
     """In this process, for good."""
     from actors.delivery import Outbox
     from buffer import checks
-    from buffer.rules import StoreRules
     from buffer.service import BufferService
+    from buffer.state import StoreRules
     from learner.state import BatchCursor
 
     if mechanism == "dedupe":
@@ -340,7 +340,7 @@ def switch_off(mechanism: str) -> None:
 def any_order() -> None:
     """Let batches take any complete groups, without the check of their age."""
     from buffer import batches
-    from buffer.rules import StoreRules
+    from buffer.state import StoreRules
 
     plain = batches.judge
 

@@ -162,8 +162,8 @@ def test_the_ledger_counts_what_was_drawn_once_and_what_was_set_aside() -> None:
     store.report_tokens("gateway-0", 1, 4 + 7 + 1)
     assert store.deliver(delivered(aside=7), 0.0) == "accepted"
     store.deliver(sample(0, 1, [row([1], [2], [-1], [1])]), 0.0)
-    groups, _ = store.ask(1, 0)
-    message = store.make_batch(groups, 1, 0)
+    assert store.ask(1, 0)[0]
+    message = store.make_batch(0)
     assert message.token_lags[0] == [(0, 1, 0), (2, 3, 0), (3, 5, 0)]
     assert store.stored_bytes == count_bytes(delivered()) + count_bytes(message.samples[1])
     store.commit(0, Label(1, 1), "d1")

@@ -13,7 +13,6 @@ from asyncrl.config import load
 from asyncrl.contract.messages import Prompt, SamplingSettings
 from asyncrl.records import metrics, process_log
 from asyncrl.supervise import doctor
-from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
 from buffer.journal import RecordedStore
 from buffer.store import Store
@@ -101,14 +100,9 @@ def test_a_learner_whose_checkpoint_lies_behind_the_batch_has_trained_it() -> No
 
 def test_a_buffer_that_is_killed_between_two_lives_still_counts(tmp_path: Path) -> None:
     def opened() -> RecordedStore:
-        return RecordedStore.open(
-            tmp_path,
-            sync=False,
-            settings=StoreSettings(2, 2, 9, SamplingSettings()),
-            prompt=lambda i: Prompt(i, f"p{i}"),
-            evaluations=Evaluations(),
-            now=0.0,
-        )
+        settings = StoreSettings(2, 2, 9, SamplingSettings())
+        store = RecordedStore(settings, lambda i: Prompt(i, f"p{i}"))
+        return store.open(tmp_path, sync=False, now=0.0)
 
     store = opened()
     assert hello(store, 1, 0, k=3)
