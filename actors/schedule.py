@@ -71,8 +71,7 @@ class TicketSchedule:
     def announce(self, announcement: PolicyAnnouncement | None) -> bool:
         """Remember the newest announcement; return whether this one is newer."""
         if announcement is None or (
-            self.announced is not None
-            and announcement.announcement_key <= self.announced.announcement_key
+            self.announced is not None and announcement.label <= self.announced.label
         ):
             return False
         self.announced = announcement

@@ -144,7 +144,8 @@ def of_proximal(
 def of_methods(path: Path, b: Batch, many: int) -> tuple[list[dict[str, Any]], rounds.Times]:
     """Each method's step over PPO's: (lines of the table, times)."""
     plain = ["method=ppo"]
-    arms = {"ppo": plain} | {name: [f"method={name}"] for name in methods.FOR_OLD_SAMPLES}
+    stale = [name for name, method in methods.METHODS.items() if method.stale]
+    arms = {"ppo": plain} | {name: [f"method={name}"] for name in stale}
     arms |= {name: [*plain, *sets] for name, sets in MORE.items()}
     common = [
         f"model.path={str(path)!r}",

@@ -31,9 +31,8 @@ def pick_groups(store: StoreRules, number: int) -> tuple[list[Group], BatchWait 
     if store.uses_ticket_order and not math.isinf(store.max_lag):
         # `alive` is in ticket order; called often, with thousands of groups
         picked = list(itertools.islice(store.iterate_uncomposed_groups(), store.settings.batch))
-        incomplete = next((group for group in picked if not group.is_complete), None)
-        if incomplete is not None:
-            return [], explain_wait(incomplete)
+        if (wait := explain_wait(picked)) is not None:
+            return [], wait
     else:
         candidates = list(store.iterate_uncomposed_groups())
         if store.settings.on_exceed == "drop":
@@ -66,8 +65,11 @@ def rank(store: StoreRules, group: Group, number: int) -> int:
     )
 
 
-def explain_wait(group: Group) -> BatchWait:
-    """Explain what an incomplete group waits for."""
+def explain_wait(groups: list[Group]) -> BatchWait | None:
+    """Explain what the first incomplete group waits for; None: all are complete."""
+    group = next((group for group in groups if not group.is_complete), None)
+    if group is None:
+        return None
     missing = f"ticket {group.ticket}: {len(group.list_missing())} samples"
     if group.lease is None:
         return BatchWait(f"{missing} to be granted again")
@@ -145,9 +147,7 @@ def judge(store: StoreRules, groups: list[Group], number: int) -> list[list[LagR
             if stored is None:
                 continue
             runs = compute_lag_runs(store, stored, number)
-            masked = 0
-            if on_exceed == "mask":
-                masked = sum(end - start for start, end, lag in runs if lag > store.max_lag)
+            masked = sum(end - start for start, end, lag in runs if lag > store.mask_limit)
             if masked != stored.masked:
                 stored.masked = masked
                 store.changes += 1

@@ -16,14 +16,11 @@ from asyncrl.contract.messages import (
     DISPOSITIONS,
     EVAL_BASE,
     AttemptTokens,
-    BatchRequest,
-    CheckpointNotice,
-    Commit,
     Delivery,
     FromPeer,
     IntPair,
-    LearnerGoodbye,
     LearnerHello,
+    LearnerMessage,
     LearnerProgress,
     LeaseRenewal,
     ModelShape,
@@ -48,7 +45,7 @@ NAMES = MOST_PARTS  # limit of the parts of a reward and of the numbers of a gen
 ROWS = 1 << 16  # tokens of a sample, if the context is unknown
 NO_BLOBS: Blobs = {}
 # the messages of a learner after its hello
-FROM_WELCOMED = BatchRequest | CheckpointNotice | Commit | LearnerGoodbye | LearnerProgress
+FROM_WELCOMED = LearnerMessage | LearnerProgress
 
 
 def has_state(message: FromPeer) -> bool:

@@ -266,15 +266,6 @@ class Evaluations:
                     for sample in plan.numbers
                 )
 
-    def list_labels(self) -> list[Label]:
-        """List the versions of the open rounds."""
-        return [r.label for r in self.rounds]
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether a round is open."""
-        return bool(self.rounds)
-
     def grant(
         self, attempt: int, settings: StoreSettings, *, producer: str, session: int, expires: float
     ) -> Ticket:

@@ -66,11 +66,6 @@ class StoreSettings:
         """The most tokens that one attempt of a sample may have."""
         return self.session_tokens or self.sampling.max_new_tokens
 
-    @property
-    def uses_ticket_order(self) -> bool:
-        """Whether batches take groups in ticket order, as the bound of `pace` requires."""
-        return self.on_exceed == "pace" and self.order in ("auto", "ticket")
-
 
 def make_store_settings(config: Config) -> StoreSettings:
     """Make the store's settings from the config."""

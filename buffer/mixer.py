@@ -228,6 +228,6 @@ def make_mixer(config: Config, task: Any) -> TaskMixer:
         return TaskMixer()
     return TaskMixer(
         mixture.parts,
-        lambda title, index: mixture.draw(title, index, config.seed),
+        lambda title, index: mixture.build_prompt("train", title, index, config.seed),
         {title: mixture.count_prompts(title) for title in mixture.parts},
     )

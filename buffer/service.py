@@ -146,7 +146,7 @@ def compute_max_message_bytes(config: Config) -> int:
     Agents that call over HTTP may send images, which come with their session."""
     token_bytes = ANSWER_BYTES + config.support_bytes
     frame_bytes = 2 * config.wires.frame_bytes + token_bytes * config.generator.context
-    if any(agent.http for agent in config.agents.values()):
+    if config.serves_agents:
         frame_bytes += MOST_SESSION_BYTES
     return min(m.MAX_FRAME_BYTES, MORE_BYTES + frame_bytes)
 
@@ -614,7 +614,7 @@ class BufferService:
             self.trained.begin_at(hello.label.number)
             for batch in unreported:
                 if not self.trained.has_batch(batch.number):
-                    self.trained.add(batch, self.mask_limit)
+                    self.trained.add(batch, self.store.mask_limit)
             self.batch_requests.clear()
             self.goodbyes.clear()
         self.learner = PeerState(time.monotonic(), peer, hello.pid)
@@ -660,11 +660,6 @@ class BufferService:
             if all(group is not None and group.is_complete for group in groups):
                 unreported.append(store.make_batch(earlier))
         return unreported
-
-    @property
-    def mask_limit(self) -> float:
-        """The lag from which on the loss masks tokens; infinity: none."""
-        return self.store.max_lag if self.config.staleness.on_exceed == "mask" else float("inf")
 
     def is_fenced(self, peer: bytes, epoch: int) -> bool:
         """Whether a message is not from the current learner; True before any hello.
@@ -764,7 +759,7 @@ class BufferService:
             if groups:
                 batch = self.store.make_batch(request.number)
                 self.leased[request.number] = batch
-                self.trained.record_lease(batch, self.mask_limit)
+                self.trained.record_lease(batch, self.store.mask_limit)
                 # after a restart the first batch may need no ticket
                 self.start_clock(time.monotonic())
                 self.send(peer, batch)
@@ -774,7 +769,7 @@ class BufferService:
                     self.learner_waits = wait, time.monotonic()
                 self.batch_requests.append((peer, request))
         self.grant()
-        if not self.store.evaluations.is_pending:
+        if not self.store.evaluations.rounds:
             for peer, goodbye in self.goodbyes.items():
                 self.write_evaluations()
                 self.send(peer, m.RunFinished(goodbye.epoch))
@@ -910,7 +905,8 @@ class BufferService:
         )
         histogram: dict[str, list[float]] = {}
         if batch is not None:
-            values |= numbers.compute_batch_metrics(batch, self.trained.add(batch, self.mask_limit))
+            counts = self.trained.add(batch, self.store.mask_limit)
+            values |= numbers.compute_batch_metrics(batch, counts)
             histogram["lag/samples"] = [float(lag) for lag in batch.lags]
             for row in numbers.select_sample_rows(batch, self.config.record):
                 self.samples.write(row)

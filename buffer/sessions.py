@@ -19,7 +19,7 @@ free --message--> holder <--further messages--+
 from collections import deque
 from dataclasses import dataclass, field
 
-from asyncrl.contract.messages import TicketRequest
+from asyncrl.contract.messages import Numbers, TicketRequest
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import OpenSession, ProcessWait
 
@@ -50,8 +50,8 @@ class PeerState:
     host: str = ""
     is_greeted: bool = False
     waiting: ProcessWait | None = None
-    stats: dict[str, float] = field(default_factory=dict)
-    counted: dict[str, float] | None = None
+    stats: Numbers = field(default_factory=dict)
+    counted: Numbers | None = None
     sessions: list[OpenSession] = field(default_factory=list)
     announced: Label | None = None  # the version last sent to it while it waited
     renewed: float = 0.0  # CLOCK_MONOTONIC seconds of its last renewal

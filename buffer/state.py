@@ -206,8 +206,8 @@ class StoreRules(StoreState, ABC):
 
     @property
     def uses_ticket_order(self) -> bool:
-        """Whether batches take groups in ticket order."""
-        return self.settings.uses_ticket_order
+        """Whether batches take groups in ticket order, as the bound of `pace` requires."""
+        return self.settings.on_exceed == "pace" and self.settings.order in ("auto", "ticket")
 
     def has_room(self, position: int, room: float) -> bool:
         """Whether a group may be granted again.
@@ -218,6 +218,11 @@ class StoreRules(StoreState, ABC):
     def current_limit(self) -> float:
         """Return the staleness limit of a ticket granted now."""
         return self.limit.now if self.settings.ess_floor else self.max_lag
+
+    @property
+    def mask_limit(self) -> float:
+        """The lag past which the loss masks tokens; infinity: none."""
+        return self.max_lag if self.settings.on_exceed == "mask" else math.inf
 
     def count_admitted_batches(self, now: float) -> float:
         """Count the batches ahead for which there is room: the window, at most the limit."""

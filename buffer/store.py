@@ -766,9 +766,8 @@ class Store(StoreRules):
         if number in self.leased:
             return groups, None
         runs = batches.judge(self, groups, number)
-        incomplete = next((group for group in groups if not group.is_complete), None)
-        if incomplete is not None:
-            return [], batches.explain_wait(incomplete)
+        if (wait := batches.explain_wait(groups)) is not None:
+            return [], wait
         self.leased.add(number)
         self.changes += 1
         samples = (stored for group in groups for stored in group.list_stored_samples())
@@ -912,7 +911,7 @@ class Store(StoreRules):
         """List the versions that the ring must keep.
 
         Granted or future tickets name exactly these."""
-        pinned = set(self.evaluations.list_labels())
+        pinned = {open_round.label for open_round in self.evaluations.rounds}
         if (inject := self.settings.inject) is not None:
             most_lag = inject if isinstance(inject, int) else len(inject) - 1
             pinned |= {

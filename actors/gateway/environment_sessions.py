@@ -281,7 +281,7 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
 
     Returns True when the run is finished, False when SIGTERM ended the process.
     """
-    over_http = any(agent.http for agent in config.agents.values())
+    over_http = config.serves_agents
     if over_http:  # before the heap is frozen
         from actors.gateway import http_gateway
     gateway = Gateway(config, run_dir, index, source=make_source)

@@ -218,7 +218,7 @@ class CallRouter:
                 generator.new_calls.append(self.open[call])
                 generator.calls[call] = generator.sequence + 1
         messages = []
-        label = None if announcement is None else announcement.announcement_key
+        label = None if announcement is None else announcement.label
         for generator in self.generators.values():
             if not generator.new_calls and not generator.cut and generator.announced == label:
                 continue

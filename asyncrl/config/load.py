@@ -19,6 +19,7 @@ from asyncrl.config.layers import FlatTable, is_inside, key_of
 from asyncrl.config.tree import Config
 from asyncrl.contract import toml_writer
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.printable import Say
 from asyncrl.contract.toml_writer import RawTable, flatten
 
 # earlier and foreign names of keys, with their replacements
@@ -44,7 +45,7 @@ UNCHECKED: ConfigSchema[Config] = ConfigSchema(Config, lambda config: [])
 def load(
     path: str | Path,
     sets: Sequence[str] = (),
-    note: Callable[[str], None] | None = None,
+    note: Say | None = None,
     origins: dict[str, str] | None = None,
 ) -> Config:
     """Load the config in `path` and apply `sets` ("key.path=value", TOML values).
@@ -71,7 +72,7 @@ def load_as(
     tree: ConfigSchema[Struct],
     path: str | Path,
     sets: Sequence[str] = (),
-    note: Callable[[str], None] | None = None,
+    note: Say | None = None,
     origins: dict[str, str] | None = None,
 ) -> Struct:
     """Load another kind of config like `load`."""
@@ -142,7 +143,7 @@ def _apply_layers(
     tree: ConfigSchema[Struct],
     raw: RawTable,
     source: _ConfigSource,
-    note: Callable[[str], None] | None = None,
+    note: Say | None = None,
     origins: dict[str, str] | None = None,
 ) -> Struct:
     """Apply the layers in order: the table, the items of `sets`, then method and presets."""

@@ -34,7 +34,6 @@ class Method(msgspec.Struct, frozen=True):
 
 
 METHODS: dict[str, Method] = read_table(__file__, dict[str, Method])
-FOR_OLD_SAMPLES = [name for name, method in METHODS.items() if method.stale]
 
 
 def simplify(name: str) -> str:

@@ -92,7 +92,7 @@ def check(config: Config) -> list[str]:
 
     Each one starts with its key and contains its numbers."""
     rules = (
-        *((_check_sessions,) if config.uses_sessions else ()),
+        _check_sessions,
         _check_staleness,
         _check_advantage,
         _check_devices,
@@ -191,6 +191,8 @@ def _check_prompt_sources(config: Config) -> Problems:
 
 def _check_sessions(config: Config) -> Problems:
     """Refuse settings that sessions do not support, or were never tested with."""
+    if not config.uses_sessions:
+        return
     for title, agent in config.agents.items():
         prefix = f"task.mixture: {title}: " if title else ""
         yield from (prefix + problem for problem in apply_table("agents", agent, config))
@@ -203,13 +205,7 @@ def _check_sessions(config: Config) -> Problems:
                 f"{prefix}agent.env_pass: {invalid[0]!r} is not a variable's name; give only the "
                 "name, the value is inherited"
             )
-    agent = config.agent
-    if agent.forced != "ignore" and not any(other.http for other in config.agents.values()):
-        yield (
-            "agent.forced: only an agent that calls over HTTP can force an answer; set "
-            "agent.serve, command or function"
-        )
-    if agent.fork == "row":
+    if config.agent.fork == "row":
         yield from [
             f"{setting}: needs the order of a session's tokens, which several training sequences "
             'do not have: set agent.fork = "end"'
@@ -239,12 +235,6 @@ def _check_mixture(config: Config) -> Problems:
     for batch in sorted(points) if task.mixture else ():
         if not any(interpolate_weight(part.weight, batch) > 0 for part in task.mixture):
             yield f"task.mixture: all weights are 0 at batch {batch}; one must be above 0"
-    for eval_set in config.evaluation.sets if task.mixture else ():
-        if eval_set.file and not eval_set.reward:
-            yield (
-                f"evaluation.sets: {eval_set.name}: its file belongs to no task of the mixture; "
-                "set reward to its reward function"
-            )
 
 
 def _check_part(config: Config, part: MixedTaskConfig) -> Problems:

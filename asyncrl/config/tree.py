@@ -825,6 +825,11 @@ class Config(Section, kw_only=True):
         return any(agent.uses_sessions for agent in self.agents.values())
 
     @property
+    def serves_agents(self) -> bool:
+        """Whether some agents call over HTTP."""
+        return any(agent.http for agent in self.agents.values())
+
+    @property
     def reads_versions(self) -> bool:
         """Whether the learner needs the weights of the versions that sampled a batch."""
         return self.correction.proximal == "version" or self.loss.center != "off"

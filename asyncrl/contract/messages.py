@@ -443,16 +443,13 @@ class WeightsSource(Struct, frozen=True):
 
 
 class PolicyAnnouncement(Struct, frozen=True):
-    """The newest durable version; part of every reply to a generator."""
+    """The newest durable version; part of every reply to a generator.
+
+    Announcements may arrive out of order: that of the greatest label is the newest."""
 
     label: Label
     digest: PathText
     source: WeightsSource
-
-    @property
-    def announcement_key(self) -> Label:
-        """Sort key: announcements may arrive out of order, the greatest is the newest."""
-        return Label(*self.label)
 
 
 class Ticket(Struct, frozen=True, array_like=True):
@@ -656,33 +653,39 @@ class LearnerHello(Struct, frozen=True, tag="learner_hello"):
         )
 
 
-class Welcome(Struct, frozen=True, tag="welcome"):
-    """The buffer follows the learner of this epoch."""
+class EpochMessage(Struct, frozen=True):
+    """A message of the buffer and the learner of an epoch."""
 
     epoch: int
+
+
+class LearnerMessage(EpochMessage, frozen=True):
+    """A message of a learner after its hello."""
+
+
+class Welcome(EpochMessage, frozen=True, tag="welcome"):
+    """The buffer follows the learner of this epoch."""
+
     checkpointed: Count  # number of the oldest batch in the buffer
 
 
-class FencedReply(Struct, frozen=True, tag="fenced"):
+class FencedReply(EpochMessage, frozen=True, tag="fenced"):
     """The buffer does not follow this learner, because it follows the epoch `by`."""
 
-    epoch: int
     by: int
 
 
-class BatchRequest(Struct, frozen=True, tag="ask"):
+class BatchRequest(LearnerMessage, frozen=True, tag="ask"):
     """A learner's request for a batch; the buffer replies by `Batch`."""
 
-    epoch: int
     number: int
 
 
-class Batch(Struct, frozen=True, tag="batch"):
+class Batch(EpochMessage, frozen=True, tag="batch"):
     """A batch. Made by the buffer; read by the learner.
 
     Lists have one entry for each of `samples`, in their order."""
 
-    epoch: int
     number: Count
     samples: list[Trajectory]  # groups are contiguous
     lags: list[int]  # of the whole sample, in this batch
@@ -699,10 +702,9 @@ class Batch(Struct, frozen=True, tag="batch"):
     images: dict[str, bytes] = {}  # digest -> blob, each image of the samples once
 
 
-class Commit(Struct, frozen=True, tag="commit"):
+class Commit(LearnerMessage, frozen=True, tag="commit"):
     """Batch `number` is trained and the new policy is in the ring. Sent by the learner."""
 
-    epoch: int
     number: int
     label: Label
     digest: str
@@ -712,35 +714,30 @@ class Commit(Struct, frozen=True, tag="commit"):
     unused: list[tuple[Count, Count]] = []
 
 
-class CommitReply(Struct, frozen=True, tag="committed"):
+class CommitReply(EpochMessage, frozen=True, tag="committed"):
     """The buffer has recorded the commit."""
 
-    epoch: int
     number: int
     # weights that the ring must keep: tickets name them exactly
     keep: Annotated[list[Label], MOST]
 
 
-class CheckpointNotice(Struct, frozen=True, tag="checkpointed"):
+class CheckpointNotice(LearnerMessage, frozen=True, tag="checkpointed"):
     """The learner has written a checkpoint: the buffer may drop batches before the oldest one."""
 
-    epoch: int
     oldest: int  # batch number of the oldest checkpoint
 
 
-class LearnerGoodbye(Struct, frozen=True, tag="goodbye"):
+class LearnerGoodbye(LearnerMessage, frozen=True, tag="goodbye"):
     """The learner has trained its last batch.
 
     The buffer replies by `RunFinished` once the evaluations are complete, or by `FencedReply`."""
 
-    epoch: int
     number: int
 
 
-class RunFinished(Struct, frozen=True, tag="finished"):
+class RunFinished(EpochMessage, frozen=True, tag="finished"):
     """The run is complete: the learner exits."""
-
-    epoch: int
 
 
 # ---- any process and buffer ----------------------------------------------------------------------
@@ -756,14 +753,13 @@ class LearnerProgress(Struct, frozen=True, tag="progress"):
     epoch: int = 0
 
 
-class HeartbeatReply(Struct, frozen=True, tag="heard"):
+class HeartbeatReply(EpochMessage, frozen=True, tag="heard"):
     """The buffer's reply to `LearnerProgress` and `LeaseRenewal`: the buffer is alive.
 
     The next batch or ticket may take long. The reply contains the announcement because a generator
     that is busy with the tickets of a dead learner requests no further tickets, and must still
     follow the new learner's weights."""
 
-    epoch: int
     announcement: PolicyAnnouncement | None = None
     # granted so far: the generator treats a ticket up to this attempt that has not arrived as lost
     attempts: int = 0

@@ -86,10 +86,6 @@ class PolicyTree:
         """Return the digest registered under `label`. Raises KeyError for an unknown label."""
         return self._digest[self._policies[label]]
 
-    def list_labels(self) -> list[Label]:
-        """List all registered labels, sorted."""
-        return sorted(self._policies)
-
     def __len__(self) -> int:
         return len(self._policies)
 
@@ -101,7 +97,7 @@ class PolicyTree:
         >>> tree = PolicyTree()
         >>> for n in range(9): tree.register(Label(1, n), Label(1, n - 1) if n else None, f"d{n}")
         >>> tree.prune(6, [Label(1, 2)])
-        >>> tree.list_labels()[0], len(tree), len(tree._parent)
+        >>> min(tree._policies), len(tree), len(tree._parent)
         (Label(epoch=1, number=2), 4, 4)
         >>> tree.compute_lag(Label(1, 2), Label(1, 8), 8)
         6

@@ -117,10 +117,7 @@ class SerialRun:
         limit = self.config.staleness.limit
         self.store.follow_learner(LearnerHello.make_first(label, digest, limit))
         try:
-            while (
-                self.store.committed < self.config.learner.steps
-                or self.store.evaluations.is_pending
-            ):
+            while self.store.committed < self.config.learner.steps or self.store.evaluations.rounds:
                 self.ask()
                 self.swap()
                 self.start()
@@ -220,7 +217,7 @@ class SerialRun:
         if not groups:
             return False
         batch = self.store.make_batch(number)
-        self.numbers.record_lease(batch, self.config.staleness)
+        self.numbers.record_lease(batch, self.store.mask_limit)
         metrics = self.core.train(batch)
         self.numbers.record_training(batch, metrics, self.core.updates)
         # the learner's wait as a share of its step, both in decode steps

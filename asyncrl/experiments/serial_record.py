@@ -4,7 +4,6 @@
 `compare` and `sweep` read.
 """
 
-import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from typing import Any
 
 import xxhash
 
-from asyncrl.config.tree import StalenessConfig
 from asyncrl.contract.messages import EVAL_BASE, Batch, Numbers, Trajectory
 from asyncrl.contract.toml_writer import read_table
 from asyncrl.records.jsonl import JsonObject
@@ -50,12 +48,12 @@ class SerialRecord:
             rewards = self.evals.setdefault((split, answer.spans[0].label.number), {})
             rewards[index] = answer.reward
 
-    def record_lease(self, batch: Batch, staleness: StalenessConfig) -> None:
-        """Record the samples and lags of a batch that goes to the learner."""
+    def record_lease(self, batch: Batch, limit: float) -> None:
+        """Record the samples and lags of a batch that goes to the learner.
+
+        limit: tokens of a larger lag are not trained."""
         tickets = training_log.find_runs(sample.ticket for sample in batch.samples)
         self.batches.append({"ids": training_log.digest(batch.samples), "tickets": tickets})
-        # tokens past the limit are not trained
-        limit = staleness.limit if staleness.on_exceed == "mask" else math.inf
         self.batch_lags = training_log.count_trained_lags(batch, limit)
         self.lags.update(self.batch_lags)
 

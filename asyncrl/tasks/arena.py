@@ -113,7 +113,7 @@ class ArenaGame:
 
 
 class ArenaDuel:
-    """A two-player game of textarena as a TwoPlayerGame."""
+    """A two-player game of textarena as a game of games.py."""
 
     def __init__(self, name: str) -> None:
         self.game = make_game(name)

@@ -1,7 +1,9 @@
 """Prompts from files and data sets with `prompt` or `messages` (chat turns), and `answer`.
 
-A column `image` or `images` holds a prompt's images. The reward function receives the other columns
-in `prompt.meta`, as text or JSON.
+A column `image` has one image, a column `images` a list: paths, data: URLs, and the images of data
+sets. Only a path of a PNG or JPEG file or a data: URL counts as an image, because data sets have
+columns of that name with other text. The reward function receives the other columns in
+`prompt.meta`, as text or JSON.
 """
 
 import contextlib
@@ -16,8 +18,8 @@ import msgspec
 from asyncrl.contract.blobs.images import digest
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import TEMPLATE_COLUMNS, Numbers, Prompt
+from asyncrl.models import pictures
 from asyncrl.records.jsonl import JsonObject
-from asyncrl.tasks.data.image_columns import IMAGE_COLUMNS, holds_images, read_images
 from asyncrl.tasks.data.rows import find_files, read_rows
 
 # common names of the prompt column in data sets
@@ -26,6 +28,8 @@ PROMPT_COLUMNS = ("question", "problem", "query", "instruction", "input", "text"
 ANSWER_COLUMNS = ("ground_truth", "answer", "solution", "target", "expected_answer", "label")
 RIGHT = 0.75  # share of correct demonstrations in a warm start
 MOST_SYMBOLS = 256  # most characters of a model whose tokens are characters
+IMAGE_COLUMNS = ("image", "images")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 def parse_turns(where: str, value: Any) -> list[JsonObject]:
@@ -66,6 +70,47 @@ def to_text(value: Any) -> str:
     return (
         value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
     )
+
+
+def holds_images(value: Any) -> bool:
+    """Return whether the value of a column is an image or a list of images."""
+    if isinstance(value, list):
+        return bool(value) and all(map(holds_images, value))
+    if isinstance(value, dict):  # the stored form of a data set's `Image` feature
+        return set(value) == {"bytes", "path"}
+    if not isinstance(value, str):
+        return False
+    return value.startswith(pictures.DATA_URL) or value.lower().endswith(IMAGE_SUFFIXES)
+
+
+def read_images(location: str, column: str, value: Any, folder: Path) -> list[bytes]:
+    """Return the blobs of a column that holds images; paths are relative to `folder`.
+
+    Raises ConfigError that starts with `location`."""
+    values = value if isinstance(value, list) else [value]
+    try:
+        return [pictures.build_blob(_read_bytes(image, folder)) for image in values]
+    except (OSError, ValueError) as error:
+        problem = (
+            f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        )
+        raise ConfigError(
+            f"{location}: `{column}` is not an image: {problem}; give the path of a PNG or JPEG "
+            "file, relative to this one, or a data: URL"
+        ) from error
+
+
+def _read_bytes(value: Any, folder: Path) -> bytes:
+    """Read the bytes of an image.  Raises OSError or ValueError."""
+    if isinstance(value, dict):
+        if value["bytes"] is not None:
+            return bytes(value["bytes"])
+        value = value["path"]
+    if not isinstance(value, str):
+        raise ValueError("it has neither bytes nor a path")
+    if value.startswith(pictures.DATA_URL):
+        return pictures.decode_data_url(value)
+    return (folder / value).read_bytes()
 
 
 def _rename_columns(where: str, row: JsonObject, columns: Mapping[str, str]) -> JsonObject:

@@ -26,7 +26,6 @@ from asyncrl.models.tokenizer import collect_model_stops, encode_chat_response, 
 from asyncrl.models.trainer import Trainer, split_micro_batches
 from asyncrl.tasks import file
 from asyncrl.tasks.data import rows as data_rows
-from asyncrl.tasks.data.image_columns import IMAGE_COLUMNS, holds_images
 
 
 class FitExample(NamedTuple):
@@ -73,7 +72,7 @@ def parse_pairs(where: str, sample: Any) -> Iterator[PromptResponse]:
     """Yield the answers of one sample.  Raises ConfigError that starts with `where`."""
     if not isinstance(sample, dict):
         raise ConfigError(f"{where}: needs an object with `prompt` and `answer`, or `messages`")
-    if any(holds_images(sample.get(name)) for name in IMAGE_COLUMNS):
+    if any(file.holds_images(sample.get(name)) for name in file.IMAGE_COLUMNS):
         raise ConfigError(f"{where}: has an image; supervised training reads only text")
     text, messages, answer = (sample.get(key) for key in ("prompt", "messages", "answer"))
     if (text is None) == (messages is None):

@@ -1,5 +1,17 @@
 """Two-player games as environments: the policy plays one side, `agent.opponent` the other.
 
+A game between the players 0 and 1 has these methods in one session:
+
+```
+reset(*, seed, options)   start a game; options are those of an environment
+turn()                    the player to move and its observation, once before each move
+play(text)                make that player's move; at the end the rewards of players 0 and 1
+moves()                   the list of legal moves, for a random opponent
+parts(player)             optional: named numbers for the metrics
+```
+
+The game decides the reward of an invalid move; an exception fails the session.
+
 ```
  step(response) --> the game --> the policy's turn: the next observation
                       ^    \\--> turn of a random opponent or a function: its move -----+
@@ -14,7 +26,7 @@ seed chooses the side.  Each session has its own state of Python's global genera
 import random
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from asyncrl.config.agents import RANDOM
 from asyncrl.contract.errors import ConfigError
@@ -22,24 +34,6 @@ from asyncrl.records.jsonl import JsonObject
 
 NEEDS = ("reset", "turn", "play")  # methods of every game
 DEALT = 100  # most games in a row that may end before the policy's first turn
-
-
-class TwoPlayerGame(Protocol):
-    """Interface of a game between the players 0 and 1, in one session.
-
-    The game decides the reward of an invalid move; an exception fails the session.  A random
-    opponent also needs `moves()`, the list of legal moves.  Optional: `parts(player)`, named
-    numbers for the metrics."""
-
-    def reset(self, *, seed: int, options: JsonObject) -> Any:
-        """Start a game; options are those of an environment."""
-
-    def turn(self) -> tuple[int, str]:
-        """Return the player to move and its observation; called once before each move."""
-
-    def play(self, text: str) -> Sequence[float] | None:
-        """Make that player's move; return the rewards of players 0 and 1 if it ends the game."""
-
 
 Opponent = Callable[[Any, str], Any]
 

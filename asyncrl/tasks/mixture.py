@@ -52,9 +52,9 @@ def resolve_part_task(part: MixedTaskConfig) -> TaskConfig:
 class MixtureTask:
     """The tasks of `task.mixture`, by their titles.
 
-    The buffer samples training prompts with `draw`, by the tasks trained so far. `prompt` returns
-    the stream of the first weights, to show prompts. Fixed splits alternate between the tasks until
-    one has no prompts left. Raises ConfigError that names the part."""
+    The buffer samples training prompts with `build_prompt`, by the tasks trained so far. `prompt`
+    returns the stream of the first weights, to show prompts. Fixed splits alternate between the
+    tasks until one has no prompts left. Raises ConfigError that names the part."""
 
     name = "mixture"
 
@@ -70,10 +70,6 @@ class MixtureTask:
         self._stream: list[tuple[str, int]] = []  # (task, index) by the first weights
         self._fixed = cache(self._order_fixed)
 
-    def draw(self, title: str, index: int, seed: int) -> Prompt:
-        """Return a training prompt of one task."""
-        return self._build_prompt("train", title, index, seed)
-
     def count_prompts(self, title: str) -> int | None:
         """Return the number of training prompts of a task; None: generated without repetition."""
         task = self.tasks[title]
@@ -82,12 +78,12 @@ class MixtureTask:
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         if split != "train":
             order = self._fixed(split)
-            return self._build_prompt(split, *order[index % len(order)], seed)
+            return self.build_prompt(split, *order[index % len(order)], seed)
         weights = compute_weights(self.parts, 0)
         while len(self._stream) <= index:
             title = choose_task(self._credit, weights)
             self._stream.append((title, sum(other == title for other, _ in self._stream)))
-        return self._build_prompt(split, *self._stream[index], seed)
+        return self.build_prompt(split, *self._stream[index], seed)
 
     def size(self, split: str) -> int | None:
         return None if split == "train" else len(self._fixed(split))
@@ -96,7 +92,8 @@ class MixtureTask:
         reward: float | Numbers = self.tasks[prompt.task].reward(prompt, text)
         return reward
 
-    def _build_prompt(self, split: str, title: str, index: int, seed: int) -> Prompt:
+    def build_prompt(self, split: str, title: str, index: int, seed: int) -> Prompt:
+        """Return a prompt of one task."""
         prompt: Prompt = self.tasks[title].prompt(split, index, seed)
         return msgspec.structs.replace(prompt, task=title)
 

@@ -57,7 +57,7 @@ def best_move(text: str) -> str:
 
 
 class NimGame:
-    """Nim as a TwoPlayerGame; player 0 starts."""
+    """Nim as a game of games.py; player 0 starts."""
 
     def reset(self, *, seed: int, options: JsonObject) -> None:
         self.heaps = [int(stones) for stones in options["prompt"].text[:-1]]

@@ -84,15 +84,20 @@ def list_served_files(config: Config) -> list[tuple[Part, Path, bool]]:
     """List the files that a generator of this run reads: (part, file, may be fetched).
 
     Raises ValueError for prompts that are not a single file."""
-    directories = [("model", config.model.path)]
-    if config.uses_sessions:  # prompts and rewards belong to the gateway
-        return _list_model_files(directories)
-    directories.append(("reward_model", config.reward.model.path))
-    directories += [
-        (f"mixture.{part.title}.reward_model", part.reward_model.path)
-        for part in config.task.mixture
+    directories = {"model": config.model.path}
+    if not config.uses_sessions:  # otherwise prompts and rewards belong to the gateway
+        directories["reward_model"] = config.reward.model.path
+        for part in config.task.mixture:
+            directories[f"mixture.{part.title}.reward_model"] = part.reward_model.path
+    files = [
+        (name, path, True)
+        for name, directory in directories.items()
+        if directory
+        for path in sorted(Path(directory).iterdir())
+        if path.suffix in MODEL_FILES and path.is_file()
     ]
-    files = _list_model_files(directories)
+    if config.uses_sessions:
+        return files
     parts = ((f"mixture.{part.title}.", part) for part in config.task.mixture)
     prompts = [
         (f"{prefix}{key}", getattr(task, key))
@@ -102,28 +107,18 @@ def list_served_files(config: Config) -> list[tuple[Part, Path, bool]]:
     templates = {
         f"{prefix}template": judge.template for prefix, judge in list_judges(config).items()
     }
-    for part, name in (*prompts, *templates.items()):
-        if name and not Path(name).is_file():
+    for name, file in (*prompts, *templates.items()):
+        if file and not Path(file).is_file():
             raise ValueError(
-                f"task.{part} = {name} is not a single file; a machine that joins gets files"
+                f"task.{name} = {file} is not a single file; a machine that joins gets files"
             )
-        if name:
-            files.append((part, Path(name), True))
-    for part, function in list_reward_functions(config).items():
+        if file:
+            files.append((name, Path(file), True))
+    for name, function in list_reward_functions(config).items():
         code = find_code(function)
         if code is not None:
-            files.append((part, code, config.reward.share))
+            files.append((name, code, config.reward.share))
     return files
-
-
-def _list_model_files(directories: list[tuple[str, str]]) -> list[tuple[Part, Path, bool]]:
-    return [
-        (part, path, True)
-        for part, name in directories
-        if name
-        for path in sorted(Path(name).iterdir())
-        if path.suffix in MODEL_FILES and path.is_file()
-    ]
 
 
 def list_judges(config: Config) -> dict[str, JudgeConfig]:

@@ -28,7 +28,7 @@ from asyncrl.records import private
 LEARNER = "learner"
 VIEWER = "viewer"
 GENERATOR = re.compile(r"generator-\d+")
-GATEWAY = re.compile(r"gateway-\d+")
+PRODUCER = re.compile(r"(generator|gateway)-\d+")
 ROLES = f"{LEARNER}, {VIEWER}, gateway-N, generator-N"
 
 
@@ -44,18 +44,16 @@ def is_allowed(name: str, message: m.FromPeer | m.FromGenerator) -> bool:
     >>> is_allowed("viewer", m.BatchRequest(1, 0))
     False
     """
+    is_generator = GENERATOR.fullmatch(name) is not None
     if isinstance(message, m.StatusRequest):
         return True
     if isinstance(message, m.JoinRequest):
-        return message.producer in ("", name) and GENERATOR.fullmatch(name) is not None
+        return message.producer in ("", name) and is_generator
     if isinstance(message, m.GeneratorHello | m.ProducerMessage):
-        is_producer = GENERATOR.fullmatch(name) or GATEWAY.fullmatch(name)
-        return name == message.producer and is_producer is not None
+        return name == message.producer and PRODUCER.fullmatch(name) is not None
     if isinstance(message, m.ServingReport):
-        return name == message.producer and GENERATOR.fullmatch(name) is not None
-    if isinstance(message, m.CallResult):
-        return GENERATOR.fullmatch(name) is not None
-    return name == LEARNER
+        return name == message.producer and is_generator
+    return is_generator if isinstance(message, m.CallResult) else name == LEARNER
 
 
 @contextlib.contextmanager
@@ -146,8 +144,7 @@ class KeyAuthenticator:
         socket.curve_publickey, socket.curve_secretkey = public, secret
         self.names: dict[str, str] = {}
         for path in sorted((directory / "clients").glob("*.key")):
-            role = GENERATOR.fullmatch(path.stem) or GATEWAY.fullmatch(path.stem)
-            if path.stem not in (LEARNER, VIEWER) and not role:
+            if path.stem not in (LEARNER, VIEWER) and not PRODUCER.fullmatch(path.stem):
                 raise ConfigError(
                     f"wires.curve_dir: {path} belongs to no role ({ROLES}): remove it, and make "
                     "new keys if these are from an earlier version"

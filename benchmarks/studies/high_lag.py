@@ -61,7 +61,13 @@ FIRST = (BASE, "tis", "vespo", "oapl", "vcpo", "m2po-published", "dis", "gac", "
 ARMS = {
     name: CORRECTIONS[name][1]
     for name in dict.fromkeys(
-        (*FIRST, *BESIDE, *methods.FOR_OLD_SAMPLES, "tis-version", "ppo-ewma")
+        (
+            *FIRST,
+            *BESIDE,
+            *(name for name, x in methods.METHODS.items() if x.stale),
+            "tis-version",
+            "ppo-ewma",
+        )
     )
 }
 # what GMPO has beside its ratio, with PPO's

@@ -106,7 +106,7 @@ def test_a_config_becomes_the_evaluations_and_the_largest_message() -> None:
         support_bytes=4,
         wires=SimpleNamespace(frame_bytes=1000),
         generator=SimpleNamespace(context=64),
-        agents={"": SimpleNamespace(http=False)},
+        serves_agents=False,
     )
     sizes = {"heldout": 6, "ood": None, "hard": 3}
     task: Any = SimpleNamespace(size=sizes.get, prompt=lambda *given: given)
@@ -116,7 +116,7 @@ def test_a_config_becomes_the_evaluations_and_the_largest_message() -> None:
     assert made.prompt is not None and made.prompt("ood", 4) == ("ood", 4, 11)
     most = service.MORE_BYTES + 2000 + 64 * (service.ANSWER_BYTES + 4)
     assert service.compute_max_message_bytes(config) == most
-    config.agents["web"] = SimpleNamespace(http=True)
+    config.serves_agents = True
     assert service.compute_max_message_bytes(config) == most + images.MOST_SESSION_BYTES
     config.generator.context = 1 << 40
     assert service.compute_max_message_bytes(config) == MAX_FRAME_BYTES
@@ -160,7 +160,7 @@ def test_a_set_has_samples_of_its_own_and_a_greedy_one() -> None:
     assert found["eval/hard_greedy"] == 0.5
     assert found["eval/hard_pass_at_1"] == pytest.approx((2 / 3 + 0) / 2)
     assert found["eval/hard_pass_at_3"] == 0.5
-    assert store.evaluations.is_pending  # heldout has not arrived
+    assert store.evaluations.rounds  # heldout has not arrived
     # a learner that starts over at this version leaves what has yet to be written
     store.evaluations.restart(Label(1, 0), 0)
     assert [number for number, _ in store.evaluations.fresh] == [0]

@@ -530,7 +530,7 @@ def test_evaluations_start_with_the_run_every_n_versions_and_at_its_end() -> Non
         "eval/heldout_length": 4.0,
     }
     assert store.evaluations.results["ood", 3]["eval/ood_n"] == 1
-    assert not store.evaluations.is_pending
+    assert not store.evaluations.rounds
     # evaluation has no line in the training ledger
     assert store.sum_ledger()["trained"]["tokens"] == 12 == total(store)
 
@@ -562,10 +562,10 @@ def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
     assert (again.ticket, again.attempt) == (t.ticket, t.attempt + 1)
     assert judged(store, t, 1.0) == "duplicate"
     for _ in range(6):  # three failures of each
-        assert store.evaluations.is_pending
+        assert store.evaluations.rounds
         assert store.deliver(sample(again, 0, failed="data: no"), 0.0) == "evaluated"
         again = next(iter(store.grant("g", 1, 1, 2.0)), again)
-    assert not store.evaluations.is_pending
+    assert not store.evaluations.rounds
     assert store.evaluations.results["heldout", 0]["eval/heldout_n"] == 0
 
 

@@ -53,7 +53,7 @@ def arms_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Built:
             for arm, items in bench.ARMS.items():
                 yield arm, source, items
     elif name == "losses":
-        for method in bench.methods.FOR_OLD_SAMPLES:
+        for method in (name for name, x in bench.methods.METHODS.items() if x.stale):
             yield method, "rle", [f"method={method}"]
         for arm, items in bench.MORE.items():
             yield arm, "rle", ["method=ppo", *items]

@@ -37,7 +37,7 @@ def test_every_prompt_knows_its_task(file: str) -> None:
     first = [task.prompt("train", index, 0) for index in range(8)]
     assert [prompt.task for prompt in first].count("sort") == 6
     assert [prompt for prompt in first if prompt.task == "mine"] == [
-        task.draw("mine", index, 0) for index in range(2)
+        task.build_prompt("train", "mine", index, 0) for index in range(2)
     ]
     assert task.count_prompts("mine") == 18 and task.count_prompts("sort") is None
     held_out = [task.prompt("heldout", index, 0).task for index in range(5)]

@@ -209,7 +209,7 @@ class Simulation:
         self.requests.serve(self.divided_batch, self.grant)
         self.meter.on_free(self.requests.free, self.capacity, self.now)
         self.most_tickets = max(self.most_tickets, store.leases.count())
-        self.stopped = self.goodbye and not store.evaluations.is_pending
+        self.stopped = self.goodbye and not store.evaluations.rounds
 
     def on_delivery(self, generator: SimulatedGenerator, samples: list[Trajectory]) -> None:
         tickets = {sample.ticket for sample in samples} & self.store.alive.keys()
@@ -266,8 +266,7 @@ class Simulation:
         if not groups:
             return False
         batch = store.make_batch(number)
-        limit = store.max_lag if store.settings.on_exceed == "mask" else inf
-        self.lags[number] = count_trained_lags(batch, limit)
+        self.lags[number] = count_trained_lags(batch, store.mask_limit)
         samples = max(len(batch.samples), 1)
         flight = sum(batch.in_flight) / samples
         self.flights.append(flight)
