@@ -285,11 +285,22 @@ def find_unread(flat: FlatTable, root: Any) -> list[UnreadKey]:
     """Return the keys that nothing reads, except keys that no method has."""
     unread_keys = []
     for key in flat:
-        struct = choose_struct(flat, root, key.rpartition(".")[0])
+        section, _, name = key.rpartition(".")
+        struct = choose_struct(flat, root, section)
         places = map_places(root).get(key, ())
         place = next((place for place in places if place.struct is struct), None)
         if place is None:
-            unread_keys += _report_other_method(root, key, struct) if places else []
+            if places and struct is not None:  # a key of another method of its section
+                tag, method = get_tag(struct)
+                owners = [get_tag(other.struct)[1] for other in places]
+                readable = list(map_fields(struct))
+                similar = difflib.get_close_matches(name, readable, 1, 0.6)
+                hint = f"; did you mean {section}.{similar[0]}?" if similar else ""
+                problem = (
+                    f"{key}: belongs to {section}.{tag} = {' or '.join(owners)}, not to {method}"
+                    f"{hint} ({method} reads {', '.join(readable)})"
+                )
+                unread_keys.append(UnreadKey(key, f"{section}.{tag}", problem))
             continue
         conditions = place.conditions
         # a key that only this variant of its section has
@@ -308,23 +319,6 @@ def find_unread(flat: FlatTable, root: Any) -> list[UnreadKey]:
             unread_keys.append(UnreadKey(key, chooser, f"{key}: {reason}"))
             break
     return unread_keys
-
-
-def _report_other_method(root: Any, key: str, struct: Any) -> list[UnreadKey]:
-    """Report a key of another method of its section; `struct` is the chosen one, if any."""
-    if struct is None:
-        return []
-    section, _, name = key.rpartition(".")
-    tag, method = get_tag(struct)
-    owners = [get_tag(place.struct)[1] for place in map_places(root)[key]]
-    readable = list(map_fields(struct))
-    similar = difflib.get_close_matches(name, readable, 1, 0.6)
-    hint = f"; did you mean {section}.{similar[0]}?" if similar else ""
-    problem = (
-        f"{key}: belongs to {section}.{tag} = {' or '.join(owners)}, not to {method}{hint} "
-        f"({method} reads {', '.join(readable)})"
-    )
-    return [UnreadKey(key, f"{section}.{tag}", problem)]
 
 
 def read_keys(config: msgspec.Struct) -> FlatTable:

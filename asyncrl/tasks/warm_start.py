@@ -49,6 +49,7 @@ def warm_start(
     import torch
 
     from asyncrl.models import policy as models
+    from asyncrl.models import tiny_llava
 
     task = get_task(config.task)
     assert isinstance(task, synthetic.SyntheticTask | file.FileTask | MixtureTask)
@@ -65,7 +66,26 @@ def warm_start(
     torch.set_num_threads(threads)
     try:
         with atomic_write.replace(Path(path), part=temporary) as folder:
-            model = _build_random_model(config, task, folder)
+            positions = max(256, config.generator.context)
+            if isinstance(task, CountTask):
+                model = tiny_llava.build_llava(
+                    folder,
+                    task.symbols,
+                    side=SIDE,
+                    patch=CELL,
+                    max_positions=positions,
+                    seed=config.seed,
+                )
+            else:
+                model = models.build_model(
+                    folder,
+                    task.symbols,
+                    seed=config.seed,
+                    heads=config.generator.abilities.warm_start_heads,
+                    max_positions=positions,
+                    family="qwen3_moe" if config.model.warm_start_experts else "qwen3",
+                    experts=config.model.warm_start_experts,
+                )
             loss = fit_answers(model, demonstrations, count, images, say)
             models.export(model, folder)
             say("warm start: measuring the accuracy before RL")
@@ -81,27 +101,6 @@ def warm_start(
     finally:
         torch.set_num_threads(previous_threads)
     return note
-
-
-def _build_random_model(config: Config, task: Any, path: Path) -> Any:
-    """Build the tiny model of a task with random weights."""
-    from asyncrl.models import policy as models
-    from asyncrl.models import tiny_llava
-
-    positions = max(256, config.generator.context)
-    if isinstance(task, CountTask):
-        return tiny_llava.build_llava(
-            path, task.symbols, side=SIDE, patch=CELL, max_positions=positions, seed=config.seed
-        )
-    return models.build_model(
-        path,
-        task.symbols,
-        seed=config.seed,
-        heads=config.generator.abilities.warm_start_heads,
-        max_positions=positions,
-        family="qwen3_moe" if config.model.warm_start_experts else "qwen3",
-        experts=config.model.warm_start_experts,
-    )
 
 
 def fit_answers(

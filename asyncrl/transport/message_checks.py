@@ -50,25 +50,16 @@ def check(message: object, model: m.ModelShape = m.UNKNOWN_MODEL) -> None:
     if isinstance(message, m.Batch):
         _check_batch(message, model)
     elif isinstance(message, m.TicketGrant):
-        _check_tickets(message)
+        for ticket in message.tickets:
+            name = f"ticket {ticket.ticket}, attempt {ticket.attempt}"
+            samples, images, exact = ticket.samples, ticket.prompt.images, ticket.exact_version
+            require(len(set(samples)) == len(samples), f"{name}: samples {samples[:8]}")
+            require(len(images) <= MOST_IMAGES, f"{name}: {len(images)} images")
+            _check_images(index_by_digest(images), name)
+            is_known = exact is None or exact.epoch <= ticket.min_version.epoch
+            require(is_known, f"{name}: exactly {exact}")
     elif isinstance(message, m.CallAssignments):  # each of its calls: `check_call`
         _check_images(message.images, "calls")
-
-
-def _check_tickets(message: m.TicketGrant) -> None:
-    for ticket in message.tickets:
-        name = f"ticket {ticket.ticket}, attempt {ticket.attempt}"
-        require(
-            len(set(ticket.samples)) == len(ticket.samples), f"{name}: samples {ticket.samples[:8]}"
-        )
-        require(
-            len(ticket.prompt.images) <= MOST_IMAGES, f"{name}: {len(ticket.prompt.images)} images"
-        )
-        _check_images(index_by_digest(ticket.prompt.images), name)
-        exact = ticket.exact_version
-        require(
-            exact is None or exact.epoch <= ticket.min_version.epoch, f"{name}: exactly {exact}"
-        )
 
 
 def check_call(

@@ -144,7 +144,7 @@ class Worker:
 
 
 _Worker = TypeVar("_Worker", bound=Worker)
-_Reply = TypeVar("_Reply")  # has `kind` and `why`
+_Reply = TypeVar("_Reply", bound=Any)  # has `kind` and `why`
 
 
 class WorkerPool(ABC, Generic[_Worker, _Reply]):
@@ -211,7 +211,15 @@ class WorkerPool(ABC, Generic[_Worker, _Reply]):
             # checked first, so that the last replies of a worker that has exited are still read
             exited = worker.process.poll() is not None
             for reply in worker.receive_messages(self.decode):
-                self._handle(worker, reply)
+                if reply.kind == "broken":
+                    raise ConfigError(reply.why)
+                if reply.kind == "ready":
+                    worker.ready = True
+                    worker.restart_clock()
+                    self.lost_starts = 0
+                    self.on_ready(worker, reply)
+                else:
+                    self.on_reply(worker, reply)
             if worker.invalid:
                 self.replace(worker, f"{self.subject} sent an invalid reply ({worker.invalid})")
             elif worker.closed or exited:
@@ -221,17 +229,6 @@ class WorkerPool(ABC, Generic[_Worker, _Reply]):
                 self.hangs += worker.ready
                 limit_s = self.call_s if worker.ready else self.start_s
                 self.replace(worker, self.hang_text.format(limit_s=limit_s), hung=True)
-
-    def _handle(self, worker: _Worker, reply: Any) -> None:
-        if reply.kind == "broken":
-            raise ConfigError(reply.why)
-        if reply.kind == "ready":
-            worker.ready = True
-            worker.restart_clock()
-            self.lost_starts = 0
-            self.on_ready(worker, reply)
-        else:
-            self.on_reply(worker, reply)
 
     def replace(self, worker: _Worker, reason: str, *, hung: bool = False) -> None:
         """Kill a worker, handle its work and start another worker in its place.
