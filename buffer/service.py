@@ -632,12 +632,9 @@ class BufferService:
         number = store.committed
         batch = store.make_batch(number)
         path = self.run_dir / "set_aside" / f"batch_{number}_epoch_{store.epoch}.jsonl"
-        try:
+        with append_log.name_full_disk(path):
             path.parent.mkdir(exist_ok=True)
-            lines = (json.dumps(row) + "\n" for row in numbers.make_batch_rows(batch))
-            atomic_write.write(path, "".join(lines))
-        except OSError as error:
-            raise append_log.make_disk_full_error(path, error) from error
+            atomic_write.write(path, jsonl.encode(numbers.make_batch_rows(batch)))
         tokens = sum(sample.length for sample in batch.samples)
         return (
             f"batch {number} is excluded, because the last learner processes ended on it; its "
@@ -1077,10 +1074,8 @@ class BufferService:
     def write_summary(self) -> None:
         """Write RUN/buffer_summary.json atomically. Raises AsyncrlError when the disk is full."""
         path = self.run_dir / "buffer_summary.json"
-        try:
+        with append_log.name_full_disk(path):
             atomic_write.write(path, json.dumps(self.make_summary()))
-        except OSError as error:
-            raise append_log.make_disk_full_error(path, error) from error
 
     def close(self) -> str:
         """Close everything; return the first error message, or "".

@@ -31,6 +31,15 @@ def make_disk_full_error(path: Path, error: OSError) -> AsyncrlError:
     )
 
 
+@contextlib.contextmanager
+def name_full_disk(path: Path) -> Iterator[None]:
+    """Raise AsyncrlError, with the path, for a file of the run that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise make_disk_full_error(path, error) from error
+
+
 def write_pieces(fd: int, pieces: Record) -> int:
     """Write all pieces in order; return the number of bytes.  Raises OSError."""
     views = [memoryview(piece) for piece in pieces if len(piece)]
@@ -57,10 +66,8 @@ class AppendLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with name_full_disk(path):
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        except OSError as error:
-            raise make_disk_full_error(path, error) from error
 
     def append(self, *pieces: bytes | memoryview) -> None:
         """Append one record in pieces."""
@@ -76,19 +83,15 @@ class AppendLog:
         """Replace all records at once, which prunes the log.
 
         The file is a new one: a replaced process may still have the old one open."""
-        try:
+        with name_full_disk(self.path):
             atomic_write.write(self.path, content, sync=sync)
-        except OSError as error:
-            raise make_disk_full_error(self.path, error) from error
         self.close()
         self.fd = os.open(self.path, os.O_RDWR | os.O_APPEND)
 
     def clear(self) -> None:
         """Remove all records."""
-        try:
+        with name_full_disk(self.path):
             os.ftruncate(self.fd, 0)
-        except OSError as error:
-            raise make_disk_full_error(self.path, error) from error
 
     def sync(self) -> None:
         """Make the records so far survive a power cut."""

@@ -18,7 +18,7 @@ from asyncrl.contract.errors import REFUSALS, AsyncrlError
 from asyncrl.contract.messages import DISPOSITIONS, Numbers
 from asyncrl.contract.toml_writer import fill, read_table
 from asyncrl.records import health_checks, jsonl
-from asyncrl.records.append_log import make_disk_full_error
+from asyncrl.records.append_log import name_full_disk
 from asyncrl.records.jsonl import JsonObject
 
 
@@ -118,12 +118,10 @@ class EventFile:
         host, now = socket.gethostname(), time.time()
         # two incarnations in the same second need different files
         name = f"events.out.tfevents.{now:.6f}.{host}.{os.getpid()}"
-        try:
+        with name_full_disk(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self.records = record_writer(str(directory / name))
             self._write(self.events.Event(wall_time=now, file_version="brain.Event:2"))
-        except OSError as error:
-            raise make_disk_full_error(directory, error) from error
 
     def add(
         self, step: int, values: Mapping[str, float], counts: Mapping[str, Counter[float]]

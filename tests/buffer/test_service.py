@@ -195,6 +195,7 @@ def test_strangers_and_old_learners_are_told_so(begin: Any) -> None:
     peer = run.peer()
     assert run.id in ask(peer, run.hello(1, run="another"), m.Refusal).reason
     assert "protocol" in ask(peer, run.hello(1, protocol=99), m.Refusal).reason
+    assert run.id in ask(peer, greet("another", "generator-0", 1), m.Refusal).reason
     assert ask(peer, run.hello(2), m.Welcome).epoch == 2
     old = run.peer()
     assert ask(old, run.hello(1), m.FencedReply) == m.FencedReply(1, 2)
@@ -848,6 +849,7 @@ def test_who_has_not_said_hello_gets_no_tickets(begin: Any) -> None:
     assert run.service.store.attempts == 0
     # what was asked for is given as soon as it is known who asks
     assert ask(generator, greet(run.id, "generator-0", 1), m.TicketGrant).sequence == 1
+    assert run.service.generators["generator-0"].early is None, "it is queued once"
 
 
 def bad(run: Run, train: m.Ticket, test: m.Ticket) -> dict[str, m.FromPeer]:
