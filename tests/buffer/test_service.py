@@ -123,6 +123,13 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
     assert [row["step"] for row in rows if "eval/heldout" in row] == [0, 2]
 
 
+def join(run: Run, peers: int = 2, max_lag: float = 0) -> list[PeerSocket]:
+    """A generator, the learner that the buffer follows, and further peers."""
+    joined = [run.peer() for _ in range(peers)]
+    ask(joined[1], msgspec.structs.replace(run.hello(1), max_lag=max_lag), m.Welcome)
+    return joined
+
+
 def until_status(peer: PeerSocket) -> tuple[list[Any], m.RunStatus]:
     """What else comes before the answer to a Watch, and that."""
     peer.send(m.StatusRequest())
@@ -135,8 +142,7 @@ def until_status(peer: PeerSocket) -> tuple[list[Any], m.RunStatus]:
 def test_a_commit_that_is_told_again_is_answered_again_and_counted_once(begin: Any) -> None:
     """A lost answer holds up no learner; one that runs ahead is not answered."""
     run = begin("learner.steps=3")
-    generator, learner = run.peer(), run.peer()
-    ask(learner, run.hello(1), m.Welcome)
+    generator, learner = join(run)
     number, wants = 0, itertools.count(1)
     while number < 2:
         for t in ask(generator, want(next(wants)), m.TicketGrant).tickets:
@@ -208,8 +214,7 @@ def test_strangers_and_old_learners_are_told_so(begin: Any) -> None:
 
 def test_other_weights_are_refused_with_both_names_and_the_run_goes_on(begin: Any) -> None:
     run = begin("evaluation.final_prompts=1")
-    generator, learner = run.peer(), run.peer()
-    ask(learner, run.hello(1), m.Welcome)
+    generator, _ = join(run)
     t = ask(generator, want(1), m.TicketGrant).tickets[0]
     reason = ask(generator, answers(t, digest="stale"), m.Refusal).reason
     assert "digest stale" in reason and "d0" in reason
@@ -218,8 +223,7 @@ def test_other_weights_are_refused_with_both_names_and_the_run_goes_on(begin: An
 
 def test_status_says_who_waits_for_whom(begin: Any) -> None:
     run = begin("evaluation.final_prompts=1")
-    generator, learner, viewer = run.peer(), run.peer(), run.peer()
-    ask(learner, run.hello(1), m.Welcome)
+    generator, learner, viewer = join(run, 3)
     while not any(t.kind == "train" for t in ask(generator, want(1), m.TicketGrant).tickets):
         pass
     learner.send(m.BatchRequest(1, 0))
@@ -235,8 +239,7 @@ def test_the_session_that_a_learner_waits_for_is_named(begin: Any) -> None:
     """Of the batch's oldest ticket, while the learner has nothing to do; with the limit that would
     not wait, by the steps that were made."""
     run = begin("evaluation.final_prompts=1", "learner.steps=3")
-    gateway, learner, viewer = run.peer(), run.peer(), run.peer()
-    ask(learner, run.hello(1), m.Welcome)
+    gateway, learner, viewer = join(run, 3)
 
     def ticket(number: int) -> m.Ticket:
         while True:
@@ -249,11 +252,8 @@ def test_the_session_that_a_learner_waits_for_is_named(begin: Any) -> None:
         one = OpenSession(t.ticket, 1, "0.1.1", "prompt 5 'ab='", 6, "agent", "x", 21.0, 30.0)
         other = msgspec.structs.replace(one, ticket=t.ticket + 1, name="1.0.2")
         named = {key.replace("session_", "session/", 1): value for key, value in stats.items()}
-        ask(
-            gateway,
-            m.LeaseRenewal("generator-0", 1, [], named, None, sessions=[other, one]),
-            m.HeartbeatReply,
-        )
+        renewal = m.LeaseRenewal("generator-0", 1, [], named, None, sessions=[other, one])
+        ask(gateway, renewal, m.HeartbeatReply)
 
     def waits(what: str) -> None:
         waiting = ProcessWait("learner", what, "buffer", 3.0) if what else None
@@ -290,8 +290,7 @@ def test_the_session_that_a_learner_waits_for_is_named(begin: Any) -> None:
 def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None:
     """Sums since the last step, over generators; the state now; who waits for its own rewards."""
     run = begin("learner.steps=3", "staleness.max_lag=2")
-    generator, learner, viewer = run.peer(), run.peer(), run.peer()
-    ask(learner, msgspec.structs.replace(run.hello(1), max_lag=2.0), m.Welcome)
+    generator, learner, viewer = join(run, 3, max_lag=2.0)
     tickets = {}
     while len(tickets) < 3:
         for t in ask(generator, want(1 + len(tickets)), m.TicketGrant).tickets:
@@ -302,26 +301,17 @@ def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None
 
     def step(number: int, **stats: float) -> dict[str, float]:
         stats |= {"judge_requests": 10.0 + number, "judge_stolen": 1.0}
-        ask(
-            generator,
-            m.LeaseRenewal(
-                "generator-0",
-                1,
-                [],
-                {k.replace("_", "/", 1): v for k, v in stats.items()},
-                ProcessWait("generator-0", m.REWARDS_WAITED_FOR, "generator-0-rewards", 3.5),
-            ),
-            m.HeartbeatReply,
-        )
+        named = {k.replace("_", "/", 1): v for k, v in stats.items()}
+        waiting = ProcessWait("generator-0", m.REWARDS_WAITED_FOR, "generator-0-rewards", 3.5)
+        renewal = m.LeaseRenewal("generator-0", 1, [], named, waiting)
+        ask(generator, renewal, m.HeartbeatReply)
         ask(generator, answers(tickets[number]), m.DeliveryAcks)
         ask(learner, m.BatchRequest(1, number), m.Batch)
-        ask(
-            learner,
-            m.Commit(1, number, Label(1, number + 1), f"d{number + 1}", {"reward/mean": 0.5}),
-            m.CommitReply,
-        )
+        label = Label(1, number + 1)
+        commit = m.Commit(1, number, label, f"d{number + 1}", {"reward/mean": 0.5})
+        ask(learner, commit, m.CommitReply)
         status = ask(viewer, m.StatusRequest(), m.RunStatus)
-        assert ("generator-0", m.REWARDS_WAITED_FOR, "generator-0-rewards", 3.5) in status.waits
+        assert waiting in status.waits
         return dict(status.metrics)
 
     assert "reward/queue" not in step(0, generator_busy_s=1.0, generator_idle_s=1.0), (
@@ -363,8 +353,7 @@ def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None
 def test_samples_are_progress_up_to_a_batch_of_them(begin: Any) -> None:
     """A slow step is no stand-still; a learner that never commits is, whatever is delivered."""
     run = begin("learner.steps=3", "staleness.max_lag=2")
-    generator, learner, viewer = run.peer(), run.peer(), run.peer()
-    ask(learner, msgspec.structs.replace(run.hello(1), max_lag=2.0), m.Welcome)
+    generator, learner, viewer = join(run, 3, max_lag=2.0)
     tickets = []
     while len(tickets) < 3:
         for t in ask(generator, want(1 + len(tickets)), m.TicketGrant).tickets:
@@ -377,9 +366,8 @@ def test_samples_are_progress_up_to_a_batch_of_them(begin: Any) -> None:
         return int(ask(viewer, m.StatusRequest(), m.RunStatus).progress)
 
     def deliver(t: m.Ticket, sample: int) -> None:
-        ask(
-            generator, m.Delivery("generator-0", 1, 1, [answers(t).samples[sample]]), m.DeliveryAcks
-        )
+        delivery = m.Delivery("generator-0", 1, 1, [answers(t).samples[sample]])
+        ask(generator, delivery, m.DeliveryAcks)
 
     seen = [progress()]
     for t, sample in ((tickets[0], 0), (tickets[1], 0), (tickets[1], 1)):
@@ -663,8 +651,7 @@ def handed_out(
 def test_a_batch_that_an_earlier_buffer_handed_out_is_committed(begin: Any) -> None:
     words = ("learner.steps=3", "durability.mode='process'")
     run = begin(*words)
-    generator, learner = run.peer(), run.peer()
-    ask(learner, run.hello(1), m.Welcome)
+    generator, learner = join(run)
     (batch,) = handed_out(run, generator, learner, (0,))
     run.end()
     run = begin(*words)
@@ -681,8 +668,7 @@ def test_a_lost_commit_trains_from_a_checkpoint(begin: Any, mode: str, killed: s
     the buffer has heard of either."""
     words = ("learner.steps=3", f"durability.mode='{mode.partition(',')[0]}'")
     run = begin(*words)
-    generator, learner = run.peer(), run.peer()
-    ask(learner, msgspec.structs.replace(run.hello(1), max_lag=3), m.Welcome)
+    generator, learner = join(run, max_lag=3)
     batches = handed_out(run, generator, learner, (0, 1))
     if killed == "both":
         run.end()
@@ -704,11 +690,7 @@ def test_a_lost_commit_trains_from_a_checkpoint(begin: Any, mode: str, killed: s
     summary = run.service.make_summary()
     assert (summary["trajectories"], summary["tokens"], summary["steps"]) == (4, 8, 2)
     assert summary["ledger"]["trained"] == 8
-    ask(
-        learner,
-        msgspec.structs.replace(run.hello(3, 1 if killed == "learner" else 2, origin=1)),
-        m.Welcome,
-    )
+    ask(learner, run.hello(3, 1 if killed == "learner" else 2, origin=1), m.Welcome)
     # and a roll-back takes it out again
     assert len(training_log.read(run.dir / "trained.jsonl")) == (1 if killed == "learner" else 2)
 
@@ -756,8 +738,7 @@ def test_messages_of_another_run_or_protocol_are_refused_unread(begin: Any) -> N
     """Each kind, also those that carry no run of their own: a generator that is left over from an
     earlier run at the same address changes nothing."""
     run = begin()
-    generator, learner = run.peer(), run.peer()
-    ask(learner, run.hello(1), m.Welcome)
+    generator, _ = join(run)
     tickets = ask(generator, want(1, 9), m.TicketGrant).tickets
     before = state(run.service.store)
     address = rundir.get_buffer_address(run.config, run.dir)
@@ -820,8 +801,7 @@ def test_a_completion_whose_support_is_large_is_taken(begin: Any) -> None:
         "generator.context=512",
         "evaluation.every=0",
     )
-    generator, learner = run.peer(), run.peer()
-    ask(learner, run.hello(1), m.Welcome)
+    generator, _ = join(run)
     generator.send(greet(run.id, "generator-0", 1))
     (ticket, *_) = ask(generator, want(1), m.TicketGrant).tickets
     kept = SampledSupport.from_lists([np.arange(20_000)] * tokens, 151_936)
@@ -842,8 +822,7 @@ def test_a_completion_whose_support_is_large_is_taken(begin: Any) -> None:
 
 def test_who_has_not_said_hello_gets_no_tickets(begin: Any) -> None:
     run = begin("durability.mode='process'", "staleness.max_lag=1")
-    generator, learner = run.peer(), run.peer()
-    ask(learner, run.hello(1), m.Welcome)
+    generator, _ = join(run)
     generator.send(want(1, 9))
     assert generator.recv(600) == m.UnknownSession("generator-0", 1)
     assert run.service.store.attempts == 0
@@ -916,8 +895,7 @@ def bad(run: Run, train: m.Ticket, test: m.Ticket) -> dict[str, m.FromPeer]:
 @pytest.mark.parametrize("mode", ["memory", "process"])
 def test_what_cannot_be_is_refused_and_nothing_of_it_stays(begin: Any, mode: str) -> None:
     run = begin(f"durability.mode='{mode}'", "staleness.max_lag=1")
-    generator, learner, stranger = run.peer(), run.peer(), run.peer()
-    ask(learner, run.hello(1), m.Welcome)
+    generator, learner, stranger = join(run, 3)
     tickets = ask(generator, want(1, 9), m.TicketGrant).tickets
     train, test = (next(t for t in tickets if t.kind == kind) for kind in ("train", "eval"))
     before, wrong = state(run.service.store), bad(run, train, test)
@@ -963,8 +941,7 @@ def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_i
     """With the model there, only generators are to be told, and the buffer ends; without, a learner
     comes again and says goodbye again."""
     run = begin("durability.mode='process'", "learner.steps=1")
-    generator, learner = run.peer(), run.peer()
-    ask(learner, run.hello(1), m.Welcome)
+    generator, learner = join(run)
     ask(generator, answers(first_ticket(run, generator)), m.DeliveryAcks)
     ask(learner, m.BatchRequest(1, 0), m.Batch)
     ask(learner, m.Commit(1, 0, Label(1, 1), "d1", {}), m.CommitReply)
