@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from service_kit import Run, answers, ask, want
+from service_kit import Run, answers, ask, join, want
 from simulate_kit import BARE
 from simulate_kit import run as simulated
 from warm_run_kit import SMALL
@@ -189,8 +189,7 @@ def test_a_commit_moves_it_and_the_metrics_say_why(tmp_path: Path) -> None:
     """The buffer's service: batches for which the learner has waited, then one far too stale."""
     run = Run(tmp_path, AUTO, "staleness.wait=0", "learner.steps=9")
     try:
-        learner, generator = run.peer(), run.peer()
-        ask(learner, msgspec.structs.replace(run.hello(1), max_lag=4.0), m.Welcome)
+        generator, learner = join(run, max_lag=4.0)
         held: dict[int, m.Ticket] = {}
         rows = []
         for number in range(6):

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from journal_kit import open_recorded
 from schedules import Broken, World
-from service_kit import Run, answers, ask, wait, want
+from service_kit import Run, answers, ask, join, wait, want
 from simulate_kit import BARE, config, simulate
 from store_kit import hello, make, write
 from warm_run_kit import SMALL
@@ -275,8 +275,7 @@ def test_the_window_outlives_buffers_and_learners(tmp_path: Path) -> None:
 def test_the_service_moves_it_and_tells_busy_generators_of_new_versions(tmp_path: Path) -> None:
     run = Run(tmp_path, "staleness.max_lag=4", "learner.steps=9")
     try:
-        learner, generator = run.peer(), run.peer()
-        ask(learner, msgspec.structs.replace(run.hello(1), max_lag=4.0), m.Welcome)
+        generator, learner = join(run, max_lag=4.0)
         held: dict[int, m.Ticket] = {}
         for number in range(3):
             grant = ask(generator, want(number + 1, 99), m.TicketGrant)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 from journal_kit import state
-from service_kit import Run, answers, ask, greet, wait, want
+from service_kit import Run, answers, ask, greet, join, wait, want
 
 from asyncrl.contract import messages as m
 from asyncrl.contract.sampled_support import SampledSupport
@@ -121,13 +121,6 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
     assert evaluated == 1
     rows = map(json.loads, (run.dir / "metrics.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows if "eval/heldout" in row] == [0, 2]
-
-
-def join(run: Run, peers: int = 2, max_lag: float = 0) -> list[PeerSocket]:
-    """A generator, the learner that the buffer follows, and further peers."""
-    joined = [run.peer() for _ in range(peers)]
-    ask(joined[1], msgspec.structs.replace(run.hello(1), max_lag=max_lag), m.Welcome)
-    return joined
 
 
 def until_status(peer: PeerSocket) -> tuple[list[Any], m.RunStatus]:

@@ -22,7 +22,7 @@ import pytest
 from click.testing import CliRunner
 from journal_kit import recorded, state
 from process_kit import ENV, ROOT, TEXTS
-from service_kit import Run, answers, ask, want
+from service_kit import Run, answers, ask, join, want
 
 from actors.gateway.recovery.session_journal import SessionJournal
 from asyncrl.cli import main
@@ -252,8 +252,7 @@ def test_a_full_disk_ends_a_run_in_one_line_and_the_next_life_goes_on(
 ) -> None:
     disk = Disk(monkeypatch)
     run = Run(tmp_path, f"durability.mode='{mode}'")
-    generator, learner = run.peer(), run.peer()
-    ask(learner, run.hello(1), m.Welcome)
+    generator, learner = join(run)
     tickets = ask(generator, want(1, 9), m.TicketGrant).tickets
     for t in tickets:
         ask(generator, answers(t), m.DeliveryAcks)

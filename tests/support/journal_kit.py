@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ from asyncrl.contract.messages import Prompt, SamplingSettings
 from buffer.evaluation import EvaluationPlan, Evaluations
 from buffer.groups import StoreSettings
 from buffer.journal import RecordedStore
-from buffer.mixer import TaskMixer
 from buffer.state import StoreSnapshot
 from buffer.store import Store
 
@@ -32,15 +30,9 @@ def state(store: Store) -> StoreSnapshot:
     return x
 
 
-def open_recorded(
-    directory: Path,
-    settings: StoreSettings,
-    prompt: Callable[[int], Prompt] = PROMPTS.__getitem__,
-    evaluations: Evaluations | None = None,
-    mixer: TaskMixer | None = None,
-    **more: Any,
-) -> RecordedStore:
-    store = RecordedStore(settings, prompt, evaluations, mixer)
+def open_recorded(directory: Path, settings: StoreSettings, **more: Any) -> RecordedStore:
+    parts = {name: more.pop(name) for name in ("evaluations", "mixer") if name in more}
+    store = RecordedStore(settings, more.pop("prompt", PROMPTS.__getitem__), **parts)
     return store.open(directory, **{"sync": False, "now": 0.0} | more)
 
 

@@ -3,6 +3,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from hostile_messages_kit import greet, honest_hello
 from process_kit import ROOT
 from trajectory_kit import trajectory
@@ -102,6 +103,13 @@ def wait(peer: PeerSocket, kind: type[Any]) -> Any:
         if isinstance(reply, m.UnknownSession):  # as a generator does
             peer.send(greet(peer.run, reply.producer, reply.session))
     raise AssertionError(f"no {kind.__name__} came")
+
+
+def join(run: Run, peers: int = 2, max_lag: float = 0) -> list[PeerSocket]:
+    """A generator, the learner that the buffer follows, and further peers."""
+    joined = [run.peer() for _ in range(peers)]
+    ask(joined[1], msgspec.structs.replace(run.hello(1), max_lag=max_lag), m.Welcome)
+    return joined
 
 
 def want(n: int, samples: int = 4) -> m.TicketRequest:
