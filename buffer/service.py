@@ -348,7 +348,7 @@ class BufferService:
                 return None
             if isinstance(message, m.GeneratorHello | m.LearnerHello):
                 head = sockets.make_head(message.run, message.protocol)
-                if head != self.socket.head:
+                if head != sockets.make_head(self.run):
                     return self.send(peer, sockets.make_foreign_refusal(head, self.run))
             getattr(self, f"on_{kind}")(peer, message)
         except BadMessage as error:
