@@ -138,10 +138,6 @@ class StoreState:
         """Find a group that is not retired; None: there is none."""
         return self.alive.get(ticket) or self.retained.get(ticket)
 
-    def list_tickets_up_to(self, number: int) -> set[int]:
-        """List the tickets of the composed batches up to batch `number`."""
-        return {ticket for comp in self.comps[: number + 1 - self.base] for ticket in comp}
-
     def snapshot(self) -> msgspec.Struct:
         """Return the whole state. It shares objects with the store: encode it at once."""
         packed = {}

@@ -784,7 +784,8 @@ class Store(StoreRules):
             for stored in samples
         ]
         lags = [admission.compute_sample_lag(runs) for runs in runs_of_samples]
-        trained = self.list_tickets_up_to(number)
+        # the tickets of the composed batches up to this one
+        trained = {ticket for comp in self.comps[: number + 1 - self.base] for ticket in comp}
         untrained = [group for group in self.alive.values() if group.ticket not in trained]
         next_ticket = min((group.ticket for group in untrained), default=self.cursor)
         return Batch(
