@@ -396,7 +396,7 @@ def test_a_batch_says_what_it_holds_and_what_a_new_buffer_must_know() -> None:
     assert (batch.epoch, batch.number, [s.ticket for s in batch.samples]) == (1, 1, [2, 5])
     assert batch.lags == [1, 1] and batch.token_lags == [[(0, 3, 1), (3, 4, 0)], [(0, 4, 1)]]
     assert batch.in_flight == [1, 1] and batch.next_ticket == 1 and batch.trained_above == [2, 3, 5]
-    assert store.list_tickets_up_to(0) == {0, 3} and batch.ledger["trained"]["tokens"] == 16
+    assert {*store.comps[0]} == {0, 3} and batch.ledger["trained"]["tokens"] == 16
     assert batch.ledger["trained"]["mean_reward"] == (1 + 1 + 2 + 1) / 4
 
 
