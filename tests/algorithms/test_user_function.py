@@ -31,42 +31,9 @@ from asyncrl.tasks.file import FileTask, read_prompts
 SUM = Prompt(0, "1+1=", "2", meta={"unit": "m"})
 CHAT = Prompt(1, "3?", "3", [{"role": "user", "content": "3?"}], {"unit": "s"})
 
-FUNCTIONS = """
-import json
-
-def fails(prompt, text):
-    return helper(text)
-
-def fails_later(prompt, text):
-    return 1.0 if text == prompt.answer else helper(text)
-
-def helper(text):
-    return {}["no such key"] + json.loads(text)
-
-def parses(prompt, text):
-    return json.loads(text)["score"]
-
-def nothing(prompt, text):
-    return None
-
-def three(prompt, text, reference): ...
-def swapped(completion, prompt): ...
-def lists(prompts, answers): ...
-def one(text): ...
-
-def trl(prompts, completions, unit, **kwargs):
-    assert sorted(kwargs) == ["answer", "completion_ids"], kwargs
-    assert [len(ids) for ids in kwargs["completion_ids"]] == [2] * len(prompts)
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    roles = [c[0]["role"] if isinstance(c, list) else "" for c in completions]
-    chats = [isinstance(prompt, list) for prompt in prompts]
-    assert chats == [role == "assistant" for role in roles]
-    right = [text == answer for text, answer in zip(texts, kwargs["answer"])]
-    return [float(r) + (0.5 if u == "s" else 0.0) for r, u in zip(right, unit)]
-
-async def later(completions, answer):
-    return [float(c == a) for c, a in zip(completions, answer)]
-"""
+FUNCTIONS = (
+    Path(__file__).parents[1] / "data" / "programs" / "user_functions.txt"
+).read_text()
 
 
 @pytest.fixture

@@ -105,27 +105,7 @@ def test_a_torn_copy_is_refused(tmp_path: Path) -> None:
     assert not reader.read(Label(1, 0), digest, memoryview(bytearray(SIZE)))
 
 
-READER = """
-import os, pathlib, signal, sys
-from asyncrl.transport import ring as weight_ring
-plain = weight_ring._PIN
-
-class Stops:
-    size, beats = plain.size, 0
-
-    def pack_into(self, *words):
-        plain.pack_into(*words)
-        self.beats = self.beats + 1 if words[2] >= 0 else 0
-        # The first is the pin's own, then one a piece: half of the bytes are copied.
-        if self.beats == 5:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-weight_ring._PIN, weight_ring.COPY = Stops(), 1 << 17
-reader, into = weight_ring.RingReader(pathlib.Path(sys.argv[1]), "slow"), bytearray(1 << 20)
-while not pathlib.Path(sys.argv[2]).exists():
-    whole = reader.read(*max(reader.list_labels().items()), memoryview(into))
-    print("given up" if not whole else "whole" if len(set(into)) == 1 else "torn", flush=True)
-"""
+READER = (Path(__file__).parents[1] / "data" / "programs" / "weight_ring_reader.txt").read_text()
 
 
 def test_stopped_readers_see_no_torn_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

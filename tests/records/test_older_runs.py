@@ -83,24 +83,7 @@ def test_an_older_run_resumes_from_its_journal(older_run: Path) -> None:
 
 ROWS = [{"question": f"{n}+1=", "answer": str(n + 1), "level": {"grade": n}} for n in range(3)]
 # in the Python that has the package: an object of it, and what the module makes of it
-PROGRAM = """
-import datetime, json, sys
-from pathlib import Path
-from datasets import Dataset, DatasetDict
-from asyncrl.contract.errors import ConfigError
-from asyncrl.tasks.data.row_objects import write_objects
-rows = json.loads(sys.argv[1])
-data = Dataset.from_list([row | {"seen": datetime.datetime(2026, 1, 2)} for row in rows])
-evens = data.filter(lambda row: row["level"]["grade"] % 2 == 0).to_iterable_dataset()
-part = {"name": "file", "prompts": data.select([1]), "heldout": "mine.jsonl"}
-table = {"task": {"prompts": data, "heldout": evens, "mixture": [part]}}
-write_objects(table, Path(sys.argv[2]))
-try:
-    write_objects({"task": {"prompts": DatasetDict(train=data)}}, Path(sys.argv[2]))
-except ConfigError as error:
-    table["refused"] = str(error)
-print(json.dumps(table))
-"""
+PROGRAM = (Path(__file__).parents[1] / "data" / "programs" / "older_runs_program.txt").read_text()
 
 
 def test_a_data_set_of_the_package_becomes_a_file(tmp_path: Path) -> None:

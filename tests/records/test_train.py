@@ -16,28 +16,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.models.policy import build_model
 from asyncrl.supervise import notebook
 
-SCRIPT = """
-from __future__ import annotations
-import math, re
-from functools import partial as bind
-import asyncrl
-
-raise_once = []
-DIGITS = re.compile(r"[0-9]")
-WHOLE: float = 1.0
-
-class Judge:
-    weight = WHOLE
-
-def count(text):
-    return len(DIGITS.findall(text))
-
-def reward(prompt, text):
-    return min(Judge.weight, math.sqrt(bind(count)(text)) / 4)
-
-def short(completions, answer, **columns):
-    return [float(len(text) < 3) for text in completions]
-"""
+SCRIPT = (Path(__file__).parents[1] / "data" / "programs" / "train_script.txt").read_text()
 
 
 def in_main(monkeypatch: pytest.MonkeyPatch, source: str, **names: Any) -> dict[str, Any]:

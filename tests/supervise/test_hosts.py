@@ -157,28 +157,7 @@ def test_the_last_lines_of_a_log(tmp_path: Path) -> None:
 
 # The parent starts a child with a pipe's end, which the child writes to before and after it asks,
 # and ends: before the child asks, or after.
-PARENT = """
-import os, signal, sys, time
-from asyncrl.contract.importing import end_with_parent
-
-pipe, first = int(sys.argv[1]), sys.argv[2] == "first"
-ask, parent = end_with_parent(), os.getpid()
-heard, told = os.pipe()
-if os.fork() == 0:
-    os.close(heard)
-    while first and os.getppid() == parent:
-        time.sleep(0.001)
-    os.write(pipe, b"child ")
-    ask()
-    if not first:
-        os.write(told, b"asked")
-        time.sleep(3600)
-    os.write(pipe, b"lives")
-    os._exit(0)
-os.close(told)
-first or os.read(heard, 5)
-os._exit(0)
-"""
+PARENT = (Path(__file__).parents[1] / "data" / "programs" / "hosts_parent.txt").read_text()
 
 
 @pytest.mark.parametrize("order", ["first", "last"])

@@ -206,41 +206,7 @@ def test_sessions_are_sampled_on_other_hosts(cluster: Any, tmp_path: Path) -> No
     assert ledger["generated"] == sum(ledger.values()) - ledger["generated"] > 0
 
 
-DRIVER = """
-import ray, sys, time
-from pathlib import Path
-import msgspec
-from asyncrl.config import load
-from asyncrl.supervise.hosts import ProcessSpec, on_ray
-config = load.load(sys.argv[1])
-where = Path(sys.argv[2])
-config = on_ray.adapt_config(config)
-with on_ray.place_on_cluster(config, where, "ray", print) as (config, maker):
-    code = "import os, time; print(os.getpid(), flush=True); time.sleep(7200)"
-    maker.start(ProcessSpec("buffer", [sys.executable, "-c", code], 1, where / "buffer.log"))
-    words = [sys.executable, "-c", "raise KeyError(3)"]
-    bad = maker.start(ProcessSpec("learner", words, 1, where / "l"))
-    while bad.poll() is None:
-        time.sleep(0.05)
-    actor = maker.ensure_host(1).actor  # its calls keep their order; killed, it stays dead
-    asked = []
-    for number in range(20):
-        actor.start.remote(number, ProcessSpec("a", ["sleep", "7200"], 1, where / "a"), None)
-        asked.append(actor.poll_processes.remote())
-    seen = [len(states) for states in ray.get(asked)]
-    ray.kill(actor, no_restart=False)
-    dead, there = False, seen
-    while there:
-        try:
-            there = ray.get(actor.poll_processes.remote())
-        except ray.exceptions.ActorUnavailableError:
-            pass  # dies, or is started again
-        except ray.exceptions.ActorDiedError:
-            dead, there = seen == list(range(1, 21)), []
-    (where / "part").write_text(f"{bad.poll()} {bad.pid > 0} {bad.tail(1)} {dead}")
-    (where / "part").rename(where / "done")
-    time.sleep(7200)
-"""
+DRIVER = (Path(__file__).parents[1] / "data" / "programs" / "ray_driver.txt").read_text()
 
 
 def test_what_it_started_ends_with_the_driver(cluster: Any, tmp_path: Path) -> None:

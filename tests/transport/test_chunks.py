@@ -269,37 +269,7 @@ ROWS: weight_ring.Rows = [("w", "uint8", [PAIR_SIZE], 0, PAIR_SIZE)]
 
 # Generators, forked from one process that has imported everything: "fetch NUMBER DIGEST", or ask
 # for NUMBER and then "stall" or "die".
-GENERATORS = """
-import os, signal, sys, time
-import msgspec, torch, xxhash
-from asyncrl.transport import gpu_pairs as weight_pairs
-from asyncrl.contract.messages import WeightsSource
-from asyncrl.config import load
-from asyncrl.contract.versions import Label
-from actors.generator import WeightsReceiver
-torch.set_num_threads(1)
-config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}, "weights": {"transport": "gloo"}, "wires": {"connect_s": 600.0}})
-for n, pair in enumerate(sys.argv[1:]):
-    if os.fork() == 0:
-        orders, answers = (os.fdopen(int(fd), mode) for fd, mode in zip(pair.split(":"), "rw"))
-        print(os.getpid(), file=answers, flush=True)
-        receiver = WeightsReceiver(config, f"generator-{n}")
-        for line in orders:
-            what, source, number, digest = line.split(" ", 3)
-            source, label, digest = msgspec.json.decode(source, type=WeightsSource), Label(1, int(number)), digest.strip() or None
-            if what == "fetch":
-                got = receiver.pull(source, label, digest)
-                print("none" if got is None else f"{got[1]} {xxhash.xxh3_64_hexdigest(got[0]['w'].numpy())} {got[2].decode()}", file=answers, flush=True)
-                continue
-            receiver.open(source)
-            receiver.client.pair.write(weight_pairs._PairRequest(label, ""))
-            receiver.client.pair.read(weight_pairs._PairReply)
-            print("asked", file=answers, flush=True)
-            time.sleep(1000) if what == "stall" else os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(0)
-for _ in sys.argv[1:]:
-    os.wait()
-"""  # noqa: E501
+GENERATORS = (Path(__file__).parents[1] / "data" / "programs" / "chunks_generators.txt").read_text()
 
 
 class Generator:

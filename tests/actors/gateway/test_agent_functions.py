@@ -29,65 +29,7 @@ from asyncrl.contract.messages import Prompt
 from asyncrl.transport.worker_pool import frame, read_frame
 
 PATIENCE_S = 300.0
-AGENT = """
-import asyncio, sys, threading
-
-asked, loops = [], []
-waiting = threading.Event()
-
-def numbers(prompt, session):
-    asked.append((prompt.text, session.name, session.base_url))
-    print("seen", prompt.text)
-    return float(prompt.text)
-
-def parts(prompt, session):
-    return {"reward": 0.5, "form": 1.0}
-
-def nothing(prompt, session):
-    return None
-
-def text(prompt, session):
-    return "good"
-
-def raises(prompt, session):
-    raise KeyError(prompt.text)
-
-def half_a_character(prompt, session):
-    raise ValueError("\\udcff")
-
-def leaves(prompt, session):
-    sys.exit(3)
-
-async def waits(prompt, session):
-    if prompt.text == "for ever":
-        waiting.set()
-        await asyncio.Event().wait()
-    await asyncio.sleep(0)
-    return float(threading.current_thread().name == "agents")
-
-async def loop(prompt, session):
-    loops.append(asyncio.get_running_loop())
-    return float(loops[-1] is loops[0])
-
-async def thread(prompt, session):
-    return await asyncio.to_thread(lambda: float(threading.current_thread().name[:5] == "agent"))
-
-async def leaves_in_a_task(prompt, session):
-    async def leave():
-        raise SystemExit(4)
-    await asyncio.create_task(leave())
-
-async def threads(prompt, session):
-    return float(sum(thread.name == session.name for thread in threading.enumerate()))
-
-def plain_threads(prompt, session):
-    return threads(prompt, session)
-
-async def short(prompt):
-    return 1.0
-
-CONSTANT = 3
-"""
+AGENT = (Path(__file__).parents[2] / "data" / "programs" / "agent_functions_agent.txt").read_text()
 
 
 class Served:

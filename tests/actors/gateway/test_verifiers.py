@@ -430,23 +430,9 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 # an environment of version 0.1 and its config
-OLD_MODULE = """
-import verifiers as vf
-from datasets import Dataset
-
-
-def load_environment(count=100):
-    rows = [{"question": f"{n}+{n + 1}=", "answer": str(2 * n + 1)} for n in range(count)]
-
-    async def exact(completion, answer):
-        return float(completion[-1]["content"].strip() == answer)
-
-    async def brief(completion):
-        return float(len(completion[-1]["content"]) < 8)
-
-    rubric = vf.Rubric(funcs=[exact, brief], weights=[1.0, 0.1])
-    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=rubric)
-"""
+OLD_MODULE = (
+    Path(__file__).parents[2] / "data" / "programs" / "verifiers_old.txt"
+).read_text()
 OLD_CONFIG = """
 task.name = "env"
 [agent]
