@@ -31,9 +31,7 @@ from asyncrl.tasks.file import FileTask, read_prompts
 SUM = Prompt(0, "1+1=", "2", meta={"unit": "m"})
 CHAT = Prompt(1, "3?", "3", [{"role": "user", "content": "3?"}], {"unit": "s"})
 
-FUNCTIONS = (
-    Path(__file__).parents[1] / "data" / "programs" / "user_functions.txt"
-).read_text()
+FUNCTIONS = (Path(__file__).parents[1] / "data" / "programs" / "user_functions.txt").read_text()
 
 
 @pytest.fixture

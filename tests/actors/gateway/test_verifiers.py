@@ -430,9 +430,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 # an environment of version 0.1 and its config
-OLD_MODULE = (
-    Path(__file__).parents[2] / "data" / "programs" / "verifiers_old.txt"
-).read_text()
+OLD_MODULE = (Path(__file__).parents[2] / "data" / "programs" / "verifiers_old.txt").read_text()
 OLD_CONFIG = """
 task.name = "env"
 [agent]
