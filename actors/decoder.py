@@ -404,53 +404,12 @@ def decode(
     cache: ColumnCache,
     tokens: Tensor,
     positions: Tensor,
-    column: int,
-    seen: int,
-    routed: RoutedLayers = None,
-) -> Tensor:
-    """Run one decode step for the first n rows and write cache column `column`.
-
-    Args:
-        tokens, positions: [n].
-        seen: the columns that attention covers, more than `column`; no row has keys behind them.
-        routed: the experts of each sparse layer, int64 [n, k], are appended to it.
-
-    Returns logits fp32 [n, V].
-    """
-    n = len(tokens)
-    lay = w.lay
-    share = lay.heads // lay.kv_heads
-    turns = w.compute_rotations(positions)
-    cache.bias[:n, :, column] = 0.0
-    bias = cache.bias[:n, None, :, :seen]
-    x = w.top["embed"].index_select(0, tokens)
-    for i in range(w.layers):
-        q, k, v = w.project(i, x, turns)
-        keys = cache.k[i, :n, :, :seen]
-        values = cache.v[i, :n, :, :seen]
-        keys[:, :, column], values[:, :, column] = k, v
-        columns = keys.shape[2]
-        q = q.reshape(n * lay.kv_heads, share, lay.head_dim)
-        scores = torch.bmm(q, keys.reshape(n * lay.kv_heads, columns, lay.head_dim).transpose(1, 2))
-        scores = scores.view(n, lay.kv_heads, share, columns).float().add_(bias)
-        p = torch.softmax(scores, -1).to(x.dtype)
-        attended = torch.bmm(
-            p.view(n * lay.kv_heads, share, columns),
-            values.reshape(n * lay.kv_heads, columns, lay.head_dim),
-        )
-        x = w.finish(i, x, attended.reshape(n, lay.heads * lay.head_dim), routed)
-    return w.compute_logits(x)
-
-
-def verify(
-    w: FusedWeights,
-    cache: ColumnCache,
-    tokens: Tensor,
-    positions: Tensor,
     end: int,
+    *,
+    column: int | None = None,
     routed: RoutedLayers = None,
 ) -> Tensor:
-    """Run m tokens a row at once, each row's keys at the columns of their positions.
+    """Run m tokens a row at once, and write their keys and values into the cache.
 
     In exact mode the logits have the same bits as one token at a time.
 
@@ -459,6 +418,7 @@ def verify(
         positions: [n, m], ascending by 1; only rows that are not live have columns that the cache
             lacks.
         end: no live row reads a column from here on.
+        column: that all rows write, for m = 1; None: each row those of its positions.
         routed: the experts of each sparse layer, int64 [n * m, k], are appended to it; in exact
             mode they have rows of padding after these.
 
@@ -468,26 +428,33 @@ def verify(
     lay = w.lay
     pad = exact_operators.pad_rows if w.exact else Tensor.contiguous
     columns = cache.bias.shape[2]
-    positions = positions.clamp(max=columns - 1)
     width = min(exact_operators.round_up(end, exact_operators.KEYS if w.exact else 1), columns)
-    column = torch.arange(width, device=tokens.device)
-    bias = torch.where(column <= positions[..., None], 0.0, MASKED)
-    rows = torch.arange(n, device=tokens.device)[:, None]
+    place: tuple[Any, ...]
+    if column is None:
+        positions = positions.clamp(max=columns - 1)
+        visible = torch.arange(width, device=tokens.device) <= positions[..., None]
+        bias = torch.where(visible, 0.0, MASKED)
+        rows = torch.arange(n, device=tokens.device)
+        place = rows.repeat_interleave(m), slice(None), positions.flatten()
+    else:
+        cache.bias[:n, :, column] = 0.0
+        bias = cache.bias[:n, :, :width]
+        place = slice(n), slice(None), column
     turns = w.compute_rotations(pad(positions.flatten().clamp(max=len(w.cos) - 1)))
     x = w.top["embed"].index_select(0, pad(tokens.flatten()))
     space = exact_operators.allocate_query_space(lay, n * m, x) if w.exact else None
     groups, wide = cache.v.shape[2], cache.v.shape[4]
     for i in range(w.layers):
-        q, k, v = (t[: n * m] for t in w.project(i, x, turns))
-        cache.k[i, rows, :, positions] = k.reshape(n, m, groups, wide)
-        cache.v[i, rows, :, positions] = v.reshape(n, m, groups, wide)
+        q, k, v = w.project(i, x, turns)
+        for stored, new in ((cache.k, k), (cache.v, v)):
+            stored[i, *place] = new[: n * m].reshape(n * m, groups, wide)
         keys, values = (
             t[i, :n, :, :width].reshape(n * groups, width, wide) for t in (cache.k, cache.v)
         )
         attended = (
             _attend_causally(q, keys, values, bias)
             if space is None
-            else exact_operators.attend_cached(q, keys, values, bias, space)
+            else exact_operators.attend_cached(q[: n * m], keys, values, bias, space)
         )
         x = w.finish(i, x, pad(attended), routed)
     return w.compute_logits(x)[: n * m]

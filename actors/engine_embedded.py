@@ -86,7 +86,7 @@ class EngineRow:
     kept: TokenRows = field(default_factory=list)
     # uint16 [P - 1, layers, k], the experts of the prompt without its last token; None: no record
     routed: ndarray | None = None
-    sampled: int = 0  # tokens so far, where rows advance by different numbers of them
+    sampled: int = 0  # tokens so far
 
 
 class EmbeddedEngine:
@@ -250,7 +250,7 @@ class EmbeddedEngine:
                     if verified > (1 + policy.draft_tokens) * plain:
                         break
         for _, row in self.live_rows:
-            mark_version(row.marks, self._count_sampled(row), label, digest)
+            mark_version(row.marks, row.sampled, label, digest)
         if self.in_flight == "recompute_kv" and self.live:
             self._recompute()
 
@@ -342,7 +342,7 @@ class EmbeddedEngine:
                 self.draft_book.close(request)
         for index, row in self.live_rows:
             if row.request.key in aborted_keys:
-                tokens[row.request.key] = self._count_sampled(row)
+                tokens[row.request.key] = row.sampled
                 if self.drafts is not None:
                     self.draft_book.close(row.request)
                 self.rows[index] = None
@@ -361,7 +361,7 @@ class EmbeddedEngine:
             tensor.zero_()
 
     def count_tokens(self) -> TokenCounts:
-        return {row.request.key: self._count_sampled(row) for _, row in self.live_rows}
+        return {row.request.key: row.sampled for _, row in self.live_rows}
 
     def collect_metrics(self) -> dict[str, float]:
         numbers: dict[str, float] = {}
@@ -376,10 +376,6 @@ class EmbeddedEngine:
         return numbers
 
     # ---- where a row's tokens are ----------------------------------------------------------------
-
-    def _count_sampled(self, row: EngineRow) -> int:
-        """Count the tokens sampled so far."""
-        return row.sampled if self.by_position else self.clock - row.born
 
     def _list_key_columns(self, row: EngineRow, count: int) -> ndarray:
         """Return the cache's columns of its first `count` tokens, the prompt's included."""
@@ -502,6 +498,7 @@ class EmbeddedEngine:
         ids: ndarray,
         routed: RoutedLayers = None,
         replayed: Sequence[RoutedExperts] | None = None,
+        prefix: decoder.PrefilledPrefix | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
         """Compute keys and values for padded token rows ids [B, L], L columns wide.
 
@@ -513,7 +510,9 @@ class EmbeddedEngine:
         replay = router_hooks.build_padded_table(replayed, self.routing, columns, self.device)
         return [
             (keys[:, :, :width], values[:, :, :width])
-            for keys, values in decoder.encode(self.weights, tokens, routed=routed, replayed=replay)
+            for keys, values in decoder.encode(
+                self.weights, tokens, prefix=prefix, routed=routed, replayed=replay
+            )
         ]
 
     def _pad_columns(self, ids: ndarray) -> Tensor:
@@ -550,23 +549,16 @@ class EmbeddedEngine:
             names = [group for group in prompt_of if bool(kept_blocks[group]) == has_prefix]
             lengths = [len(prompt_of[group]) for group in names]
             for batch in split_by_length(lengths, TOGETHER, CHUNK):
-                members = {names[index] for index in batch}
-                distinct = {
-                    group: prompt[:-1]
-                    for group, prompt in prompt_of.items()
-                    if group in members and len(prompt) > 1
-                }
-                number_of = {group: number for number, group in enumerate(distinct)}
+                members = [names[index] for index in sorted(batch) if lengths[index] > 1]
+                number_of = {group: number for number, group in enumerate(members)}
                 owners = {
                     slot: number_of[group]
                     for slot, group in zip(rows, groups, strict=True)
                     if group in number_of
                 }
-                if has_prefix:
-                    blocks = [kept_blocks[group] for group in distinct]
-                    self._write_continued(owners, list(distinct.values()), blocks)
-                elif owners:
-                    self._write_new(owners, list(distinct.values()))
+                if owners:
+                    blocks = [kept_blocks[group] for group in members]
+                    self._write_batch(owners, [prompt_of[group][:-1] for group in members], blocks)
         if self.prefix_cache is None:
             return
         last_index = {group: index for index, group in enumerate(groups)}
@@ -579,27 +571,32 @@ class EmbeddedEngine:
                 prompt, self.cache.k[:, slot], self.cache.v[:, slot], columns, row.routed
             )
 
-    def _write_continued(
+    def _write_batch(
         self, owners: Mapping[int, int], prompts: TokenRows, blocks: list[list[int]]
     ) -> None:
-        """Write prompts as `_write_new` does, each encoded behind its kept prefix, its blocks."""
-        assert self.prefix_cache is not None
-        columns = [self.prefix_cache.list_columns(numbers) for numbers in blocks]
+        """Encode distinct prompts without their last tokens, for all rows that share them.
+
+        owners: slot of a row -> index of its prompt. blocks: the kept prefix of each prompt, behind
+        which it is encoded; all have one, or none has.
+        """
+        columns = [decoder.PrefixCache.list_columns(numbers) for numbers in blocks]
         prefix_lengths = np.array(list(map(len, columns)))
         suffixes = [p[length:] for p, length in zip(prompts, prefix_lengths, strict=True)]
-        past, ids = pad_token_rows(columns), pad_token_rows(suffixes)
+        ids = pad_token_rows(suffixes)
         slots, owner = np.array(list(owners)), np.array(list(owners.values()))
-        past_columns = from_numpy(past).to(self.device)
-        prefix = decoder.PrefilledPrefix(
-            self.prefix_cache.k[:, :, past_columns].transpose(1, 2),
-            self.prefix_cache.v[:, :, past_columns].transpose(1, 2),
-            from_numpy(prefix_lengths).to(self.device),
-        )
         row, source = (from_numpy(x).to(self.device) for x in (slots, owner))
-        for cached, prefix_tensor in ((self.cache.k, prefix.k), (self.cache.v, prefix.v)):
-            cached[:, row, :, : past.shape[1]] = prefix_tensor[:, source]
+        prefix = None
+        if self.prefix_cache is not None and prefix_lengths.any():
+            past_columns = from_numpy(pad_token_rows(columns)).to(self.device)
+            prefix = decoder.PrefilledPrefix(
+                self.prefix_cache.k[:, :, past_columns].transpose(1, 2),
+                self.prefix_cache.v[:, :, past_columns].transpose(1, 2),
+                from_numpy(prefix_lengths).to(self.device),
+            )
+            for cached, prefix_tensor in ((self.cache.k, prefix.k), (self.cache.v, prefix.v)):
+                cached[:, row, :, : past_columns.shape[1]] = prefix_tensor[:, source]
+            self.hits += len(prompts)
         routed: RoutedLayers = None if self.routing is None else []
-        self.hits += len(prompts)
         self.reused += int(prefix_lengths.sum())
         self.encoded += sum(map(len, suffixes))
         if ids.shape[1]:
@@ -616,49 +613,25 @@ class EmbeddedEngine:
                     token_index,
                 )
             )
-            tokens = from_numpy(ids).to(self.device)
-            encoded = decoder.encode(self.weights, tokens, prefix, routed)
-            for layer, (keys, values) in enumerate(encoded):
+            for layer, (keys, values) in enumerate(self._encode(ids, routed, prefix=prefix)):
                 self.cache.k[layer][to_row, :, to_column] = keys[suffix, :, token]
                 self.cache.v[layer][to_row, :, to_column] = values[suffix, :, token]
         if routed is not None:
-            assert self.prefix_cache.routed is not None
             table = self._collect_prompt_routing(routed, len(suffixes), ids.shape[1])
             for slot, number in owners.items():
-                prefix_routing = self.prefix_cache.routed[columns[number]]
-                suffix_routing = table[number, : len(suffixes[number])]
-                self._set_prompt_routing(slot, np.concatenate([prefix_routing, suffix_routing]))
-        self._show_prompts(row, np.array([len(prompts[number]) for number in owner]))
-
-    def _set_prompt_routing(self, slot: int, routed: ndarray) -> None:
-        row = self.rows[slot]
-        assert row is not None
-        row.routed = routed
-
-    def _show_prompts(self, row: Tensor, lengths: ndarray) -> None:
-        """Let each row [n] see the columns of its prompt; lengths: int [n]."""
-        visible = from_numpy(np.arange(lengths.max())[None] < lengths[:, None])
+                experts = table[number, : len(suffixes[number])]
+                if prefix is not None:
+                    assert self.prefix_cache is not None and self.prefix_cache.routed is not None
+                    kept = self.prefix_cache.routed[columns[number]]
+                    experts = np.concatenate([kept, experts])
+                target = self.rows[slot]
+                assert target is not None
+                target.routed = experts
+        # each row sees the columns of its prompt
+        ends = np.array([len(prompts[number]) for number in owner])
+        visible = from_numpy(np.arange(ends.max())[None] < ends[:, None])
         bias = torch.where(visible.to(self.device), 0.0, decoder.MASKED)
         self.cache.bias[row, 0, : bias.shape[1]] = bias
-
-    def _write_new(self, owners: Mapping[int, int], prompts: TokenRows) -> None:
-        """Encode distinct prompts without their last tokens, for all rows that share them.
-
-        owners: slot of a row -> index of its prompt.
-        """
-        lengths, ids = np.array(list(map(len, prompts))), pad_token_rows(prompts)
-        self.encoded += int(lengths.sum())
-        row, owner = (torch.tensor(list(x), device=self.device) for x in (owners, owners.values()))
-        width = ids.shape[1]
-        routed: RoutedLayers = None if self.routing is None else []
-        for layer, (keys, values) in enumerate(self._encode(ids, routed)):
-            self.cache.k[layer, row, :, :width] = keys[owner]
-            self.cache.v[layer, row, :, :width] = values[owner]
-        if routed is not None:
-            table = self._collect_prompt_routing(routed, len(prompts), width)
-            for slot, number in owners.items():
-                self._set_prompt_routing(slot, table[number, : lengths[number]])
-        self._show_prompts(row, lengths[list(owners.values())])
 
     def _recompute(self) -> None:
         """Rebuild the keys and values of every live row with the weights now loaded.
@@ -666,26 +639,21 @@ class EmbeddedEngine:
         Tokens keep their recorded experts, with which a learner computes them, too.
         """
         live = self.live_rows
-        lengths = [len(row.request.prompt) + self._count_sampled(row) for _, row in live]
+        lengths = [len(row.request.prompt) + row.sampled for _, row in live]
         for batch in split_by_length(lengths, TOGETHER, CHUNK):
             batch_rows = [live[index] for index in batch]
             sequences = []
             for slot, row in batch_rows:
-                sampled = self.out_token[slot, : self._count_sampled(row)].cpu().numpy()
+                sampled = self.out_token[slot, : row.sampled].cpu().numpy()
                 sampled = sampled.astype(np.int32)
                 sequences.append(np.concatenate([row.request.prompt, sampled])[:-1])
-            ids = np.zeros((len(batch_rows), max(1, *map(len, sequences))), np.int64)
-            for index, tokens in enumerate(sequences):
-                ids[index, : len(tokens)] = tokens
             replayed = None  # the experts of the tokens that the rows have read
             if self.out_routed is not None:
                 replayed = [
-                    self._join_routing(
-                        row, self.out_routed[slot, : self._count_sampled(row)].cpu().numpy()
-                    )
+                    self._join_routing(row, self.out_routed[slot, : row.sampled].cpu().numpy())
                     for slot, row in batch_rows
                 ]
-            layers = self._encode(ids, replayed=replayed)
+            layers = self._encode(pad_token_rows(sequences), replayed=replayed)
             for index, (slot, row) in enumerate(batch_rows):
                 row.loads = self.loads
                 length = len(sequences[index])
@@ -727,11 +695,10 @@ class EmbeddedEngine:
             constraints.advance(self._list_constraints(), self.token[:count])
         remaining = self.remaining[: len(self.rows)].tolist()
         made = [1] * len(self.rows)
-        if self.by_position:
-            for slot, row in self.live_rows:
-                left = max(remaining[slot], -1 - remaining[slot])
-                made[slot] = row.request.max_new_tokens - left - row.sampled
-                row.sampled += made[slot]
+        for slot, row in self.live_rows:
+            left = max(remaining[slot], -1 - remaining[slot])
+            made[slot] = row.request.max_new_tokens - left - row.sampled
+            row.sampled += made[slot]
         if masks[0] is not None:
             self._record_kept(torch.cat(masks, 1), made)
         if width > 1 and drafts is not None and self.drafts is not None:
@@ -807,12 +774,8 @@ class EmbeddedEngine:
             steps = torch.arange(tokens.shape[1], device=self.device)
             positions, columns = positions + steps, columns + steps
         width = tokens.shape[1]
-        logits = (
-            decoder.verify(self.weights, self.cache, tokens, positions, end, routed)
-            if column is None
-            else decoder.decode(
-                self.weights, self.cache, tokens[:, 0], positions[:, 0], column, end, routed=routed
-            )
+        logits = decoder.decode(
+            self.weights, self.cache, tokens, positions, end, column=column, routed=routed
         )
 
         def repeat_by_token(by_row: Tensor) -> Tensor:
@@ -877,7 +840,7 @@ class EmbeddedEngine:
         seconds = []
         for _ in range(4):  # the first one warms up
             began = time.perf_counter()
-            decoder.verify(self.weights, cache, tokens, positions, columns).sum().item()
+            decoder.decode(self.weights, cache, tokens, positions, columns).sum().item()
             seconds.append(time.perf_counter() - began)
         return min(seconds[1:])
 
@@ -909,7 +872,7 @@ class EmbeddedEngine:
         for index, slot in enumerate(ended_slots):
             row = self.rows[slot]
             assert row is not None
-            columns = slice(self._count_sampled(row))
+            columns = slice(row.sampled)
             tokens = ended_tokens[index, columns]
             experts = None if routed is None else self._join_routing(row, routed[index, columns])
             # keep the keys, values and experts of all but the last token, which was never an
