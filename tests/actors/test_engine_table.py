@@ -54,15 +54,14 @@ def with_engine(monkeypatch: pytest.MonkeyPatch, row: EngineInfo, *sets: str) ->
     return msgspec.structs.replace(whole, generator=other)
 
 
-def test_the_choices_of_the_config_are_the_rows() -> None:
+def test_choices_are_the_rows_and_a_generator_makes_what_its_row_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert get_args(EngineName) == tuple(ENGINES)
     for name in ENGINES:
         assert config(f"generator.engine={name}").generator.engine == name
     with pytest.raises(ConfigError, match=r"generator\.engine"):
         config("generator.engine=other")
-
-
-def test_a_generator_makes_the_engine_that_its_row_names(monkeypatch: pytest.MonkeyPatch) -> None:
     made = object()
     module = SimpleNamespace(make_engine=lambda config: made)
     monkeypatch.setitem(sys.modules, "other_engine", module)

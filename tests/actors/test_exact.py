@@ -198,9 +198,8 @@ def test_a_whole_run_at_lag_0_has_a_mismatch_of_exactly_0(tmp_path: Path) -> Non
         assert len(found[name]) == 5
         assert ("agree bitwise in the self-test" in done.err) == (name == "true")
     assert found["true"] == [0.0] * 5
-    assert 0 < max(found["false"]) < 1e-6, (
-        "the plain engine agrees too, so that this test means nothing here, or is far off"
-    )
+    # else the plain engine agrees too, so that this test means nothing here, or is far off
+    assert 0 < max(found["false"]) < 1e-6
 
 
 def test_a_stale_run_has_a_mismatch_of_0_at_every_lag(asyncrl: Callable[..., Ended]) -> None:

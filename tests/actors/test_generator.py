@@ -128,9 +128,8 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
 
     end_answers(g, (0, 0, 1), (0, 1, 1), (1, 0, 2))
     renew = told(g)
-    assert renew.judging == [(0, 1)] and [p[:2] for p in renew.progress] == [(1, 2)], (
-        "ticket 1 has a row in the engine"
-    )
+    # ticket 1 has a row in the engine
+    assert renew.judging == [(0, 1)] and [p[:2] for p in renew.progress] == [(1, 2)]
     assert renew.stats["reward/queue"] == 3 and renew.stats["reward/workers"] == 1
     assert not renew.waiting and g.rewards.pool.log == f"; reward.log: {g.run_dir / 'reward.log'}"
     end_answers(g, (1, 1, 2))
@@ -192,10 +191,8 @@ def test_the_timeline_has_loads_and_prefills(make: MakeGenerator) -> None:
         assert g.requested_samples == requested, "a reply to an earlier request answers none"
     g.tracer.close()
     spans = trace.read_sized_spans(g.run_dir)["generator-0"]
-    assert [(x.name, x.size) for x in spans if x.name in ("weights", "prefill")] == [
-        ("weights", 0),
-        ("prefill", 2),
-    ]
+    loads = [(x.name, x.size) for x in spans if x.name in ("weights", "prefill")]
+    assert loads == [("weights", 0), ("prefill", 2)]
 
 
 def test_who_waits_for_rewards_waits_for_a_part_of_itself(
@@ -673,31 +670,22 @@ def test_a_ticket_is_taken_once_and_lost_ones_are_refused() -> None:
     assert len(made.add_tickets([ticket(5, 7, 1), ticket(6, 7, 1)])) == 2, "of one grant"
 
 
-def test_samples_start_with_weights_of_their_epoch_that_are_new_enough() -> None:
+def test_samples_start_evaluation_first_with_new_enough_weights_the_newest_count() -> None:
     leased = LeasedTicket(msgspec.structs.replace(ticket(1, 1, 1), min_version=V2), [0])
     found = [leased.is_ready(x) for x in (None, V1, V2, V3, Label(2, 9))]
     assert found == [False, False, True, True, False]
     leased = LeasedTicket(exact(1, 1, V2), [0])
     assert [leased.is_ready(x) for x in (None, V1, V2, V3)] == [False, False, True, False]
-
-
-def test_evaluation_starts_first_then_tickets_by_number() -> None:
     made = schedule(ticket(5, 1, 1), ticket(2, 2, 1), exact(9, 3, V1, samples=2))
     assert numbers(made.admit(V1, 4)) == [(9, 0), (9, 1), (2, 0), (2, 1)]
     assert made.count_waiting() == 2 and made.count_live() == 4
     assert numbers(made.admit(V1, 0)) == [] and numbers(made.admit(None, 9)) == []
     assert numbers(made.admit(V1, 9)) == [(5, 0), (5, 1)]
-
-
-def test_in_lockstep_no_training_sample_starts_while_an_evaluation_is_held() -> None:
     made = schedule(ticket(1, 1, 1, 1), exact(9, 2, V1), lockstep=True)
     assert numbers(made.admit(V1, 9)) == [(9, 0)]
     assert numbers(made.admit(V1, 9)) == [], "it is still being written"
     made.finish_sample((9, 0, 2), 5)
     assert numbers(made.admit(V1, 9)) == [(1, 0)]
-
-
-def test_the_newest_announcement_counts() -> None:
     made = schedule()
     assert made.announce(announcement(1, 2)) and not made.announce(announcement(1, 1))
     assert not made.announce(announcement(1, 2)) and not made.announce(None)

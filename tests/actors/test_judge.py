@@ -265,9 +265,8 @@ def test_the_budget_ends_the_run(
     assert judged("a", budget_requests=2) == [(7.5, "")], "what is known costs nothing"
     assert len(server.asked) == 2
     account = JudgeBudget(tmp_path / "judge.sqlite", JudgeConfig())
-    assert (account.read_sum("requests"), account.read_sum("tokens")) == (2, 100), (
-        "as the server counted"
-    )
+    # as the server counted
+    assert (account.read_sum("requests"), account.read_sum("tokens")) == (2, 100)
 
 
 @pytest.mark.parametrize(("attempts", "call_s"), [(1, 10.0), (3, 3 * (9.0 + 0.1))])

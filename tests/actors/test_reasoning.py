@@ -66,15 +66,12 @@ def test_no_problem_is_in_two_splits(gym: None) -> None:
     assert sets["train"][5] == task.prompt("train", 5, 0), "a function of seed and number"
 
 
-def test_the_generators_own_judge_pays(gym: None) -> None:
+def test_the_generators_own_judge_pays_and_few_problems_are_given(gym: None) -> None:
     task = get_task(TaskConfig(name="reasoning_gym:halves"))
     prompt = task.prompt("train", 3, 0)
     assert task.reward(prompt, f" {prompt.answer}\n") == 1.0
     assert task.reward(prompt, f"it is {prompt.answer}") == 0.5 and task.reward(prompt, "") == 0.0
     assert task.reward(prompt, "word") == 0.0, "what the judge cannot read is no failed reward"
-
-
-def test_a_generator_of_few_problems_still_gives_some(gym: None) -> None:
     task = get_task(TaskConfig(name="reasoning_gym:halves", options={"most": 4}))
     assert {task.prompt("train", n, 0).text for n in range(50)} <= {"half of 0?", "half of 2?"}
 

@@ -134,20 +134,17 @@ def test_a_process_that_hangs_or_dies_is_replaced(runner: MakeRewardRunner) -> N
     assert got[3][4].startswith("machinery: the reward process ended (exit code 3); prompt '1+1='")
     assert [x[1] for x in got] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     assert [bool(x[4]) for x in got] == [False, True, False, True, False, False]
-    assert sorted(noted()) == ["2", "2", "a", "b"], (
-        "what stood in a lost process's queue was judged once, by another"
-    )
+    once = "what stood in a lost process's queue was judged once, by another"
+    assert sorted(noted()) == ["2", "2", "a", "b"], once
 
 
-def test_a_process_that_garbles_its_socket_is_replaced(runner: MakeRewardRunner) -> None:
-    got = judge(runner("mine:reward"), "2", "garble", "2")
+def test_a_process_that_garbles_its_socket_or_is_killed_is_replaced(
+    runner: MakeRewardRunner,
+) -> None:
+    r = runner("mine:reward")
+    got = judge(r, "2", "garble", "2")
     assert got[1][4].startswith("machinery: the reward process sent an invalid reply (a frame of ")
     assert got[0][1] == got[2][1] == 1.0
-
-
-def test_a_process_killed_between_calls_is_replaced(runner: MakeRewardRunner) -> None:
-    r = runner("mine:reward")
-    judge(r, "2")
     r.processes[0].process.kill()
     r.processes[0].process.wait()
     got = judge(r, "2", "2")
@@ -184,7 +181,7 @@ def test_a_call_that_takes_long_keeps_only_its_process(runner: MakeRewardRunner)
     assert sorted(x[0][0] for x in got) == list(range(n + 1)) and noted().count("later") == n
 
 
-def test_a_function_that_takes_lists(runner: MakeRewardRunner) -> None:
+def test_a_function_that_takes_lists_async_or_not(runner: MakeRewardRunner) -> None:
     r = runner("mine:lists", batch=8)
     got = judge(r, *["2", "3"] * 20)
     assert [x[1] for x in got] == [1.0, 0.0] * 20
@@ -193,35 +190,17 @@ def test_a_function_that_takes_lists(runner: MakeRewardRunner) -> None:
     r.timed = lambda name, began, ended, answers: spans.append((began, ended, answers))
     judge(r, "2", "2", "2")
     assert sum(n for *_, n in spans) == 3 and all(a <= b for a, b, _ in spans)
+    both = judge(runner("mine:both", batch=4), *["abc"] * 12)
+    assert [x[1] for x in both] == [3.0] * 12 and max(x[2]["together"] for x in both) == 4
 
 
-@pytest.mark.parametrize(
-    ("bad", "why"),
-    [
-        ("raise", "data: the reward raised KeyError"),
-        ("die", "machinery: the reward process ended (exit code 3)"),
-        ("hang", "data: the reward hung"),
-        ("none", "data: the reward function returned"),
-    ],
-)
-def test_one_answer_in_a_list_spoils_no_other(bad: str, why: str, runner: MakeRewardRunner) -> None:
-    r = ended_for(runner("mine:lists", batch=8, deadline_s=2.0), "hang")
-    got = judge(r, "2", "3", bad, "2", "3")
-    assert why in got[2][4] and [x[4] for x in got if x is not got[2]] == [""] * 4
-    assert [x[1] for x in got] == [1.0, 0.0, 0.0, 1.0, 0.0]
-
-
-def test_lists_are_checked_answer_by_answer() -> None:
+def test_lists_are_checked_by_answer_and_a_wrong_length_fails_all(runner: MakeRewardRunner) -> None:
     calls = [RewardCall(RIGHT, "a", [1]), RewardCall(RIGHT, "b", [1, 2])]
     good, bad = split_results(np.array([1.0, math.nan]), calls)
     assert good == (1.0, {}, None) and isinstance(bad, str) and "nan" in bad
     for wrong in (1.0, [1.0], {"reward": 1}, None, "a"):
         first, second = split_results(wrong, calls)
         assert isinstance(first, str) and "for 2 responses" in first and first == second
-
-
-def test_a_list_of_the_wrong_length_fails_all_its_answers(runner: MakeRewardRunner) -> None:
-    """A list of one or a mean for all has the right length for each answer alone."""
     r = runner("mine:lists", batch=4, error_budget=1.0)
     got = judge(r, "2", "short", "3", "2")
     why = "returned 1 values for 4 responses: return a list of the same length"
@@ -271,31 +250,31 @@ def test_async_calls_are_under_way_together_and_bounded(runner: MakeRewardRunner
 
 
 @pytest.mark.parametrize(
-    ("bad", "why", "lives"),
+    ("function", "bad", "why", "lives"),
     [
-        ("raise", "data: the reward raised KeyError", True),
-        ("exit", "data: the reward called sys.exit(4)", True),
-        ("never", "data: the reward hung for more than", True),
-        ("stubborn", "data: the reward hung for more than", True),
-        ("block", "data: the reward hung for more than", False),
-        ("die", "machinery: the reward process ended (exit code 3)", False),
+        ("lists", "raise", "data: the reward raised KeyError", False),
+        ("lists", "die", "machinery: the reward process ended (exit code 3)", False),
+        ("lists", "hang", "data: the reward hung", False),
+        ("lists", "none", "data: the reward function returned", False),
+        ("troubled", "raise", "data: the reward raised KeyError", True),
+        ("troubled", "exit", "data: the reward called sys.exit(4)", True),
+        ("troubled", "never", "data: the reward hung for more than", True),
+        ("troubled", "stubborn", "data: the reward hung for more than", True),
+        ("troubled", "block", "data: the reward hung for more than", False),
+        ("troubled", "die", "machinery: the reward process ended (exit code 3)", False),
     ],
 )
-def test_one_async_call_spoils_no_other(
-    bad: str, why: str, lives: bool, runner: MakeRewardRunner
+def test_one_call_spoils_no_other(
+    function: str, bad: str, why: str, lives: bool, runner: MakeRewardRunner
 ) -> None:
-    r = ended_for(runner("mine:troubled", concurrency=4, deadline_s=2.0), "block")
+    """Neither in a list nor beside other async calls."""
+    how, hangs = ({"batch": 8}, "hang") if function == "lists" else ({"concurrency": 4}, "block")
+    r = ended_for(runner(f"mine:{function}", deadline_s=2.0, **how), hangs)
     got = judge(r, "2", "3", bad, "2", "3", "2", "3")
     assert why in got[2][4] and [x[4] for x in got if x is not got[2]] == [""] * 6
     assert [x[1] for x in got] == [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
-    assert (
-        len({x[2]["pid"] for x in got if not x[4]} | {r.processes[0].process.pid}) == 1 or not lives
-    )
-
-
-def test_async_lists(runner: MakeRewardRunner) -> None:
-    got = judge(runner("mine:both", batch=4), *["abc"] * 12)
-    assert [x[1] for x in got] == [3.0] * 12 and max(x[2]["together"] for x in got) == 4
+    pids = {x[2].get("pid") for x in got if not x[4]} | {r.processes[0].process.pid}
+    assert len(pids) == 1 or not lives
 
 
 def test_the_example_takes_lists_or_single_answers(runner: MakeRewardRunner) -> None:
@@ -508,9 +487,8 @@ def test_how_a_pool_shares_out_its_work() -> None:
 
 
 def test_a_pool_grows_as_long_as_that_pays() -> None:
-    assert (
-        next_pool_size(1, 8, 6.0, 10.0, 0.0) == 2 and next_pool_size(2, 8, 6.0, 20.0, 10.0) == 4
-    ), "twice as many"
+    assert next_pool_size(1, 8, 6.0, 10.0, 0.0) == 2, "twice as many"
+    assert next_pool_size(2, 8, 6.0, 20.0, 10.0) == 4, "twice as many"
     assert next_pool_size(4, 8, 1.9, 40.0, 20.0) == 5, "but no more than cores are idle"
     assert next_pool_size(6, 8, 6.0, 80.0, 40.0) == 8, "nor than there are"
     assert next_pool_size(2, 8, 6.0, 12.0, 10.0) == 2, "the last time did not pay"

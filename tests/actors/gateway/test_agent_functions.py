@@ -154,16 +154,13 @@ def test_coroutines_share_one_loop_and_a_stop_cancels_one(agent: Any) -> None:
     assert found.reward == 1.0
 
 
-def test_a_coroutine_function_takes_no_thread_a_plain_one_a_thread_a_session(agent: Any) -> None:
+def test_only_a_plain_function_takes_a_thread_and_an_exit_ends_one_session(agent: Any) -> None:
     assert agent("threads").play(seat(1))[0].reward == 0.0
     assert agent("plain_threads").play(seat(1))[0].reward == 1.0, "a coroutine too"
     served = agent("short")
     for number in (1, 2):
         (found,) = served.play(seat(number))
         assert found.kind == "failed" and "TypeError" in found.why, "the loop goes on"
-
-
-def test_an_exit_in_a_task_ends_its_session_and_not_the_loop(agent: Any) -> None:
     served = agent("leaves_in_a_task")
     for number in (1, 2):
         (found,) = served.play(seat(number))

@@ -262,20 +262,18 @@ def test_results_are_logged_with_what_was_printed(playing: Any, tmp_path: Path) 
     assert re.search(r"--- session s3 \d\.\d s: judge\n$", (tmp_path / "agent.log").read_text())
 
 
-def test_of_much_output_the_last_is_kept(playing: Any, tmp_path: Path) -> None:
+def test_of_much_output_the_last_and_of_a_long_reward_file_the_beginning_is_read(
+    playing: Any, tmp_path: Path
+) -> None:
     code = "head -c 300000 /dev/zero | tr '\\0' x; head -c 300000 /dev/zero >&2; echo; echo 7"
     (result,) = playing(code).play(seat(1))
     assert result == SessionResult(1, "scored", 7.0)
     logged = (tmp_path / "agent.log").read_bytes().partition(b"\n")[2]
     out, err = b"x" * (KEPT_BYTES - 3) + b"\n7\n", b"\0" * KEPT_BYTES + b"\n"
     assert logged == out + err
-
-
-def test_of_a_long_reward_file_the_beginning_is_read(playing: Any) -> None:
-    code = (
-        'echo 2 > "$ASYNCRL_REWARD"; head -c 200000 /dev/zero | tr "\\0" " " >> "$ASYNCRL_REWARD"'
-    )
-    (result,) = playing(code + '; echo 3 >> "$ASYNCRL_REWARD"').play(seat(1))
+    code = 'echo 2 > "$ASYNCRL_REWARD"; head -c 200000 /dev/zero | tr "\\0" " "'
+    code += ' >> "$ASYNCRL_REWARD"; echo 3 >> "$ASYNCRL_REWARD"'
+    (result,) = playing(code).play(seat(1))
     assert result == SessionResult(1, "scored", 2.0)
 
 

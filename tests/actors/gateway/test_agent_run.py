@@ -275,11 +275,8 @@ def test_what_sessions_cannot_be_combined_with_is_refused(item: str, said: str) 
         load.load("calc", [item])
 
 
-def test_what_needs_order_works_where_a_fork_ends_the_session() -> None:
+def test_a_fork_that_ends_keeps_order_and_a_warm_process_refuses_sessions() -> None:
     assert load.load("calc", ["advantage.name='gae'", "agent.fork='end'"]).agent.fork == "end"
-
-
-def test_a_warm_process_refuses_sessions() -> None:
     config: Config = load.load("calc")
     assert "sessions need a gateway" in needs_own_process(config)
     assert not needs_own_process(msgspec.structs.replace(config, agent=type(config.agent)()))

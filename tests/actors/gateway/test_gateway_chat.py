@@ -250,25 +250,6 @@ def test_both_sides_of_a_game_may_be_told_and_say_the_same(templated: bool) -> N
     assert trained.tolist() == [*ids, *ids, *ids[1:]] and play.session.aside == 5 * len(ids)
 
 
-def test_a_template_that_strips_thinking_forks_or_keeps() -> None:
-    for history, forks in (("template", {"template": 1}), ("keep", {})):
-        play = Play(Kind(STRIPS, "", chatml_head, "<|im_end|>", "\n"), history=history)
-        ids = [*play.characters("<think>low</think>slow"), play.end]
-        messages = [{"role": "user", "content": "go"}]
-        answer = play.draw(play.ask(messages), ids, "stop")
-        messages += [answer, {"role": "user", "content": "lower"}]
-        call = play.ask(messages)
-        if history == "keep":
-            said = [Said("user", "go"), Said("assistant", "", ids), Said("user", "lower")]
-        else:
-            said = [Said("user", "go"), Said("assistant", "slow"), Said("user", "lower")]
-        assert call.prompt_ids.tolist() == play.reference(said) and play.session.tree.forks == forks
-        # a turn that is no user's strips nothing: it goes on
-        answer = play.draw(call, [*play.characters("<think>er</think>low"), play.end], "stop")
-        play.ask([*messages, answer, {"role": "tool", "content": "3"}])
-        assert play.session.tree.forks == forks
-
-
 THINKS = CHATML.replace(
     "{{ m.content }}",
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
@@ -276,15 +257,32 @@ THINKS = CHATML.replace(
 )
 
 
-def test_thinking_that_the_parser_took_out_is_put_back() -> None:
-    play = Play(Kind(THINKS, "", chatml_head, "<|im_end|>", "\n"), parser=parse_hermes)
+@pytest.mark.parametrize(
+    ("template", "how", "forks"),
+    [
+        (STRIPS, {"history": "template"}, {"template": 1}),
+        (STRIPS, {"history": "keep"}, {}),
+        (THINKS, {"parser": parse_hermes}, {}),
+    ],
+)
+def test_a_template_that_strips_thinking_forks_or_keeps_and_a_parser_s_is_put_back(
+    template: str, how: Any, forks: dict[str, int]
+) -> None:
+    play = Play(Kind(template, "", chatml_head, "<|im_end|>", "\n"), **how)
     ids = [*play.characters("<think>low</think>slow"), play.end]
     messages = [{"role": "user", "content": "go"}]
     answer = play.draw(play.ask(messages), ids, "stop")
-    assert answer == {"role": "assistant", "content": "slow"}
-    call = play.ask([*messages, answer, {"role": "user", "content": "lower"}])
-    said = [Said("user", "go"), Said("assistant", "", ids), Said("user", "lower")]
-    assert call.prompt_ids.tolist() == play.reference(said) and not play.session.tree.forks
+    text = "slow" if template is THINKS else "<think>low</think>slow"
+    assert answer == {"role": "assistant", "content": text}
+    messages += [answer, {"role": "user", "content": "lower"}]
+    call = play.ask(messages)
+    own = Said("assistant", "slow") if forks else Said("assistant", "", ids)
+    expected = play.reference([Said("user", "go"), own, Said("user", "lower")])
+    assert call.prompt_ids.tolist() == expected and play.session.tree.forks == forks
+    # a turn that is no user's strips nothing: it goes on
+    answer = play.draw(call, [*play.characters("<think>er</think>low"), play.end], "stop")
+    play.ask([*messages, answer, {"role": "tool", "content": "3"}])
+    assert play.session.tree.forks == forks
 
 
 def test_a_history_that_was_changed_keeps_the_thinking_of_the_answers_behind_the_change() -> None:

@@ -120,9 +120,8 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
             first = await waiting
         assert first is not None and first.session.ticket.kind == "eval"  # evaluation goes first
         assert await door.lease("a", 0.0) is first
-        assert (
-            "secret" not in str(first.session.ticket.prompt.describe_task()) and first.session.first
-        )
+        described = str(first.session.ticket.prompt.describe_task())
+        assert "secret" not in described and first.session.first
         second = await door.lease("b", 0.0)
         assert second is not None and second.key != first.key
         assert await door.lease("c", 0.0) is None  # agent.sessions
@@ -134,8 +133,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
         (number,) = gateway.calls
         assert gateway.router.open[number].stream == 0  # the plain answer's stream
         spans = [m.VersionSpan(AT, "d", 0, 1, AT)]
-        one = np.ones(1, "<i4").tobytes()
-        logprob = np.zeros(1, "<f4").tobytes()
+        one, logprob = np.ones(1, "<i4").tobytes(), np.zeros(1, "<f4").tobytes()
         gateway.on_result(m.CallResult(number, one, logprob, spans, "stop"))
         assert await drawing is session.tree.nodes[0]
         session.set_reward(1.0, now=door.current_time())
@@ -156,8 +154,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
         (number,) = gateway.calls
         assert number != was and not drawing.done() and third.session.state == "open"
         assert not gateway.router.open.keys() & {was, number}  # drawn by nobody
-        granted = third.session.attempt
-        sample = third.session.sample
+        granted, sample = third.session.attempt, third.session.sample
         again = msgspec.structs.replace(ticket(3), ticket=1, samples=[sample])
         gateway.accept_tickets([msgspec.structs.replace(again, min_version=Label(2, 0))])
         assert gateway.router.open[number].min_version == Label(2, 0)
@@ -346,9 +343,7 @@ def either(request: pytest.FixtureRequest, config: Config) -> Config:
 class Gateway(service.Gateway):
     """A gateway that is interrupted, or whose run ends, in its third turn."""
 
-    number = 0
-    turns = 0
-    closed = False
+    number, turns, closed = 0, 0, False
     by: tuple[type, ...] = ()  # what makes its sessions
 
     def step(self) -> bool:

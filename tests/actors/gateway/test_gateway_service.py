@@ -588,6 +588,7 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: MakeWorld) -> None:
     source = m.WeightsSource(2, "here", "", "")
     gateway.announce(m.PolicyAnnouncement(Label(2, 1), "d", source))
     assert {x.kind for x in told()} == {"grant"}
+    assert service.WaitCause("place", "a place") == ("place", "a place", "", 0.0)
 
 
 def test_a_run_of_failed_sessions_ends(world: MakeWorld, capfd: pytest.CaptureFixture[str]) -> None:
@@ -759,7 +760,3 @@ def test_tools_are_called_and_the_reward_judges_the_last_answer(tmp_path: Path) 
         assert sum(found[0].mask) == found[0].length == len(call) + 1 + 2
     finally:
         w.gateway.close()
-
-
-def test_a_wait_that_no_setting_ends_has_no_time_left() -> None:
-    assert service.WaitCause("place", "a place") == ("place", "a place", "", 0.0)

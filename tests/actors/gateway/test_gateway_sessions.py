@@ -403,16 +403,12 @@ def test_a_retry_of_an_answered_request_gets_the_stored_bytes() -> None:
     assert made.register_request(b"same") is not first  # asked again, not repeated
 
 
-def test_an_idempotency_key_names_a_request() -> None:
+def test_an_idempotency_key_names_a_request_and_a_refused_one_is_forgotten() -> None:
     made = session()
     first = made.register_request(b"same", key="k1")
     assert made.register_request(b"same", key="k2") is not first
     assert made.register_request(b"same", key="k1") is first
     assert made.register_request(b"else", key="k1") is not first
-
-
-def test_a_refused_request_is_forgotten() -> None:
-    made = session()
     first = made.register_request(b"same")
     made.forget(first)
     assert made.register_request(b"same", retry=True) is not first

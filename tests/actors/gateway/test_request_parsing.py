@@ -170,20 +170,11 @@ def test_ids_of_calls_and_defaults_of_requests() -> None:
         "stops": frozenset(),
         "images": False,
     }
-    assert asdict(ParsedRequest("chat", "m")) == {
-        "kind": "chat",
-        "model": "m",
-        "messages": [],
-        "tools": [],
-        "text": "",
-        "ids": None,
-        "max_new_tokens": 0,
-        "stop": (),
-        **dict.fromkeys(("aside", "stream", "usage", "logprobs", "token_ids"), False),
-        "grammar": "",
-        "ignored": (),
-        "images": {},
-    }
+    defaults = {"ids": None, "max_new_tokens": 0, "stop": (), "ignored": (), "images": {}}
+    flags = dict.fromkeys(("aside", "stream", "usage", "logprobs", "token_ids"), False)
+    texts = {"messages": [], "tools": [], "text": "", "grammar": ""}
+    made = {"kind": "chat", "model": "m", **texts, **flags, **defaults}
+    assert asdict(ParsedRequest("chat", "m")) == made
     limited = refusal("text", {"prompt": [9]}, {"vocabulary": 9})
     assert limited["message"] == "prompt: give token ids in [0, 9)"
 

@@ -160,16 +160,12 @@ def test_turns_and_tools_are_one_training_sequence(bench: Bench) -> None:
     assert (opened.session.calls, len(opened.session.build_training_rows())) == (2, 1)
 
 
-def test_a_reward_function_that_raises_fails_the_session(bench: Bench) -> None:
+def test_a_reward_that_raises_fails_and_an_empty_answer_is_scored(bench: Bench) -> None:
     """verifiers itself counts it as 0."""
     result, _ = bench.play(bench.prompt("a number, please"), "none")
     assert result.kind == "failed" and "fragile" in result.why and "invalid literal" in result.why
     result, _ = bench.play(bench.prompt("a number, please"), "4")
     assert (result.kind, result.reward) == ("scored", 0.25)
-
-
-def test_an_empty_answer_is_scored_and_not_sampled_again(bench: Bench) -> None:
-    """verifiers ends such a rollout with an error, and the function cannot read it."""
     result, opened = bench.play(bench.prompt("a number, please"), "")
     assert (result.kind, result.reward, opened.session.calls) == ("scored", 0.0, 1), result
 
