@@ -25,6 +25,7 @@ NOT_DECODED = (
     b"invalid_json",
     b"Invalid HTTP request",
     b"is not JSON",
+    b"is not a JSON object",
     b"is not a F",
 )
 FRESH = 200  # requests of a server's life
