@@ -33,6 +33,7 @@ def run(name: str, quick: bool) -> LabFindings:
                 *((2, 3, 2) if quick else (3, 4, 5)),
                 0.05,
                 0.1,
+                60 if quick else 200,
                 print_progress,
             )
         )

@@ -78,7 +78,7 @@ def test_no_gradient_is_zero_coefficients() -> None:
 
 def test_bias_truncation_and_discount_trade(tmp_path: Path) -> None:
     """(1, inf) is exact, discount 0 the token level; a lower cut never has more variance."""
-    measured = run_lab("bias --vocabulary 2 --length 3 --seeds 2", tmp_path)
+    measured = run_lab("bias --vocabulary 2 --length 3 --seeds 2 --draws 60", tmp_path)
     assert max(measured["identities"].values()) < 1e-9
     for which, curve in measured["curve"].items():
         assert curve["1"]["inf"]["relative_bias"] < 1e-9

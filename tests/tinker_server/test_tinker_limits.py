@@ -194,6 +194,33 @@ def test_killed_samplers_answer_once(server: ServerProcess, service: tinker.Serv
     assert (ledger["sampled"], ledger["trained_once"], ledger["never_trained"]) == (130, 130, 0)
 
 
+def test_a_server_killed_amid_a_request_to_sample_is_asked_anew(
+    restarted: RestartedServer, service: tinker.ServiceClient
+) -> None:
+    client = new_model(service)
+    sampler = client.save_weights_and_get_sampling_client().result()
+    os.kill(worker(restarted.now, "sampling"), signal.SIGSTOP)
+    promised = sampler.sample(prompt(), 2, types.SamplingParams(max_tokens=4)).future()
+    key = {"X-API-Key": restarted.now.key}
+    asked = {"request_id": f"{sampler._sampling_session_id}:sample:0"}
+
+    def is_waiting() -> bool:
+        try:
+            url = f"{restarted.now.url}/api/v1/retrieve_future"
+            return httpx.post(url, json=asked, headers=key, timeout=1).status_code == 408
+        except httpx.ReadTimeout:
+            return True
+
+    wait_until(is_waiting, restarted.now.process)
+    restarted.now.kill()
+    restarted.restart()
+    sampled = promised.result(120).sequences
+    client.forward_backward([policy_datum(sequence) for sequence in sampled], "ppo")
+    assert client.optim_step(ADAM).result().metrics["lag_unknown_share"] == 0
+    ledger = doctor(restarted.now, client)["ledger"]
+    assert (ledger["sampled"], ledger["trained_once"], ledger["never_trained"]) == (2, 2, 0)
+
+
 def cpu_ticks(pid: int) -> int:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])

@@ -3,7 +3,7 @@
 They are measured against the exact gradient of the reverse KL(theta || ref) over whole responses. A
 term in the reward takes the score-function part of the gradient of E[k], a term in the loss the
 path-wise part. Only their sum is the gradient of E[k]. All values are exact sums over all
-responses.
+responses, except those marked as sampled.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from asyncrl.experiments.lab.findings import LabFindings, make_table, transpose
 from asyncrl.experiments.lab.policy import ResponseSpace, compute_relative_error, differentiate
 from asyncrl.records.jsonl import JsonObject
 
-DISTANCES, UPDATES, DISCOUNTS, CUTS, ORDER, UNBIASED = read_table(__file__).values()
+DISTANCES, UPDATES, DISCOUNTS, CUTS, SIZES, ORDER, CHECKED, UNBIASED = read_table(__file__).values()
 GROUP = 8
 # of `update_policy`: responses, minibatches and learning rate
 SAMPLES, MINIBATCHES, RATE = 256, 4, 0.5
@@ -209,6 +209,26 @@ def update_policy(space: ResponseSpace, mu: Tensor, count: int, seed: int) -> Te
     return theta
 
 
+def sample_error(
+    case: EstimatorCase, parts: Parts, size: int, draws: int, seed: int, rloo: bool = False
+) -> float:
+    """Return the mean squared error of a mean over `size` samples, over |exact|^2.
+
+    rloo: subtract the mean penalty of the other responses in the group of 8.
+    """
+    s = case.space
+    penalty = parts[0][:: s.length]
+    rows = case.compute_gradient_rows([torch.ones_like(case.lp)] if rloo else parts)
+    factor = torch.ones(size, dtype=rows.dtype)
+    total = 0.0
+    for sampled in s.sample(case.mu, size * draws, seed).reshape(draws, size):
+        if rloo:
+            factor = advantages.compute_rloo(penalty[sampled], torch.arange(size) // GROUP)
+        weight = torch.zeros(s.n, dtype=rows.dtype).index_add_(0, sampled, factor)
+        total += float((s.average(rows, weight / size) - case.exact).square().sum())
+    return total / draws / float(case.exact.square().sum())
+
+
 def average(trees: Sequence[JsonObject]) -> JsonObject:
     """Average equal trees of numbers over seeds.
 
@@ -231,6 +251,7 @@ def measure(
     seeds: int,
     distance: float,
     ref_kl: float,
+    draws: int,
     say: Say,
 ) -> JsonObject:
     """Run the experiment and return the result in the form of the JSON.
@@ -243,7 +264,7 @@ def measure(
         say(f"seed {seed + 1} of {seeds}")
         theta = space.draw_table(1000 * seed)
         ref = space.find_policy(theta, ref_kl, 1000 * seed + 1)
-        results.append(_measure_case(space, theta, ref, distance, 1000 * seed + 2))
+        results.append(_measure_case(space, theta, ref, distance, draws, 1000 * seed + 2))
     return {
         "vocabulary": vocabulary,
         "length": length,
@@ -255,7 +276,7 @@ def measure(
 
 
 def _measure_case(
-    space: ResponseSpace, theta: Tensor, ref: Tensor, distance: float, seed: int
+    space: ResponseSpace, theta: Tensor, ref: Tensor, distance: float, draws: int, seed: int
 ) -> JsonObject:
     on_policy, off_policy, *cases = (
         EstimatorCase(space, theta, ref, space.find_policy(theta, d, seed))
@@ -274,11 +295,12 @@ def _measure_case(
         n: space.average(on_policy.compute_gradient_rows(parts), on_policy.probability)
         for n, parts in estimators.items()
     }
+    judged = {
+        "on_policy": on_policy.judge(estimators),
+        "off_policy": judge_all(off_policy),
+    }
     return {
-        "estimators": {
-            "on_policy": on_policy.judge(estimators),
-            "off_policy": judge_all(off_policy),
-        },
+        "estimators": judged,
         # share of responses, by mu, whose log-ratio the formulas clamp, so that they are not exact
         "clamped": {
             d: float(
@@ -304,7 +326,42 @@ def _measure_case(
             }
             for form in kl.PREFIX_FORMS
         },
+        "mse": _compute_errors(on_policy, off_policy, judged, draws, seed),
     }
+
+
+def _compute_errors(
+    on_policy: EstimatorCase,
+    off_policy: EstimatorCase,
+    judged: dict[str, dict[str, Numbers]],
+    draws: int,
+    seed: int,
+) -> JsonObject:
+    """Return relative_bias^2 + relative_variance / n for each batch size n.
+
+    Some values are sampled instead, to check the formula or where no formula exists.
+    """
+    errors: JsonObject = {
+        policy: {
+            name: {str(n): j["relative_bias"] ** 2 + j["relative_variance"] / n for n in SIZES}
+            for name, j in by_name.items()
+        }
+        for policy, by_name in judged.items()
+    }
+    cases = {"on_policy": on_policy, "off_policy": off_policy}
+    errors["sampled over formula, n = 128"] = {
+        f"{policy} {name}": sample_error(
+            cases[policy], make_estimators(cases[policy])[name], 128, draws, seed + 4
+        )
+        / errors[policy][name]["128"]
+        for policy, name in CHECKED
+    }
+    penalty = make_estimators(on_policy)["k1_in_reward"]
+    errors["on_policy"]["k1_in_reward_rloo"] = {
+        str(n): sample_error(on_policy, penalty, n, max(20, draws * 32 // n), seed + 3, rloo=True)
+        for n in SIZES[:4]
+    }
+    return errors
 
 
 # ---- the presentation ----------------------------------------------------------------------------
@@ -403,6 +460,7 @@ def _check_off_policy(r: JsonObject) -> list[tuple[str, bool]]:
     worst = max(e[n]["relative_bias_max"] for e in cases for n in UNBIASED)
     noise = ", ".join(f"{n} {off[n]['relative_variance']:.1f}" for n in UNBIASED)
     ratio_bias = off["ratio"]["relative_bias"]
+    ratios_to_formula = r["mse"]["sampled over formula, n = 128"].values()
     exception = (
         f", but for {', '.join(clamped)}, where log-ratios of whole responses pass the clamp at 20"
     )
@@ -424,5 +482,10 @@ def _check_off_policy(r: JsonObject) -> list[tuple[str, bool]]:
             "`ratio` (gradient through the ratio) is the token-weighted k2: right on mu's states "
             f"only, off by {ratio_bias:.0%}",
             abs(ratio_bias - off["k2_in_loss_token"]["relative_bias"]) < EXACT,
+        ),
+        (
+            f"sampled errors over the formula's: {min(ratios_to_formula):.2f} to "
+            f"{max(ratios_to_formula):.2f}",
+            all(0.8 < x < 1.25 for x in ratios_to_formula),
         ),
     ]
