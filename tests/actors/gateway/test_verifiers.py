@@ -75,8 +75,8 @@ def test_a_part_has_its_environments_rows(tmp_path: Path, monkeypatch: pytest.Mo
     found = preflight.localize(given)
     task = get_task(found.task)
     assert found.task.mixture[0] == parts[0]
-    assert {task.draw("kinds", at, 0).task for at in range(5)} == {"kinds"}
-    assert {task.draw("kinds", at, 0).id for at in range(5)} == {0, 1, 2, 3, 4}
+    assert {task.build_prompt("train", "kinds", at, 0).task for at in range(5)} == {"kinds"}
+    assert {task.build_prompt("train", "kinds", at, 0).id for at in range(5)} == {0, 1, 2, 3, 4}
     assert Path(found.task.mixture[1].prompts).parent == tmp_path / FOLDER
     assert write_prompt_files(found) is found
 
