@@ -60,12 +60,12 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 445_845,
-    "lines": 72_335,
-    "modules with one importer": 47,
-    "one-call helpers": 135,
+    "code tokens": 441_317,
+    "lines": 71_484,
+    "modules with one importer": 46,
+    "one-call helpers": 132,
     "lines of tests, % of the product": 107,
-    "words of pages outside the log": 39_953,
+    "words of pages outside the log": 39_949,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
