@@ -74,6 +74,7 @@ class LocalServer:
         self.sampler = Sampler(self.config, self.results.__setitem__)
         self.server = TinkerServer(self.config, self.folder, KEY)
         self.training = DirectLink(lambda _, asked: self.trainer.handle(asked), self._kill)
+        self.links = self.server.trainer, self.server.sampling
         self.server.trainer = self.training
         link = DirectLink(self._sample, lambda: None)
         self.server.samplers.link = self.server.sampling = link

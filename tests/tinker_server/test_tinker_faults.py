@@ -1,6 +1,7 @@
 """One client's mistake stays that client's: bad numbers, crashed processes, a full disk."""
 
 import errno
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -167,13 +168,19 @@ def test_saved_weights_leave_room_for_the_steps_of_others(
         assert reply.status_code == 503 and "is full: delete saved" in reply.json()["error"]
         disk.free = 2 * FREE_BYTES
         assert "error" not in call(http, "optim_step", body).json()
+        body["seq_id"] = 5
+        content = json.dumps(body)
+        for left, code in ((FREE_BYTES // 4 - 1, 503), (FREE_BYTES // 4, 200)):
+            disk.free = left + len(content)
+            assert http.post("/optim_step", content=content).status_code == code
+        disk.free = 2 * FREE_BYTES
     assert other.save_state("w").result().path
 
 
 def test_calls_of_one_model_do_not_fill_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint covers them, except those of a gradient: refused, also in repeated requests."""
+    """A checkpoint covers them, except those of a gradient, which are then refused."""
     monkeypatch.setattr(models, "CALL_BYTES", 2_000)
     server = LocalServer(tmp_path)
     with server.client() as service:
@@ -205,7 +212,10 @@ def test_calls_of_one_model_do_not_fill_the_disk(
                 refused = loss.SerializeToString()
                 result = call(http, "forward_backward", refused)
                 reply = {} if result.headers["content-type"] == wire.PROTOBUF else result.json()
+            # its body was not kept: a repeated request is the same call all the same
             assert call(http, "forward_backward", refused).json() == reply
+            kept = log.read_call(loss.seq_id)
+            assert kept is not None and kept.body == b""
     server.stop()
 
 

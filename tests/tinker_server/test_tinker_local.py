@@ -85,7 +85,8 @@ def test_bounded_records_close_the_ledger_after_a_restart(start: Start) -> None:
     sessions = server.server.sessions
     rows = jsonl.read(folder / "trained.jsonl")
     assert [row["batch"] for row in rows] == [*range(8)]
-    assert metrics.read(folder)[0]["answer/length"] == sum(len(x.tokens) for x in first[:2]) / 2
+    lengths = [len(sequence.tokens) for sequence in first[:2]]
+    assert metrics.read(folder)[0]["answer/length"] == sum(lengths) / 2
     assert sum(len(row["sequences"]) for row in rows) <= 8
     while server.server.ledger.is_long:  # it is rewritten within LEDGER_S
         assert server.thread.is_alive()
@@ -298,6 +299,13 @@ def test_supervised_data_can_be_forbidden(start: Start) -> None:
             client.optim_step(ADAM).result()
         assert step(client, [policy_datum(sequence)])["lag_max"] == 0
         assert step(client, [policy_datum(sequence, spans=True)])["lag_max"] == 1
+        seeded = types.SamplingParams(max_tokens=5, seed=3)
+        sampler = sampler_of(client)
+        for _ in range(2):  # equal sequences, in two calls of one step: each is trained
+            [sequence] = sampler.sample(prompt(), 1, seeded).result().sequences
+            client.forward_backward([policy_datum(sequence)], "ppo").result()
+        client.optim_step(ADAM).result()
+        assert ledger_of(server) == {"never_trained": 0, "trained_once": 2, "trained_again": 1}
 
 
 def test_masked_lags_do_not_hide_tokens_of_unknown_lag(start: Start) -> None:
@@ -483,8 +491,9 @@ def test_calls_wait_their_turn_and_are_once(start: Start, monkeypatch: pytest.Mo
     shares = server.server.shares
     shares.total = 2 * shares.used.total()
     full = ask(3)
-    text = f"too many training calls of {client.model_id.partition(':')[0]} wait"
-    assert (full.status_code, full.headers["retry-after"], full.json()["error"]) == (429, "1", text)
+    assert full.status_code == 429 and full.headers["retry-after"] == "1"
+    session = client.model_id.partition(":")[0]
+    assert full.json()["error"] == f"too many training calls of {session} wait"
     assert shares.is_free("another", shares.total // 2)
     step_call(1)  # the one that the others wait for is always accepted
     while result(early).status_code == 408:  # each waits a moment for it

@@ -24,8 +24,15 @@ from asyncrl.tasks import fit
 from asyncrl.tinker import demo_model, sequences, settings
 from asyncrl.tinker.messages import CallFailure, Datum, ForwardBackward, LoadModel, ScoreResult
 from asyncrl.tinker.models import add_lags
-from asyncrl.tinker.sequences import ModelAncestry, ProvenanceSpan, SequenceLedger
-from asyncrl.tinker.settings import TinkerConfig, TinkerModel
+from asyncrl.tinker.sequences import (
+    ModelAncestry,
+    ProvenanceSpan,
+    SequenceLedger,
+    build_trained_row,
+    measure_lag_metrics,
+    measure_lags,
+)
+from asyncrl.tinker.settings import TinkerConfig, TinkerModel, TinkerTraining
 from asyncrl.tinker.workers import trainer as training
 from asyncrl.tinker.workers.trainer import PackedDatums, ServedModels
 
@@ -177,13 +184,23 @@ def test_gradients_equal_the_learners(
     ],
     ids=["rejection", "interpolate", "reduction", "gmpo", "vespo"],
 )
-def test_a_methods_keys_are_learners(trainer: ServedModels, keys: dict[str, float | str]) -> None:
+def test_a_methods_keys_are_learners(
+    trainer: ServedModels, keys: dict[str, float | str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of datums in several forward passes."""
     tables: dict[str, Any] = {"method": keys["method"]}
     for key, value in keys.items():
         section, _, name = key.partition(".")
         if name:
             tables.setdefault(section, {})[name] = value
-    assert assert_equal(gradient(trainer, "ppo", keys), learner_gradient(trainer, **tables))
+    theirs = learner_gradient(trainer, **tables)
+    assert assert_equal(gradient(trainer, "ppo", keys), theirs)
+    request = ForwardBackward("m", datums(trainer), "ppo", keys)
+    together = trainer.handle(request)
+    few = msgspec.structs.replace(trainer.config, training=TinkerTraining(micro_batch_tokens=9))
+    monkeypatch.setattr(trainer, "config", few)
+    assert assert_equal(gradient(trainer, "ppo", keys), theirs)
+    assert trainer.handle(request).loss == pytest.approx(together.loss, rel=1e-5)
 
 
 def test_cross_entropy_is_supervised_training(trainer: ServedModels) -> None:
@@ -352,7 +369,7 @@ def record(ledger: SequenceLedger, datum: Datum, version: int, model: str = "m")
 def lags_of(ledger: SequenceLedger, datum: Datum, **keys: object) -> tuple[list[int], str]:
     spans = keys.pop("spans", None)
     runs = ledger.resolve(datum, spans, Counter(), OWN)
-    checked = sequences.measure_lags(datum, runs, OWN, 4, **(LIMITS | keys))
+    checked = measure_lags(datum, runs, OWN, 4, **(LIMITS | keys))
     return checked.lags.tolist(), checked.refused
 
 
@@ -517,7 +534,7 @@ def test_supervised_tokens_may_be_forbidden(ledger: SequenceLedger, trainer: Ser
     assert got == ([-2, -2, -2, 4, 4, 4, 4], "")
     begun = [ProvenanceSpan(id, 0, 5, False), ProvenanceSpan(id, 2, 2, True)]
     assert lags_of(ledger, tuned, spans=begun)[0] == [-2, -2, -2, -3, -3, 4, 4]
-    row = sequences.build_trained_row(0, Counter({-3: 3, 4: 2, -1: 1}), [id], 7)
+    row = build_trained_row(0, Counter({-3: 3, 4: 2, -1: 1}), [id], 7)
     assert (row["supervised"], row["unknown"], row["lags"]) == (3, 1, {"4": 2})
 
 
@@ -570,6 +587,7 @@ def test_totals_without_remembered_sequences_stay(trainer: ServedModels, tmp_pat
     first, second, third = datums(trainer)
     record(ledger, first, 0, "other")
     record(ledger, second, 0)
+    assert not ledger.is_long
     record(ledger, third, 0)
     assert ledger.is_long
     asyncio.run(ledger.rewrite())
@@ -581,13 +599,13 @@ def test_totals_without_remembered_sequences_stay(trainer: ServedModels, tmp_pat
 
 
 def test_metrics_of_lags() -> None:
-    assert sequences.measure_lag_metrics(Counter({0: 3, 2: 1, -1: 4})) == {
+    assert measure_lag_metrics(Counter({0: 3, 2: 1, -1: 4})) == {
         **{"lag/unknown_share": 0.5, "lag/mean": 0.5, "lag/max": 2.0, "lag/p95": 2.0}
     }
-    assert sequences.measure_lag_metrics(Counter({1: 99, 5: 1})) == {
+    assert measure_lag_metrics(Counter({1: 99, 5: 1})) == {
         **{"lag/unknown_share": 0.0, "lag/mean": 1.04, "lag/max": 5.0, "lag/p95": 1.0}
     }
-    assert sequences.measure_lag_metrics(Counter()) == {}
+    assert measure_lag_metrics(Counter()) == {}
 
 
 def test_the_ledger_remembers_the_newest_sequences_and_the_totals_of_all(

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -95,8 +95,9 @@ def test_every_route_wants_the_key(server: LocalServer, http: httpx.Client) -> N
             ("DELETE", "training_runs/m/checkpoints/weights/x"),
         ):
             reply = httpx.request(method, f"{server.url}/api/v1/{path}", headers=headers)
-            assert error(reply, 401).endswith(
-                "set TINKER_API_KEY to the content of its file api_key"
+            assert error(reply, 401) == (
+                "X-API-Key is not this server's key: set TINKER_API_KEY to the content of its file "
+                "api_key"
             )
     assert http.get("/healthz").json() == {"status": "ok"}
     reply = http.post("/session_heartbeat", json={"session_id": "s-1"})
@@ -178,6 +179,10 @@ def test_an_unexpected_error_costs_its_own_call(
 def test_what_clients_read_of_server_models_and_samplers(
     server: LocalServer, http: httpx.Client, service: tinker.ServiceClient
 ) -> None:
+    assert [(link.role, link.config_path, link.log) for link in server.links] == [
+        (role, server.folder / "tinker.toml", server.folder / "logs" / f"{role}.log")
+        for role in ("training", "sampling")
+    ]
     [shown] = http.get("/get_server_capabilities").json()["supported_models"]
     assert shown["model_name"] == server.config.model.path
     got = (shown["max_context_length"], shown["trainable"], shown["sampleable"])
@@ -191,7 +196,10 @@ def test_what_clients_read_of_server_models_and_samplers(
     for path in (f"training_runs/{client.model_id}x", "samplers/none"):
         assert "this server has no" in error(http.get(f"/{path}"), 404)
     named = service.create_sampling_client(model_path=sampler).result()
-    assert draw(service.create_sampling_client(model_path=state).result(), 1)
+    seeded = types.SamplingParams(max_tokens=5, seed=3)
+    trained = service.create_sampling_client(model_path=state).result()
+    results = [client.sample(prompt(), 1, seeded).result() for client in (named, trained)]
+    assert len({str(result.sequences[0].tokens) for result in results}) == 1
     known = http.get(f"/samplers/{named._sampling_session_id}").json()
     assert (known["base_model"], known["model_path"]) == (server.config.model.path, sampler)
     joined = [
@@ -273,31 +281,46 @@ def test_replies_have_all_fields_of_the_api(
 
 
 LARGE = b" " * wire.INLINE_BYTES + b"{}"
-PB = {"content-type": wire.PROTOBUF}
-SAVED = "checkpoints/weights/w"
+PROTOBUF = {"content-type": wire.PROTOBUF}
 
 
 @pytest.mark.parametrize(
-    "slow",
+    ("owner", "name", "ask"),
     [
-        (app, "find_saved", lambda web, _: web.get("/training_runs")),
-        (wire, "parse_object", lambda web, _: web.post("/get_info", content=LARGE)),
+        (app, "find_saved", lambda http, client: http.get("/training_runs")),
+        (wire, "parse_object", lambda http, client: http.post("/get_info", content=LARGE)),
         (
-            wire,
-            "parse_loss_request",
-            lambda web, _: web.post("/forward", content=LARGE, headers=PB),
+            *(wire, "parse_loss_request"),
+            lambda http, client: http.post("/forward", content=LARGE, headers=PROTOBUF),
         ),
-        (SequenceLedger, "resolve", lambda _, x: x.forward(TUNED * 300, "cross_entropy").result()),
-        (CallLog, "write", lambda _, x: x.save_state("v").result()),
-        (CallLog, "prune", lambda _, x: x.load_state(f"tinker://{x.model_id}/weights/w").result()),
-        (atomic_write, "remove", lambda web, x: web.delete(f"/training_runs/{x.model_id}/{SAVED}")),
+        (
+            *(SequenceLedger, "resolve"),
+            lambda http, client: client.forward(TUNED * 300, "cross_entropy").result(),
+        ),
+        (CallLog, "write", lambda http, client: client.save_state("v").result()),
+        (
+            *(CallLog, "prune"),
+            lambda http, client: client.load_state(
+                f"tinker://{client.model_id}/weights/w"
+            ).result(),
+        ),
+        (
+            *(atomic_write, "remove"),
+            lambda http, client: http.delete(
+                f"/training_runs/{client.model_id}/checkpoints/weights/w"
+            ),
+        ),
     ],
 )
 def test_slow_work_for_one_client_stops_no_other(
-    http: httpx.Client, service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch, slow: Any
+    http: httpx.Client,
+    service: tinker.ServiceClient,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    ask: Callable[[httpx.Client, tinker.TrainingClient], object],
 ) -> None:
     """Large bodies and losses, and the files of models."""
-    owner, name, ask = slow
     client = service.create_lora_training_client("tiny", rank=2).result()
     client.save_state("w").result()
     work, began, goes_on = getattr(owner, name), threading.Event(), threading.Event()
@@ -369,6 +392,10 @@ def test_models_that_cannot_be_created(
         assert reply.startswith(f"{other} has {count} models, as many as")
         promise = http.post("/create_model", json=good | {"surprise": None, "tags": []}).json()
     assert promise["model_id"] == f"{session}:train:0"
+    more = {"model_seq_id": 1, "lora_config": {"rank": 4, "seed": 9} | full}
+    http.post("/create_model", json=good | more).raise_for_status()
+    records = [server.server.models[f"{session}:train:{number}"].record for number in (0, 1)]
+    assert [(record.rank, record.seed) for record in records] == [(8, server.config.seed), (4, 9)]
 
 
 def test_weights_are_saved_once_by_name(http: httpx.Client, service: tinker.ServiceClient) -> None:
@@ -389,7 +416,10 @@ def test_weights_are_saved_once_by_name(http: httpx.Client, service: tinker.Serv
 
 
 def test_a_request_to_sample_that_waits_is_canceled(
-    server: LocalServer, service: tinker.ServiceClient, http: httpx.Client
+    server: LocalServer,
+    service: tinker.ServiceClient,
+    http: httpx.Client,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     samplers = server.server.samplers
     sampler = service.create_sampling_client(base_model="tiny").result()
@@ -414,9 +444,24 @@ def test_a_request_to_sample_that_waits_is_canceled(
         "sampling_session_id": sampler._sampling_session_id,
         "prompt": prompt().model_dump(),
     }
-    unnumbered |= {"sampling_params": {"max_tokens": 2}}
-    names = {http.post("/asample", json=unnumbered).json()["request_id"] for _ in range(3)}
+    unnumbered |= {"sampling_params": {"max_tokens": 2}, "num_samples": 3}
+    body, tickets = json.dumps(unnumbered | {"topk_prompt_logprobs": 2}), list[int]()
+    act = samplers.link.act
+
+    def note(number: int, job: Any) -> Any:
+        tickets.append(job.ticket)
+        return act(number, job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(samplers.link, "act", note)
+        names = {http.post("/asample", content=body).json()["request_id"] for _ in range(3)}
+        for name in names:
+            http.post("/retrieve_future", json={"request_id": name}).raise_for_status()
     assert len(names) == 3 and names <= samplers.promises.keys()
+    assert sorted(tickets) == [*range(samplers.ticket - 2, samplers.ticket + 1)]
+    tokens = len(prompt().to_ints())
+    size = len(body) + 4096 + 3 * (256 + 8 * 2) + 2 * 2 * 4 * tokens
+    assert {samplers.promises[name].size for name in names} == {size}
     assert samplers.shares.used.total() == sum(x.size for x in samplers.promises.values())
 
 
@@ -457,26 +502,33 @@ def test_sessions_take_turns_at_the_sampling_process() -> None:
     service.config, service.turns = SimpleNamespace(sampling=SimpleNamespace(slots=2)), {}
     begun: list[str] = []
 
-    async def call(job: Any, promise: Any) -> None:
-        begun.append(job.name)
-        await job.ends.wait()
+    async def call(job: Any, promise: Any) -> str:
+        begun.append(promise.name)
+        await promise.ends.wait()
+        return f"{promise.name} is sampled"
 
     async def ask_all() -> None:
-        jobs, tasks = dict[str, Any](), dict[str, Any]()
-        counts = {"a1": 3, "a2": 3, "a3": 3, "a4": 3, "b1": 8, "c1": 100, "c2": 1}
-        for name, count in counts.items():
-            jobs[name] = SimpleNamespace(name=name, count=count, ends=asyncio.Event())
-            promise = SimpleNamespace(sampler=SimpleNamespace(session=name[0]))
-            tasks[name] = asyncio.create_task(service._take_turn(jobs[name], promise))
-        # of 8 places, 2 are too few for a3, and c1 has all of its session
-        for freed, expected in (("", "a1 a2 b1 c1"), ("a3", ""), ("a1", "a4"), ("c1", "c2")):
+        ends = {name: asyncio.Event() for name in ("a1", "a2", "a3", "a4", "b1", "c1", "c2")}
+        asked = {}
+        for name, count in zip(ends, (3, 3, 3, 3, 8, 100, 1), strict=True):
+            owner = SimpleNamespace(session=name[0])
+            promise = SimpleNamespace(name=name, ends=ends[name], sampler=owner)
+            asked[name] = service._take_turn(SimpleNamespace(count=count), promise)
+        tasks = {name: asyncio.create_task(work) for name, work in asked.items()}
+        for freed, expected in (
+            ("", ["a1", "a2", "b1", "c1"]),  # of 8 places, 2 are too few for a3
+            ("a3", []),
+            ("a1", ["a4"]),
+            ("c1", ["c2"]),  # with all places of its session
+        ):
             if freed == "a3":
                 tasks[freed].cancel()
             elif freed:
-                jobs[freed].ends.set()
+                ends[freed].set()
+                assert await tasks[freed] == f"{freed} is sampled"
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert begun == expected.split()
+            assert begun == expected
             begun.clear()
 
     service._call_sampler = call

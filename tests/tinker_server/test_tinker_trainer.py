@@ -11,7 +11,6 @@ from tinker_kit import SYMBOLS
 
 from asyncrl.config.methods import METHODS
 from asyncrl.models.policy import build_model
-from asyncrl.tinker import settings
 from asyncrl.tinker.messages import (
     CallDone,
     CallFailure,
@@ -25,7 +24,13 @@ from asyncrl.tinker.messages import (
     ScoreResult,
     StepResult,
 )
-from asyncrl.tinker.settings import TinkerConfig
+from asyncrl.tinker.settings import (
+    TinkerConfig,
+    TinkerLora,
+    TinkerModel,
+    TinkerSampling,
+    TinkerTraining,
+)
 from asyncrl.tinker.workers.trainer import ServedModels
 
 TEXTS = [[5, 6, 7, 8, 1], [9, 10, 1], [4, 4, 12, 20, 21, 6, 1], [3, 2]]
@@ -37,9 +42,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TinkerConfig:
     path = tmp_path_factory.mktemp("tinker") / "tiny"
     build_model(path, SYMBOLS, hidden=32, layers=1, heads=2, max_positions=64)
     return TinkerConfig(
-        model=settings.TinkerModel(path=str(path)),
-        sampling=settings.TinkerSampling(context=16),
-        training=settings.TinkerTraining(micro_batch_tokens=12),
+        model=TinkerModel(path=str(path)),
+        sampling=TinkerSampling(context=16),
+        training=TinkerTraining(micro_batch_tokens=12),
     )
 
 
@@ -216,7 +221,7 @@ def test_adapters_share_the_base(trainer: ServedModels) -> None:
 
 
 def test_an_adapter_has_scale_and_rank_as_asked(config: TinkerConfig, tmp_path: Path) -> None:
-    lora = settings.TinkerLora(alpha=6.0, target_modules=["q_proj"])
+    lora = TinkerLora(alpha=6.0, target_modules=["q_proj"])
     trainer = ServedModels(msgspec.structs.replace(config, lora=lora))
     trainer.handle(LoadModel("m", rank=4, seed=1))
     trainer.handle(SaveWeights("m", str(tmp_path / "saved")))

@@ -25,6 +25,9 @@ def refusal(function: Any, *values: Any, **named: Any) -> str:
 
 
 def test_calls_and_outcomes_are_read_as_written(tmp_path: Path) -> None:
+    assert TrainingOutcome() == TrainingOutcome(
+        *(b"", False, 0, 0, {}, "", "user", {}, [], b"", None, {}, {})
+    )
     log = CallLog(tmp_path / "new" / "model")
     assert CallLog(tmp_path / "new" / "model").list_numbers("call") == []
     call, outcome = TrainingCall(12, "optim_step", b"{}"), TrainingOutcome(b"r", version=3)
