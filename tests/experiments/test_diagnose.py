@@ -1,8 +1,8 @@
 """`asyncrl diagnose`: healthy logs and planted faults of each framework, token files, odd inputs.
 
-Real files are of TRL, verl and prime-rl (tests/data/logs, made by log_predictions.py, verl_log.py
-and prime_rl_tokens.py of benchmarks/); transformers, torch and tinker-cookbook write others; the
-rest is by schema.
+Real files (tests/data/logs) are of runs of TRL's GRPOTrainer, and of verl and prime-rl by
+verl_log.py and prime_rl_tokens.py of benchmarks/; transformers, torch and tinker-cookbook write
+others; the rest is by schema.
 """
 
 import gzip
