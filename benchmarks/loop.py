@@ -116,7 +116,7 @@ def choose_strong(
 def choose_trl(
     run: Callable[..., dict[str, float]], names: Sequence[str], steps: int, args: Any
 ) -> dict[str, Any]:
-    """The fastest of TRL's settings `names`; empty where there is no TRL."""
+    """Return TRL's fastest setting of `names`, or {} if TRL is not installed."""
     if not has_trl(args.trl_python):
         print(
             f"TRL is left out: {args.trl_python} has none; pip install 'asyncrl[bench]', or name a "

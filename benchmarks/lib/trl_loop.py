@@ -3,11 +3,11 @@ strong loop.  Needs the extra `bench` (pip install 'asyncrl[bench]').
 
     OMP_NUM_THREADS=2 python benchmarks/lib/trl_loop.py MODEL_DIR [--steps 40] [--rows 256]
 
-The same batch as everybody's: 32 prompts with 8 answers of at most 56 tokens, or --groups and
---most, temperature 1, one clipped update a batch, leave-one-out in all but the scale (GRPO without
-division by the standard deviation), no KL.  For speed: no checkpoints of activations, no logging,
-no saving, fp32 (bf16 is slower on these cores), fused AdamW, no memory pinned, generation without
-compiling.
+A batch is that of the other contenders: 32 prompts (--groups) with 8 completions of at most 56
+tokens (--most), temperature 1, one clipped update a batch, leave-one-out in all but the scale (GRPO
+without division by the standard deviation), no KL.  For speed: no checkpoints of activations, no
+logging, no saving, fp32 (bf16 is slower on these cores), fused AdamW, no memory pinned, generation
+without compiling.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ The comparison is only fair if each method has a good learning rate.  For each t
 updates, a method gets the best of the same factors (--rates) of the task's rate.  It is chosen by
 one run for each factor at --tune-at versions of lag (more runs: --tune-seeds), with a seed that
 the comparison does not use, by the mean accuracy.  --clips adds bounds of the ratio to choose
-from, for the methods of CLIPPED.  With one factor there is no choice, and the result says so.  The
+from, for the methods of CLIPPED.  A single factor is used untuned, and the result says so.  The
 same runs give the mean accuracy at the rate where a batch moves the policy by --kl nats a token at
 that lag, so that methods can be compared at equal movement.
 
