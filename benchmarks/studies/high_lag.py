@@ -4,6 +4,8 @@
     python benchmarks/studies/high_lag.py --out runs/high --workers 2 --budget-minutes 600
     # only write the result of the finished runs
     python benchmarks/studies/high_lag.py --out runs/high --table
+    # an engine that differs from the learner; another directory, as names of runs are the same
+    python benchmarks/studies/high_lag.py --out runs/high_fp8 --quantize fp8
     # the best methods again, with enough seeds to separate them
     python benchmarks/studies/high_lag.py --out runs/high_best \
         --methods ppo,tis,vespo,oapl,dis,gac --lags 16,64,0,8,32 --seeds 10
@@ -90,6 +92,10 @@ ARMS |= {
     "center": [*CENTER, "correction.proximal=behavior"],
     "center-top": [*CENTER, "loss.center=top", "correction.proximal=behavior"],
     "center-tis": [*CENTER, "correction.proximal=recompute", "correction.level=token"],
+    # Muon for matrices (arXiv 2606.30634), and a rate divided by 1 + lag (arXiv 2607.01083)
+    "muon": [*ARMS[BASE], "learner.optimizer=muon"],
+    "rate-by-lag": [*ARMS[BASE], "learner.lr_lag=inverse"],
+    "muon-rate-by-lag": [*ARMS[BASE], "learner.optimizer=muon", "learner.lr_lag=inverse"],
 }
 # at pi = mu and before a batch's second update these have the gradient of PPO with their advantage
 # and reduction
@@ -146,6 +152,7 @@ class Plan:
             f"learner.minibatches={cell.updates}",
             f"learner.lr={rate * cell.factor:g}",
             f"seed={seed}",
+            f"generator.quantize={self.args.quantize}",
             *(studies.QUICK if self.args.quick else []),
             *grid.list_limit_sets(cell.lag, True),
         ]
@@ -505,6 +512,7 @@ def finish(plan: Plan, found: dict[str, Any]) -> None:
                     "warm_starts",
                     "tune_at",
                     "tune_seeds",
+                    "quantize",
                     "kl",
                     "seeds",
                     "steps",
@@ -541,6 +549,9 @@ def options() -> argparse.Namespace:
         "--clips",
         default="0",
         help="loss.eps_low and eps_high to choose from with the rate; 0: the method's own",
+    )
+    p.add_argument(
+        "--quantize", default="none", help="int8, fp8: the engine's weights, not the learner's"
     )
     p.add_argument("--warm-starts", type=int, default=1, help="models, taken by turns of the seeds")
     p.add_argument("--tune-at", type=int, default=16, help="lag of the runs that choose")
