@@ -19,7 +19,7 @@ from asyncrl.records import process_log
 SERIAL = 0.2  # of a learner's step; two threads take 0.53 to 0.71 of one thread's time
 BATCHES = 6  # of a measurement
 IDLE = 0.1  # a learner that waits for more than this share of its time needs no threads
-SAVED = 0.95  # of the measured step; threads that are predicted to save less are not used
+SAVED = 0.8  # of the measured step; a side that shares its core loses more than was predicted
 NICE = 5  # of the generators beside several threads: a third of the usual share of a core
 # seconds from batch to batch, seconds of them at work, tokens
 BatchTimes = tuple[float, float, float]
