@@ -669,7 +669,8 @@ def main() -> None:
     whole = len(args.parts) == len(PARTS)
     names = args.parts
     if names == ["cores"]:
-        names = [*names, *(kind.rpartition(" ")[2] for kind in args.kinds)]
+        for size, lengths in (kind.split(", ") for kind in args.kinds):
+            names = [*names, lengths, *([size.lower().replace(".", "_")] if size != "84k" else [])]
     rounds.report("loop" if whole else "loop_" + "_".join(names), goals, result, args)
     if error := result.get("speed", {}).get("error"):
         sys.exit(error)

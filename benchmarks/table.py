@@ -36,6 +36,9 @@ PROGRAMS = {
     "speed": Program("loop.py --parts speed", ("loop_speed",), 12),
     "cores_demo": Program("loop.py --parts cores --kinds '84k, demo'", ("loop_cores_demo",), 4),
     "cores_tail": Program("loop.py --parts cores --kinds '84k, tail'", ("loop_cores_tail",), 15),
+    "cores_demo_2_6m": Program(
+        "loop.py --parts cores --kinds '2.6M, demo'", ("loop_cores_demo_2_6m",), 24
+    ),
     "engine": Program("engine.py", ("engine",), 8),
     "learner": Program("learner.py", ("learner",), 4),
     "prefixes": Program("prefixes.py", ("prefixes",), 2),
