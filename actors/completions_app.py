@@ -43,7 +43,7 @@ from actors.engine import (
     load_model,
 )
 from actors.gateway.chat import normalize_messages
-from actors.gateway.endpoint.replies import describe_token
+from actors.gateway.endpoint.replies import build_columns, count_usage, describe_token
 from actors.gateway.endpoint.requests import decode_body, parse_ids, parse_stops
 from actors.gateway.endpoint.web import HANDLERS, LARGEST_BODY, list_models, open_body
 from actors.gateway.refusals import TOO_LONG, CallRefused, build_refusal
@@ -264,21 +264,13 @@ class EngineThread:
         self.thread.join()
 
     def _submit(self, work: Callable[[], None], future: Future[Any]) -> None:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                future.set_exception(error)
-                if not isinstance(error, AsyncrlError):  # which is of this request alone
-                    raise
-
         # a closed connection cancels what it waits for: the thread's result must find it open
         future.set_running_or_notify_cancel()
         with self.news:
             if self.error is not None or self.closing:
                 future.set_exception(self._build_end_error())
                 return
-            self.work.append((run, future))
+            self.work.append((work, future))
             self.news.notify()
 
     def _build_end_error(self) -> AsyncrlError:
@@ -288,7 +280,13 @@ class EngineThread:
         try:
             while self._wait():
                 while self.work:
-                    self.work.popleft()[0]()
+                    work, future = self.work.popleft()
+                    try:
+                        work()
+                    except BaseException as error:
+                        future.set_exception(error)
+                        if not isinstance(error, AsyncrlError):  # which is of this request alone
+                            raise
                 for completion in self.engine.step(STEPS) if self.engine.active else []:
                     self.futures.pop(completion.key).set_result(completion)
         except BaseException as error:
@@ -378,7 +376,6 @@ class CompletionsApp:
             self._build_choice(order, sample, scores[index], index, chat=chat)
             for index, sample in enumerate(samples)
         ]
-        prompt = sum(map(len, order.prompts))
         tokens = sum(len(sample.tokens) for sample in samples)
         return Response(
             msgspec.json.encode(
@@ -388,11 +385,7 @@ class CompletionsApp:
                     "created": int(time.time()),
                     "model": self.name,
                     "choices": choices,
-                    "usage": {
-                        "prompt_tokens": prompt,
-                        "completion_tokens": tokens,
-                        "total_tokens": prompt + tokens,
-                    },
+                    "usage": count_usage(sum(map(len, order.prompts)), tokens),
                 }
             ),
             media_type="application/json",
@@ -496,12 +489,8 @@ class CompletionsApp:
                 else None
                 for row in rows
             ]
-            columns = {
-                "tokens": names,
-                "token_logprobs": [row["logprob"] for row in rows],
-                "top_logprobs": likely if order.most_likely else None,
-                "text_offset": [sum(map(len, names[:count])) for count in range(len(names))],
-            }
+            logprobs = [row["logprob"] for row in rows]
+            columns = build_columns(names, logprobs, likely if order.most_likely else None)
         return {
             "index": index,
             "text": self._decode_text(prompt) + text if order.body.echo else text,

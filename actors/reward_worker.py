@@ -342,9 +342,10 @@ def encode_reply(reply: RewardReply) -> bytes:
 
 
 def build_reply(
-    unit: RewardUnit, results: list[Outcome], began: float, log: FailureLog
+    function: RewardFunction, unit: RewardUnit, value: Any, began: float, log: FailureLog
 ) -> RewardReply:
-    """Build the reply to a call that returned, and log its unusable results."""
+    """Build the reply to a call that returned `value`, and log its unusable results."""
+    results = check_results(function, value, unit.calls)
     for call_, value in zip(unit.calls, results, strict=True):
         if isinstance(value, str):
             log.note(call_.prompt, call_.text, value)
@@ -369,10 +370,8 @@ def judge(function: RewardFunction, unit: RewardUnit, log: FailureLog) -> Reward
     """Call the function now. Any exception, an exit included, fails only this call."""
     began = time.monotonic()
     try:
-        results = check_results(
-            function, await_value(call_function(function, unit.calls)), unit.calls
-        )
-        return build_reply(unit, results, began, log)
+        value = await_value(call_function(function, unit.calls))
+        return build_reply(function, unit, value, began, log)
     except BaseException as error:
         return build_failure_reply(unit, error, began, log)
 
@@ -388,8 +387,8 @@ async def judge_later(
 
     async def judge_guarded() -> RewardReply:
         try:
-            results = check_results(function, await call_function(function, unit.calls), unit.calls)
-            return build_reply(unit, results, began, log)
+            value = await call_function(function, unit.calls)
+            return build_reply(function, unit, value, began, log)
         except JudgeBudgetSpent as error:  # every further call would fail the same way
             return RewardReply("broken", unit.id, [], str(error), began, time.monotonic())
         except BaseException as error:  # an exit in a task would end the loop

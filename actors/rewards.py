@@ -116,26 +116,13 @@ def describe_reward_source(settings: RewardConfig) -> str:
     return f"reward.function = {settings.function}"
 
 
-def make_idle_core_counter() -> Callable[[], float]:
-    """Return a function that counts this process's cores idle since its last call."""
+def count_idle_cores() -> float:
+    """Count this process's cores that were idle since this thread's last call."""
     import psutil
 
-    own_cores = sorted(os.sched_getaffinity(0))
-    newest_times = psutil.cpu_times(percpu=True)
-
-    def count_idle_cores() -> float:
-        nonlocal newest_times
-        previous_times = newest_times
-        newest_times = psutil.cpu_times(percpu=True)
-        idle_count = 0.0
-        for core in (c for c in own_cores if c < min(len(previous_times), len(newest_times))):
-            # fields beyond the eighth count guest time twice
-            elapsed = sum(newest_times[core][:8]) - sum(previous_times[core][:8])
-            if elapsed > 0:
-                idle_count += (newest_times[core].idle - previous_times[core].idle) / elapsed
-        return idle_count
-
-    return count_idle_cores
+    own_cores = os.sched_getaffinity(0)
+    times = enumerate(psutil.cpu_times_percent(percpu=True))
+    return float(sum(time.idle for core, time in times if core in own_cores) / 100)
 
 
 def next_pool_size(workers: int, cores: int, idle: float, rate: float, previous_rate: float) -> int:
@@ -206,7 +193,6 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
         # 0: the pool keeps its size
         grows = settings.workers == "auto" and not (settings.judge.url or settings.model.path)
         self.cores = len(os.sched_getaffinity(0)) if grows else 0
-        self.idle_cores = make_idle_core_counter()
         self.measured_at = time.monotonic()
         self.done = 0
         self.rate_before = 0.0
@@ -343,10 +329,7 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
             free.remove(process)  # no other work, so that it becomes empty
             if not process.units:
                 process.is_reserved = True
-                jobs = [self.suspects.popleft()]
-                process.bytes += _estimate_bytes(jobs)
-                self._send(process, [jobs])
-        assigned_jobs: dict[_RewardProcess, list[list[_RewardJob]]] = {}
+                self._send(process, [self.suspects.popleft()])
         room = {}  # a process may hold the units that it runs, plus short ones ahead
         for process in free:
             ahead = int(AHEAD_S * process.window / self.unit_s) if self.unit_s else 0
@@ -363,22 +346,23 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
                 count = 1
                 if process.batched:
                     count = min(self.batch, math.ceil(len(self.queue) / len(free)))
-                jobs = [self.queue.popleft() for _ in range(count)]
-                assigned_jobs.setdefault(process, []).append(jobs)
+                self._send(process, [self.queue.popleft() for _ in range(count)])
                 room[process] -= 1
-                process.bytes += _estimate_bytes(jobs)
-        for process, groups in assigned_jobs.items():
-            self._send(process, groups)
 
-    def _send(self, process: _RewardProcess, groups: list[list[_RewardJob]]) -> None:
+    def _send(self, process: _RewardProcess, jobs: list[_RewardJob]) -> None:
         if not process.units:
             process.restart_clock()
-        units = []
-        for jobs in groups:
-            self.last_id += 1
-            process.units[self.last_id] = (jobs, _estimate_bytes(jobs))
-            units.append(RewardUnit(self.last_id, [j.call for j in jobs]))
-        process.send(units)
+        self.last_id += 1
+        calls = [job.call for job in jobs]
+        size = 0  # of the message, estimated
+        for response in calls:
+            characters = (
+                len(response.text) + len(response.prompt.text) + len(response.prompt.answer)
+            )
+            size += 64 + 4 * (characters + len(response.tokens))
+        process.bytes += size
+        process.units[self.last_id] = (jobs, size)
+        process.send([RewardUnit(self.last_id, calls)])
 
     # ---- the size of the pool --------------------------------------------------------------------
 
@@ -394,29 +378,19 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
         if not waiting or not all(process.ready for process in self.workers):
             self.measured_at = now
             self.done = 0
-            self.idle_cores()
+            count_idle_cores()
             return
         elapsed = now - self.measured_at
         count = len(self.workers)
         if elapsed < GROW_S or (self.done < GROW_CALLS * count and elapsed < GROW_MOST_S):
             return
         rate = self.done / elapsed
-        target_count = next_pool_size(count, self.cores, self.idle_cores(), rate, self.rate_before)
+        target_count = next_pool_size(count, self.cores, count_idle_cores(), rate, self.rate_before)
         self.measured_at = now
         self.done = 0
         if target_count > count:
             self.rate_before = rate
             self.workers += map(self.make, range(count, target_count))
-
-
-def _estimate_bytes(jobs: list[_RewardJob]) -> int:
-    """Estimate the bytes of these jobs in a message."""
-    total = 0
-    for response in (job.call for job in jobs):
-        prompt = response.prompt
-        characters = len(response.text) + len(prompt.text) + len(prompt.answer)
-        total += 64 + 4 * (characters + len(response.tokens))
-    return total
 
 
 def check_reward_process(config: Config, responses: Responses = ()) -> list[RewardResult]:

@@ -47,8 +47,7 @@ class Adapter:
 
     def __init__(self, url: str, log: str) -> None:
         agent = AgentConfig(env=ENV, python=str(PYTHON))
-        setup = AgentSetup([], "", log, [], ENV, {})
-        self.worker = _AgentProcess(agent, msgspec.msgpack.encode(setup))
+        self.worker = _AgentProcess(AgentSetup(agent, log))
         self.decode = msgspec.msgpack.Decoder(SessionResult).decode
         self.url = url
         self.number = self.received = 0

@@ -18,6 +18,7 @@ token is trained in exactly one sequence, the first that holds it.  Pure.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(eq=False)
 class CallNode:
-    """One call.
+    """One call: a generation, and its place in the tree.
 
     tail: int32, the prompt after the parent's `build_token_ids` (for a root, all of it)
     ids: int32 [T], the sampled ids: T = 0 until the call is answered
@@ -71,6 +72,13 @@ class CallNode:
     answer: Message | None = None  # the parsed answer, as the template takes it
     # chat.py: length, digest and closing of the turn
     rendered_turn: tuple[int, bytes, str] | None = None
+    # until it is answered
+    stream_key: int = 0  # its random stream; 0 is the stream of a sample without an agent
+    max_new_tokens: int = 0
+    run_bound: bool = False  # max_new_tokens comes from the run or the session, not from the client
+    grammar: str = ""  # that its answer is decoded under; "": none
+    alone_since: float = math.inf  # when the last connection that waited for its answer closed
+    cut: bool = False  # is being cancelled
 
     @property
     def path(self) -> list[CallNode]:
@@ -82,14 +90,15 @@ class CallNode:
             node = node.parent
         return nodes[::-1]
 
-    def build_prompt(self) -> ndarray:
-        """Return the ids of the whole prompt, int32 [P]."""
+    @property
+    def prompt_ids(self) -> ndarray:
+        """The ids of the whole prompt, int32 [P]."""
         earlier = (ids for node in self.path[:-1] for ids in (node.tail, node.ids))
         return np.concatenate([*earlier, self.tail])
 
     def build_token_ids(self) -> ndarray:
         """Return the prompt and the sampled ids, int32 [P + T]."""
-        return np.concatenate([self.build_prompt(), self.ids])
+        return np.concatenate([self.prompt_ids, self.ids])
 
     @property
     def is_answered(self) -> bool:
@@ -106,14 +115,6 @@ class CallNode:
         These are its tail and its sampled ids, the last one excluded, and the parent's last one.
         """
         return len(self.tail) + len(self.ids) - (self.parent is None)
-
-    def join_routed(self) -> RoutedExperts | None:
-        """Join the experts of all P + T - 1 tokens.
-
-        Each token has those of the first call that read it; None: not recorded.
-        """
-        pieces = [node.routed for node in self.path if node.routed is not None]
-        return RoutedExperts.join(pieces) if len(pieces) == len(self.path) else None
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -263,18 +264,13 @@ class CallTree:
 
         Among nodes of equal length, one with an equal `aside` is preferred, and then the newest.
         """
-        best: tuple[tuple[int, bool], CallNode] | None = None
-        for node in self.nodes:
-            if not node.is_answered:
-                continue
-            own_ids = node.build_token_ids()
-            length = len(own_ids)
-            rank = (length, node.aside == aside)
-            if best is not None and rank < best[0]:
-                continue
-            if length <= len(ids) and np.array_equal(own_ids, ids[:length]):
-                best = (rank, node)
-        return best[1] if best else None
+        beginnings = [
+            (len(own_ids), node.aside == aside, node.number, node)
+            for node in self.nodes
+            if node.is_answered
+            if np.array_equal(own_ids := node.build_token_ids(), ids[: len(own_ids)])
+        ]
+        return max(beginnings)[-1] if beginnings else None
 
     def starts_row(self, new_node: CallNode) -> bool:
         """Whether a call that is not among the nodes yet would begin a training sequence."""
@@ -349,7 +345,7 @@ def _make_row(
     path = [root]
     while (following := follower.get(path[-1])) is not None:
         path.append(following)
-    prompt = root.build_prompt()
+    prompt = root.prompt_ids
     tokens = path[-1].build_token_ids()[len(prompt) :]
     logprobs = np.zeros(len(tokens), np.float32)
     mask = np.zeros(len(tokens), np.uint8)
@@ -359,7 +355,7 @@ def _make_row(
     supports: list[SampledSupport] = []
     end = 0
     for node in path:
-        start = len(node.build_prompt()) - len(prompt)
+        start = len(node.prompt_ids) - len(prompt)
         if start > end:
             segments.append(("context", end, start))
         supports += [
@@ -375,7 +371,9 @@ def _make_row(
             VersionSpan(span.label, span.digest, start + span.start, start + span.end, span.kv)
             for span in node.spans
         ]
-    routed = path[-1].join_routed()
+    # each token has the experts of the first call that read it
+    pieces = [node.routed for node in path[-1].path if node.routed is not None]
+    routed = RoutedExperts.join(pieces) if len(pieces) == len(path[-1].path) else None
     return TrainingSequence(
         prompt_tokens=np.ascontiguousarray(prompt, "<i4").tobytes(),
         tokens=np.ascontiguousarray(tokens, "<i4").tobytes(),

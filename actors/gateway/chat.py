@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -237,9 +238,7 @@ class ChatFormat:
         start = node.text_length
         if not self._begins_with_prompt(node, turn):
             earlier = self.write(messages[:-1], node.tools)
-            pairs = enumerate(zip(earlier, turn, strict=False))
-            end = min(len(earlier), len(turn))
-            start = next((position for position, (x, y) in pairs if x != y), end)
+            start = len(os.path.commonprefix([earlier, turn]))  # noqa: RUF071 - of characters
         tail = turn[start:]
         ends = [
             (pos, mark) for mark in self.ends.values() if mark and (pos := tail.rfind(mark)) >= 0
@@ -349,10 +348,7 @@ def normalize_messages(messages: Any) -> list[Message]:
         location = f"messages[{index}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise build_refusal(location, "give an object with `role` and `content`", INVALID)
-        try:
-            message = {**message, "content": join_text(message.get("content"))}
-        except ValueError as error:
-            raise build_refusal(location, str(error), INVALID) from error
+        message = {**message, "content": read_text(location, message.get("content"), INVALID)}
         if message["role"] == "developer":
             message["role"] = "system"
         try:
@@ -362,6 +358,14 @@ def normalize_messages(messages: Any) -> list[Message]:
             raise build_refusal(f"{location}.tool_calls", reason, INVALID) from error
         converted.append({**message, "tool_calls": calls} if calls else message)
     return converted
+
+
+def read_text(location: str, content: Any, code: str = "invalid_value") -> str:
+    """Join the text of a message's content.  Raises CallRefused, which names `location`."""
+    try:
+        return join_text(content)
+    except ValueError as error:
+        raise build_refusal(location, str(error), code) from error
 
 
 def _parse_arguments(call: Message) -> Message:

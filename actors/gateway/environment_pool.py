@@ -45,12 +45,10 @@ class EnvironmentPlace(NamedTuple):
     """The current operation of a session's process.
 
     front: the session of the current step; None while the process starts
-    seconds: since its start, at most
     limit: the config key that ends it, in `left_s` seconds
     """
 
     front: int | None
-    seconds: float
     limit: str
     left_s: float
 
@@ -107,7 +105,7 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
         front = worker.asked[0][0] if worker.ready and worker.asked else None
         limit = "agent.step_s" if worker.ready else ""
         seconds_left = self.compute_deadline(worker) - now
-        return EnvironmentPlace(front, max(0.0, now - worker.since), limit, max(0.0, seconds_left))
+        return EnvironmentPlace(front, limit, max(0.0, seconds_left))
 
     def end(self, session: int) -> None:
         """End a session's environment."""

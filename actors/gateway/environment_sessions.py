@@ -20,7 +20,7 @@ from actors.gateway.environment_pool import EnvironmentPool
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
 from actors.gateway.refusals import TOO_LONG, CallRefused
 from actors.gateway.service import Gateway, SessionSource, WaitCause, compute_env_seed
-from actors.gateway.sessions import Session, SessionCall, SessionPlayers
+from actors.gateway.sessions import Session, SessionPlayer
 from actors.schedule import LeasedTicket
 from asyncrl.config.tree import Config
 from asyncrl.tasks.evaluation_sets import resolve_reward_configs
@@ -32,13 +32,14 @@ SHOWN = 40  # characters shown of tool names
 class EnvironmentState:
     """The results of a session's environment so far."""
 
-    players: SessionPlayers
     doing: str  # the newest request to it, in words
     tools: list[dict[str, Any]] = field(default_factory=list)
     reward: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     shares: dict[int, float] = field(default_factory=dict)  # call number -> reward
     pays: bool = False  # its tools score it
+    players: dict[int, SessionPlayer] = field(default_factory=dict)  # by their games
+    active: SessionPlayer = field(init=False)  # has the turn
 
 
 class LocalSource(SessionSource):
@@ -81,13 +82,11 @@ class SingleCompletions(LocalSource):
         else:
             self.gateway.ask(session, call)
 
-    def on_answer(
-        self, session: Session, call: SessionCall, node: CallNode | None, failed: str
-    ) -> None:
+    def on_answer(self, session: Session, call: CallNode, failed: str) -> None:
         now = time.monotonic()
         if failed:
             session.fail(f"a generator cannot sample it: {failed}")
-        elif node is None:  # cut before its first token
+        elif not call.is_answered:  # cut before its first token
             session.fail(f"agent.{session.limit or 'deadline_s'} ended it")
         elif session.state == "open" and session.judge(now):
             self.gateway.submit(session)
@@ -114,8 +113,7 @@ class EnvironmentSource(LocalSource):
     def open(self, grant: LeasedTicket, sample: int, *, first: bool) -> None:
         """Begin a session with the reset of its environment."""
         session = self.gateway.begin_session(grant, sample, first=first)
-        players = SessionPlayers(self.gateway.templated)
-        self.states[session.number] = EnvironmentState(players, "the reset of its environment")
+        self.states[session.number] = EnvironmentState("the reset of its environment")
         self.pool.reset(
             EnvironmentOperation(
                 session=session.number,
@@ -155,7 +153,9 @@ class EnvironmentSource(LocalSource):
             state.shares[number] = state.shares.get(number, 0.0) + event.reward
         for name, value in event.parts.items():
             state.parts[name] = state.parts.get(name, 0.0) + value
-        state.players.set_turn(event.asked)
+        # a new game has a new opponent
+        player = SessionPlayer(self.gateway.templated, event.asked)
+        state.active = state.players.setdefault(event.asked, player)
         if not event.ended:
             self.place_call(session, event.obs)
             return
@@ -170,7 +170,7 @@ class EnvironmentSource(LocalSource):
         state = self.states[session.number]
         now = time.monotonic()
         try:
-            call = state.players.active.place_observation(session, obs, state.tools, now)
+            call = state.active.place_observation(session, obs, state.tools, now)
         except CallRefused as error:
             # a limit ends the session; messages that the template refuses fail it
             if error.code in ("session_limit", TOO_LONG):
@@ -180,21 +180,19 @@ class EnvironmentSource(LocalSource):
             return
         self.gateway.ask(session, call)
 
-    def on_answer(
-        self, session: Session, call: SessionCall, node: CallNode | None, failed: str
-    ) -> None:
+    def on_answer(self, session: Session, call: CallNode, failed: str) -> None:
         if failed:
             session.fail(f"a generator cannot sample its call: {failed}")
         if session.state != "open":
             return
-        if node is None or session.limit:
+        if not call.is_answered or session.limit:
             self.end_at_limit(session)
             return
         state = self.states[session.number]
-        state.players.active.on_answer(node)
-        state.doing = describe_request(node.answer)
-        text = self.gateway.chat.decode_visible(node.ids)
-        self.pool.step(EnvironmentOperation(session.number, "step", text, node.answer))
+        state.active.on_answer(call)
+        state.doing = describe_request(call.answer)
+        text = self.gateway.chat.decode_visible(call.ids)
+        self.pool.step(EnvironmentOperation(session.number, "step", text, call.answer))
 
     # ---- the end ---------------------------------------------------------------------------------
 

@@ -142,9 +142,10 @@ def check_observation(obs: Any) -> Observation:
     raise ValueError(f"an observation must be text or a list of messages, not {type(obs).__name__}")
 
 
-def read_sides(env: Any) -> tuple[int, list[tuple[str, str]]]:
+def read_sides(env: Any) -> dict[str, Any]:
     """Read `asked` and `told` of an EnvironmentEvent, for a two-player game."""
-    return (env.asked, list(env.opponent_moves)) if isinstance(env, games.GameMatch) else (0, [])
+    is_match = isinstance(env, games.GameMatch)
+    return {"asked": env.asked, "told": list(env.opponent_moves)} if is_match else {}
 
 
 class EnvironmentHost:
@@ -205,10 +206,8 @@ class EnvironmentHost:
         options = {"prompt": op.prompt, "attempt": op.attempt, "first": op.first}
         obs, info = env.reset(seed=op.seed, options=options)
         tools = list((info or {}).get("tools", []))
-        asked, told = read_sides(env)
-        return EnvironmentEvent(
-            op.session, "ok", check_observation(obs), tools=tools, asked=asked, told=told
-        )
+        obs = check_observation(obs)
+        return EnvironmentEvent(op.session, "ok", obs, tools=tools, **read_sides(env))
 
     def _step(self, op: EnvironmentOperation) -> EnvironmentEvent:
         env = self.sessions[op.session]
@@ -217,7 +216,6 @@ class EnvironmentHost:
             str(k): check_number(v, str(k)) for k, v in ((info or {}).get("parts") or {}).items()
         }
         ended = bool(terminated or truncated)
-        asked, told = read_sides(env)
         return EnvironmentEvent(
             op.session,
             "ok",
@@ -226,8 +224,7 @@ class EnvironmentHost:
             ended=ended,
             truncated=bool(truncated),
             parts=parts,
-            asked=asked,
-            told=told,
+            **read_sides(env),
         )
 
 

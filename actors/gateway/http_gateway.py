@@ -13,6 +13,7 @@ import asyncio
 import math
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +31,6 @@ from actors.gateway.recovery.session_journal import OpenedSession
 from actors.gateway.refusals import CallRefused
 from actors.gateway.service import Gateway, name_agent_log
 from actors.gateway.session_api import SessionApi, read_kept_port, write_endpoint_files
-from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.transport.http_server import ListenAddress
 from asyncrl.transport.sockets import BufferSocket, PeerSocket
@@ -58,9 +58,10 @@ class AgentSession:
 class _AgentProcess(Worker):
     """A worker process and its sessions."""
 
-    def __init__(self, agent: AgentConfig, setup: bytes) -> None:
-        kind = "agent_programs" if agent.command else "functions"
-        super().__init__(f"actors.gateway.agents.{kind}", setup, agent.python)
+    def __init__(self, setup: AgentSetup) -> None:
+        kind = "agent_programs" if setup.agent.command else "functions"
+        module, message = f"actors.gateway.agents.{kind}", msgspec.msgpack.encode(setup)
+        super().__init__(module, message, setup.agent.python)
         self.playing: dict[int, AgentSession] = {}  # number of the session in the pool -> session
 
 
@@ -98,11 +99,7 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
         run_dir = sessions.gateway.run_dir
 
         def make(index: int) -> _AgentProcess:
-            log = str(run_dir / name_agent_log(part, index))
-            setup = AgentSetup(
-                agent.command, agent.function, log, agent.env_pass, agent.env, agent.args
-            )
-            return _AgentProcess(agent, msgspec.msgpack.encode(setup))
+            return _AgentProcess(AgentSetup(agent, str(run_dir / name_agent_log(part, index))))
 
         count = min(agent.workers, agent.at_once)
         name = sessions.gateway.get_source_name(part)
@@ -212,7 +209,7 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
 
 
 class SocketWatcher:
-    """A watcher that wakes a gateway when a socket is readable, and every POLL_S."""
+    """A watcher that wakes a gateway when a socket is readable."""
 
     def __init__(self, gateway: Gateway, sessions: SessionApi, agents: list[AgentPool]) -> None:
         self.gateway = gateway
@@ -220,12 +217,6 @@ class SocketWatcher:
         self.agents = agents
         self.loop = asyncio.get_running_loop()
         self.watched: dict[int, Any] = {}  # descriptor -> its socket
-        self.timer = self.loop.call_later(POLL_S, self.tick)
-
-    def tick(self) -> None:
-        """Wake the gateway, now and every POLL_S."""
-        self.sessions.wake()
-        self.timer = self.loop.call_later(POLL_S, self.tick)
 
     def on_readable(self, peer: BufferSocket | PeerSocket) -> None:
         """Wake the gateway if the socket has a message, which zmq does not promise."""
@@ -233,7 +224,7 @@ class SocketWatcher:
             self.sessions.wake()
 
     async def wait_until_due(self) -> None:
-        """Wait until the next turn is due."""
+        """Wait until the next turn is due, at most POLL_S."""
         # a new socket or process may get the descriptor of an old one
         wires = [*self.gateway.wires, *(wire for pool in self.agents for wire in pool.wires)]
         current: dict[int, Any] = {wire.fileno(): wire for wire in wires}
@@ -253,12 +244,13 @@ class SocketWatcher:
         if any(waiting):  # zmq's descriptors signal new messages only, not those already there
             await asyncio.sleep(0)
         else:
-            await self.sessions.due.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self.sessions.due.wait()
         self.sessions.due.clear()
 
     def close(self) -> None:
         """Stop watching."""
-        self.timer.cancel()
         for descriptor in self.watched:
             self.loop.remove_reader(descriptor)
 

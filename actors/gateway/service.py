@@ -31,7 +31,7 @@ from msgspec.structs import asdict, replace
 
 from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat, find_parser
-from actors.gateway.sessions import Session, SessionCall, SessionLimits, SessionOutcome
+from actors.gateway.sessions import Session, SessionLimits, SessionOutcome
 from actors.rewards import RewardRunner
 from actors.schedule import LeasedTicket, TicketSchedule
 from actors.ticket_holder import TicketHolder
@@ -131,12 +131,10 @@ class CallRouter:
         self.open.pop(call, None)
         return True
 
-    def forget(self, call: int) -> m.GenerationCall | None:
-        """Cancel a call and ignore its result; return the call if it was open."""
-        forgotten = self.open.get(call)
+    def forget(self, call: int) -> None:
+        """Cancel a call and ignore its result."""
         self.cancel(call)
         self.open.pop(call, None)
-        return forgotten
 
     def on_report(self, peer: bytes, message: m.ServingReport, now: float) -> m.Refusal | None:
         """Record a generator's report; return the refusal of one that cannot serve here."""
@@ -242,10 +240,14 @@ class CallRouter:
 
 
 class PlacedCall(NamedTuple):
-    """A call that the generators are to sample, and its session."""
+    """A call that the generators are to sample, and its session.
+
+    Its request is at the router, or waits until the session has a valid ticket.
+    """
 
     session: Session
-    call: SessionCall
+    call: CallNode
+    request: m.GenerationCall
 
 
 class WaitCause(NamedTuple):
@@ -265,12 +267,10 @@ class SessionSource(ABC):
         """Count the samples that the source has room for, parked sessions included."""
 
     @abstractmethod
-    def on_answer(
-        self, session: Session, call: SessionCall, node: CallNode | None, failed: str
-    ) -> None:
+    def on_answer(self, session: Session, call: CallNode, failed: str) -> None:
         """Use the answer to a call.
 
-        node: the call's node, or None if it has no token
+        call: has no token if it was cut before the first one
         failed: the reason of a generator's refusal, or ""
         """
 
@@ -422,8 +422,6 @@ class Gateway(TicketHolder):
         self.held = self.schedule.held  # live: the numbers of the open sessions
         self.sessions: dict[int, Session] = {}
         self.calls: dict[int, PlacedCall] = {}  # id at the generators -> call
-        # of these, the calls that wait until their session has a valid ticket
-        self.deferred_calls: dict[int, m.GenerationCall] = {}
         # (ticket, attempt) of an earlier process, whose sessions wait for the next grant
         self.restored: set[IntPair] = set()
         # (ticket, attempt) without waiting samples or open sessions -> tokens sampled for it
@@ -546,12 +544,10 @@ class Gateway(TicketHolder):
             if placed.session is not session:
                 continue
             del self.calls[number]
-            call = self.router.forget(number)
-            if call is None:  # it was not submitted
-                call = self.deferred_calls.pop(number)
+            self.router.forget(number)
             self.numbers += 1
-            self.calls[self.numbers] = placed
-            self.deferred_calls[self.numbers] = replace(call, id=self.numbers)
+            request = replace(placed.request, id=self.numbers)
+            self.calls[self.numbers] = placed._replace(request=request)
 
     # ---- sessions --------------------------------------------------------------------------------
 
@@ -583,8 +579,8 @@ class Gateway(TicketHolder):
             self.get_source(session.ticket).on_progress(session, session.ticket)
             new_grant.live.add(number)
             for call_number, placed in self.calls.items():
-                if placed.session is session and call_number in self.deferred_calls:
-                    self.submit_call(self.deferred_calls.pop(call_number), new_grant.ticket)
+                if placed.session is session and call_number not in self.router.open:
+                    self.submit_call(placed.request, new_grant.ticket)
 
     def submit_call(self, call: m.GenerationCall, ticket: m.Ticket) -> None:
         """Submit a call, with the minimum version of its session's current ticket."""
@@ -673,7 +669,6 @@ class Gateway(TicketHolder):
         for number, placed in list(self.calls.items()):
             if placed.session is session:
                 self.router.forget(number)
-                self.deferred_calls.pop(number, None)
                 del self.calls[number]
         self.judged.pop(session.key, None)
         del self.sessions[session.number]
@@ -681,12 +676,11 @@ class Gateway(TicketHolder):
         grant.live.discard(session.number)
         grant.tokens += session.current_attempt_tokens
 
-    def ask(self, session: Session, call: SessionCall) -> None:
+    def ask(self, session: Session, call: CallNode) -> None:
         """Ask the generators to sample a call."""
         self.numbers += 1
         ticket = session.ticket
-        self.calls[self.numbers] = PlacedCall(session, call)
-        generation_call = m.GenerationCall(
+        request = m.GenerationCall(
             id=self.numbers,
             ticket=ticket.ticket,
             sample=session.sample,
@@ -699,12 +693,11 @@ class Gateway(TicketHolder):
             seed=ticket.seed,
             stream=call.stream_key,
             grammar=call.grammar,
-            images=call.node.list_images(),
+            images=call.list_images(),
         )
-        if self.is_expired(ticket):
-            self.deferred_calls[generation_call.id] = generation_call
-        else:
-            self.submit_call(generation_call, ticket)
+        self.calls[self.numbers] = PlacedCall(session, call, request)
+        if not self.is_expired(ticket):
+            self.submit_call(request, ticket)
 
     def submit(self, session: Session) -> None:
         """Submit the last answer of a "judging" session to the reward runner, once."""
@@ -714,7 +707,7 @@ class Gateway(TicketHolder):
                 SessionOutcome(0.0, {}, explain_untrained(session, self.get_agent(session)))
             )
             return
-        ids = session.last.node.ids
+        ids = session.last.ids
         key = session.key
         if key in self.judged:
             return
@@ -762,13 +755,13 @@ class Gateway(TicketHolder):
         placed = self.calls.pop(message.id, None)
         if placed is None:
             return
-        session, call = placed
+        session, call, _ = placed
         count, routed = len(message.tokens) // 4, None
         if message.routed:
             # the first ones define the shape of the model's routers, which all others must have
             routed = RoutedExperts.decode(message.routed, len(call.prompt_ids) + count - 1)
             self.routing = routed.shape
-        node = session.on_result(
+        session.on_result(
             call,
             np.frombuffer(message.tokens, "<i4"),
             np.frombuffer(message.logprobs, "<f4"),
@@ -779,10 +772,9 @@ class Gateway(TicketHolder):
             support=SampledSupport.decode(message.support, count),
             routed=routed,
         )
-        if node is not None and not node.aside:
+        if call.is_answered and not call.aside:
             session.last = call
-        source = self.get_source(session.ticket)
-        source.on_answer(session, call, node, message.failed)
+        self.get_source(session.ticket).on_answer(session, call, message.failed)
 
     def read_rewards(self) -> None:
         """End the sessions whose rewards are ready."""
@@ -803,9 +795,8 @@ class Gateway(TicketHolder):
             while session.cuts:  # without an engine a call ends now, without tokens
                 call = session.cuts.pop()
                 numbers = (number for number, placed in self.calls.items() if placed.call is call)
-                if (number := next(numbers, None)) is None:
-                    continue
-                if self.deferred_calls.pop(number, None) is not None or self.router.cancel(number):
+                number = next(numbers, None)
+                if number is not None and self.router.cancel(number):
                     self.on_result(m.CallResult(number, b"", b"", [], "length"))
             if self.is_expired(session.ticket):
                 # no ticket resumes a session whose group has its samples, or was dropped

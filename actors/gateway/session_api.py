@@ -25,7 +25,7 @@ from actors.gateway.recovery.session_journal import (
 )
 from actors.gateway.refusals import CallRefused
 from actors.gateway.service import Gateway, SessionSource, WaitCause, compute_env_seed
-from actors.gateway.sessions import Session, SessionCall
+from actors.gateway.sessions import Session
 from asyncrl.contract.messages import SampleKey, Ticket
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
@@ -45,17 +45,12 @@ class SessionApi(SessionSource):
     """Sessions over HTTP: the service of a `web.WebApp`, in the thread of the gateway's turns."""
 
     def __init__(self, gateway: Gateway, part: str = "") -> None:
-        agent = gateway.config.agent
         self.gateway = gateway
         # a harness leases the sessions of these parts; agents of the gateway play the others
         self.leased_parts = {name for name, one in gateway.agents.items() if one.serve}
         self.request_policy = RequestPolicy(
-            agent.model,
-            agent.other_models,
-            agent.sampling,
+            gateway.config.agent,
             vocabulary=gateway.vocabulary,
-            forced=agent.forced,
-            parser=agent.parser,
             stops=frozenset(gateway.stops),
             images=gateway.chat.image_shape is not None,
         )
@@ -68,7 +63,7 @@ class SessionApi(SessionSource):
         self.unacked: dict[SampleKey, OpenedSession] = {}
         self.opened: OrderedDict[str, OpenedSession] = OrderedDict()
         self.leases: OrderedDict[str, OpenedSession] = OrderedDict()
-        self.answers: dict[SessionCall, asyncio.Future[CallNode | None]] = {}  # of open calls
+        self.answers: dict[CallNode, asyncio.Future[CallNode | None]] = {}  # of open calls
         self.asks = 0  # leases that wait for a sample
         self.starting: set[str] = set()  # parts without a ready agents' process
         # (ticket, sample, an evaluation's version) that a session has begun
@@ -183,7 +178,7 @@ class SessionApi(SessionSource):
             else:
                 self.on_change(session)
 
-    async def draw(self, session: Session, call: SessionCall) -> CallNode | None:
+    async def draw(self, session: Session, call: CallNode) -> CallNode | None:
         if not self.is_open(session):
             raise CallRefused(410, "session_ended", f"session {session.name} has ended")
         future: asyncio.Future[CallNode | None] = asyncio.get_running_loop().create_future()
@@ -205,9 +200,7 @@ class SessionApi(SessionSource):
         gateway = self.gateway
         return min(gateway.free_sessions, self.asks) + len(gateway.list_parked_sessions())
 
-    def on_answer(
-        self, session: Session, call: SessionCall, node: CallNode | None, failed: str
-    ) -> None:
+    def on_answer(self, session: Session, call: CallNode, failed: str) -> None:
         future = self.answers.pop(call)
         if future.done():
             return
@@ -215,7 +208,7 @@ class SessionApi(SessionSource):
             reason = f"a generator cannot sample this call: {escape_line(failed)}"
             future.set_exception(CallRefused(500, "call_refused", reason))
         else:
-            future.set_result(node)
+            future.set_result(call if call.is_answered else None)
 
     def on_drop(self, session: Session) -> None:
         """Forget a session that was delivered or lost, and refuse its open calls."""

@@ -1,7 +1,7 @@
 """A session: one sample that takes several calls, from its ticket to its reward.
 
 ```
- place_* --> SessionCall --(an engine samples)--> on_result       build_training_rows
+ place_* --> CallNode --(an engine samples)--> on_result       build_training_rows
  register_request, on_connection_closed: recognize a client's retries
 
  open --> limited (grace_s) --+
@@ -75,35 +75,12 @@ class SessionLimits:
     fork: Literal["row", "end"] = "row"
 
 
-@dataclass(eq=False)
-class SessionCall:
-    """One generation.
-
-    prompt_ids: int32 [P]
-    stream_key: its random stream; 0 is the stream of a sample without an agent
-    """
-
-    prompt_ids: ndarray
-    prompt_digest: bytes
-    stream_key: int
-    max_new_tokens: int
-    node: CallNode
-    run_bound: bool  # max_new_tokens comes from the run or the session, not from the client
-    grammar: str = ""  # that its answer is decoded under; "": none
-    alone_since: float = NEVER  # when the last connection that waited for its answer closed
-    cut: bool = False  # is being cancelled
-
-    @property
-    def number(self) -> int:
-        return self.node.number
-
-
 class Composed(NamedTuple):
     """The prompt of a call, rendered by the template and encoded by the tokenizer."""
 
     parent: CallNode | None
     tail: ndarray  # int32 [P]: what follows the parent's turn; without a parent, all
-    text: str
+    text: str | None  # None: of a call by token ids
     fork_cause: str  # the cause to count if the call begins a training sequence
     match: MessageMatch | None = None  # of a call by messages
     ours: Mapping[int, CallNode] = MappingProxyType({})  # message index -> the call it answers
@@ -116,10 +93,11 @@ class HarnessRequest:
 
     body: bytes  # digest
     key: str  # Idempotency-Key, "" for none
-    call: SessionCall | None = None
+    call: CallNode | None = None
     connections: int = 1
     lost: bool = False  # its connection closed before the answer was written
     answer: bytes | None = None
+    refused: CallRefused | None = None  # why there is none
 
 
 @dataclass
@@ -179,13 +157,13 @@ class Session:
 
     def __post_init__(self) -> None:
         self.number = 0  # at the gateway
-        self.last: SessionCall | None = None  # the policy's newest answered call
+        self.last: CallNode | None = None  # the policy's newest answered call
         self.name = f"{self.ticket.ticket}.{self.sample}.{self.attempt}"
         self.tree = CallTree()
         self.images: dict[str, bytes] = {}  # digest -> blob, of its calls
-        self.open_calls: dict[int, SessionCall] = {}
+        self.open_calls: dict[int, CallNode] = {}
         self.requests: list[HarnessRequest] = []
-        self.cuts: list[SessionCall] = []  # to be cancelled in the engine, by the gateway
+        self.cuts: list[CallNode] = []  # to be cancelled in the engine, by the gateway
         self.state: Literal["open", "judging", "ended"] = "open"
         self.outcome: SessionOutcome | None = None
         self.limit = ""  # the key of [agent] that ended the calls
@@ -213,7 +191,7 @@ class Session:
         now: float,
         aside: bool = False,
         **options: Any,
-    ) -> SessionCall:
+    ) -> CallNode:
         """Place a call by messages: find its parent call and compose its prompt.
 
         options: of `accept`
@@ -223,6 +201,16 @@ class Session:
         self.check_may_call(now)
         composed = self.draft(messages, tools, aside)()
         return self.accept(composed, now=now, aside=aside, **options)
+
+    def place_ids(
+        self, ids: ndarray, *, now: float, aside: bool = False, **options: Any
+    ) -> CallNode:
+        """Place a call by token ids int32 [P], P >= 1, as `place_messages` does.
+
+        It continues the node with the longest ids that they begin with.
+        """
+        self.check_may_call(now)
+        return self.accept(self.draft_ids(ids, aside)(), now=now, aside=aside, **options)
 
     def draft(
         self, messages: Messages, tools: Tools = (), aside: bool = False
@@ -242,6 +230,14 @@ class Session:
         texts = [node for node in answered if node.text_digest]
         texts.sort(key=lambda node: (-node.text_length, -node.number))
         return partial(self._run_composer, partial(self._compose_text, texts, text))
+
+    def draft_ids(self, ids: ndarray, aside: bool = False) -> Callable[[], Composed]:
+        """Do the same as `draft` for a call by token ids.  Raises CallRefused."""
+        ids = np.ascontiguousarray(ids, np.int32)
+        parent = self.tree.find_ids(ids, aside)
+        tail = ids if parent is None else ids[len(parent.build_token_ids()) :]
+        self.composer.require_text(tail)
+        return partial(Composed, parent, tail, None, "ids" if parent is None else "branch")
 
     def _run_composer(self, compose: Callable[[], Composed]) -> Composed:
         try:
@@ -281,7 +277,7 @@ class Session:
         stop: Sequence[str] = (),
         aside: bool = False,
         images: Blobs = MappingProxyType({}),
-    ) -> SessionCall:
+    ) -> CallNode:
         """Add a call with a composed prompt.
 
         max_new_tokens: the client's limit, or 0 for the run's
@@ -296,8 +292,9 @@ class Session:
         if match is not None:
             node.chain, node.ours = match.chains[-1], dict(composed.ours)
             node.tools = composed.tools
-        node.text_length, node.text_digest = len(composed.text), compute_text_digest(composed.text)
-        node.images = self.composer.find_images(composed.text, tail)
+        if (text := composed.text) is not None:
+            node.text_length, node.text_digest = len(text), compute_text_digest(text)
+            node.images = self.composer.find_images(text, tail)
         # the images that are new to the session, whose number and bytes are limited
         new_images = {name: images[name] for name in node.images if name in images}
         if unknown := set(node.images) - new_images.keys() - self.images.keys():
@@ -314,31 +311,15 @@ class Session:
                 "served",
                 "messages",
             )
-        call = self._limit_call(node, max_new_tokens, stop, now)
+        self._limit_call(node, max_new_tokens, stop, now)
         self.images |= new_images
-        return self._add_call(call, match, composed.fork_cause, now)
-
-    def place_ids(
-        self,
-        ids: ndarray,
-        *,
-        now: float,
-        max_new_tokens: int = 0,
-        stop: Sequence[str] = (),
-        aside: bool = False,
-    ) -> SessionCall:
-        """Place a call by token ids int32 [P], P >= 1.
-
-        It continues the node with the longest ids that they begin with.  Raises CallRefused.
-        """
-        self.check_may_call(now)
-        ids = np.ascontiguousarray(ids, np.int32)
-        parent = self.tree.find_ids(ids, aside)
-        tail = ids if parent is None else ids[len(parent.build_token_ids()) :]
-        self.composer.require_text(tail)
-        node = CallNode(self.tree.placed, parent, tail, aside)
-        call = self._limit_call(node, max_new_tokens, stop, now)
-        return self._add_call(call, None, "ids" if parent is None else "branch", now)
+        if self.tree.starts_row(node) and self.tree.count_rows():
+            self.tree.forks[composed.fork_cause] += 1
+        self.tree.add(node, match.chains if match else ())
+        self.open_calls[node.number] = node
+        self.calls += 1
+        self.call_at = self.active_at = now
+        return node
 
     def check_may_call(self, now: float) -> None:
         """Raise CallRefused if no further call may begin."""
@@ -363,10 +344,10 @@ class Session:
 
     def _limit_call(
         self, node: CallNode, requested_tokens: int, stop: Sequence[str], now: float
-    ) -> SessionCall:
-        """Make the node a call within the session's limits.  Raises CallRefused."""
+    ) -> None:
+        """Set the limits and the random stream of a call.  Raises CallRefused."""
         limits = self.limits
-        prompt = node.build_prompt()
+        prompt = node.prompt_ids
         if not len(prompt):
             raise CallRefused(400, "empty_prompt", "the prompt has no token: send some text")
         limit = self.ticket.sampling.max_new_tokens
@@ -394,54 +375,25 @@ class Session:
                 raise self._reach_limit("rows", now)
         node.stop = tuple(stop)
         digest = xxhash.xxh3_128_digest(prompt.tobytes())
-        run_bound = not 0 < requested_tokens < limit
+        node.run_bound = not 0 < requested_tokens < limit
+        node.max_new_tokens = limit if node.run_bound else requested_tokens
         # the stream of a sample without an agent for the first call with the ticket's own prompt;
         # otherwise one by the prompt and the number of earlier calls with it, so that it does not
         # depend on the order of other calls
-        earlier, stream_key = self._prompt_counts[digest], 0
+        earlier = self._prompt_counts[digest]
         if earlier or not np.array_equal(prompt, self.own_prompt):
             counted = prompt.tobytes() + earlier.to_bytes(4, "little")
-            stream_key = xxhash.xxh3_64_intdigest(counted) or 1
-        return SessionCall(
-            prompt_ids=prompt,
-            stream_key=stream_key,
-            prompt_digest=digest,
-            max_new_tokens=limit if run_bound else requested_tokens,
-            node=node,
-            run_bound=run_bound,
-        )
-
-    def _add_call(
-        self, call: SessionCall, match: MessageMatch | None, fork_cause: str, now: float
-    ) -> SessionCall:
-        """Record the call as open."""
-        if self.tree.starts_row(call.node) and self.tree.count_rows():
-            self.tree.forks[fork_cause] += 1
-        self.tree.add(call.node, match.chains if match else ())
-        self._prompt_counts[call.prompt_digest] += 1
-        self.open_calls[call.number] = call
-        self.calls += 1
-        self.call_at = self.active_at = now
-        return call
-
-    def restore_call(self, node: CallNode) -> SessionCall:
-        """Put back an answered call of an earlier process."""
-        prompt = node.build_prompt()
-        digest = xxhash.xxh3_128_digest(prompt.tobytes())
-        self.tree.nodes.append(node)
+            node.stream_key = xxhash.xxh3_64_intdigest(counted) or 1
         self._prompt_counts[digest] += 1
-        return SessionCall(
-            prompt_ids=prompt,
-            prompt_digest=digest,
-            stream_key=0,
-            max_new_tokens=len(node.ids),
-            node=node,
-            run_bound=False,
-        )
+
+    def restore_call(self, node: CallNode) -> None:
+        """Put back an answered call of an earlier process."""
+        self.tree.nodes.append(node)
+        self._prompt_counts[xxhash.xxh3_128_digest(node.prompt_ids.tobytes())] += 1
 
     def on_result(
         self,
-        call: SessionCall,
+        call: CallNode,
         ids: ndarray,
         logprobs: ndarray,
         spans: Sequence[VersionSpan],
@@ -452,7 +404,7 @@ class Session:
         support: SampledSupport | None = None,
         routed: RoutedExperts | None = None,
     ) -> CallNode | None:
-        """Record the tokens that the engine sampled for a call; return its node.
+        """Record the tokens that the engine sampled for a call; return the call.
 
         ids: int32 [T]
         logprobs: float32 [T]
@@ -466,9 +418,8 @@ class Session:
         """
         if self.open_calls.pop(call.number, None) is not call:
             raise ProtocolError(f"session {self.name}: call {call.number} was answered before")
-        node = call.node
-        if node.stop:
-            length = self.composer.find_stop(ids, node.stop)
+        if call.stop:
+            length = self.composer.find_stop(ids, call.stop)
             if length is not None:
                 past += len(ids) - length
                 ids, logprobs, finish = ids[:length], logprobs[:length], "stop"
@@ -479,28 +430,28 @@ class Session:
                     if span.start < length
                 ]
         self.tokens += len(ids) + past
-        self.aside += past + (len(ids) if node.aside else 0)
+        self.aside += past + (len(ids) if call.aside else 0)
         self.call_at = self.active_at = max(now, self.active_at)
         if not len(ids):
-            self.tree.nodes.remove(node)
+            self.tree.nodes.remove(call)
             return None
-        node.ids = np.ascontiguousarray(ids, np.int32)
-        node.logprobs = np.ascontiguousarray(logprobs, np.float32)
-        node.spans = list(spans)
-        node.support = support
+        call.ids = np.ascontiguousarray(ids, np.int32)
+        call.logprobs = np.ascontiguousarray(logprobs, np.float32)
+        call.spans = list(spans)
+        call.support = support
         if routed is not None:
             end = len(call.prompt_ids) + len(ids) - 1
-            node.routed = replace(routed, ids=routed.ids[end - node.own_reads : end])
-        node.finish = finish
-        if not node.aside:
+            call.routed = replace(routed, ids=routed.ids[end - call.own_reads : end])
+        call.finish = finish
+        if not call.aside:
             self.shortened = finish == "length" and (call.run_bound or call.cut)
-        if node.chain:
+        if call.chain:
             name = f"{self.name}-{call.number}"
-            self.tree.set_answer(node, self.composer.read(node.ids, node.stop, name))
+            self.tree.set_answer(call, self.composer.read(call.ids, call.stop, name))
         else:  # placed by text or ids: nothing is parsed
-            text = self.composer.decode_visible(node.ids, node.stop)
-            node.answer = {"role": "assistant", "content": text}
-        return node
+            text = self.composer.decode_visible(call.ids, call.stop)
+            call.answer = {"role": "assistant", "content": text}
+        return call
 
     # ---- requests and their retries --------------------------------------------------------------
 
@@ -600,7 +551,7 @@ class Session:
             f"{self.limits.grace_s:g} s",
         )
 
-    def _cancel_call(self, call: SessionCall) -> None:
+    def _cancel_call(self, call: CallNode) -> None:
         if not call.cut:
             call.cut = True
             self.cuts.append(call)
@@ -782,7 +733,7 @@ class SessionPlayer:
 
     def place_observation(
         self, session: Session, obs: str | list[Message], tools: Tools, now: float
-    ) -> SessionCall:
+    ) -> CallNode:
         """Place the call that answers an observation.
 
         Without a template the prompt is the ids so far and the observation's.  Raises CallRefused.
@@ -805,20 +756,6 @@ class SessionPlayer:
         if self.templated:
             assert node.answer is not None
             self.history = [*self.history, node.answer]
-
-
-class SessionPlayers:
-    """The players in a session's environment; `active` has the turn."""
-
-    def __init__(self, templated: bool) -> None:
-        self.policy = self.active = SessionPlayer(templated)
-        self.opponent = SessionPlayer(templated, 1)
-
-    def set_turn(self, game: int) -> None:
-        """Give the turn to the player of `game`; a new game has a new opponent."""
-        if game not in (0, self.opponent.game):
-            self.opponent = SessionPlayer(self.policy.templated, game)
-        self.active = self.opponent if game else self.policy
 
 
 def restore_own_answers(messages: Messages, ours: Mapping[int, CallNode]) -> list[Message]:

@@ -11,12 +11,13 @@ from typing import Literal
 
 import msgspec
 
+from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat, find_parser
 from actors.gateway.environment_pool import EnvironmentPool
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
 from actors.gateway.refusals import CallRefused
 from actors.gateway.service import build_limits, compute_env_seed
-from actors.gateway.sessions import Session, SessionCall, SessionPlayers
+from actors.gateway.sessions import Session, SessionPlayer
 from actors.rewards import judge_all
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -100,8 +101,8 @@ class ModelPlayer:
         self.stops = tokenizers.collect_stop_tokens(tokenizer, config)
         parser, history = find_parser(config.agent.parser), config.agent.history
         self.chat = ChatFormat(tokenizer, self.stops, parser=parser, history=history)
-        templated = tokenizers.has_template(config.model.path)
-        if config.agent.tools and not templated:
+        self.templated = tokenizers.has_template(config.model.path)
+        if config.agent.tools and not self.templated:
             raise ConfigError(
                 f"agent.tools: the tokenizer in {config.model.path} has no chat template, which "
                 "defines how a model calls tools"
@@ -115,14 +116,16 @@ class ModelPlayer:
             own_prompt=tokenizers.encode_prompt(tokenizer, ticket.prompt),
             opened=time.monotonic(),
         )
-        self.sides = SessionPlayers(templated)
-        self.call: SessionCall | None = None
+        self.players: dict[int, SessionPlayer] = {}  # by their games
+        self.active: SessionPlayer  # has the turn
+        self.call: CallNode | None = None
 
     def receive_event(self, event: EnvironmentEvent, tools: list[JsonObject]) -> tuple[int, bool]:
-        self.sides.set_turn(event.asked)
+        player = SessionPlayer(self.templated, event.asked)
+        self.active = self.players.setdefault(event.asked, player)
         now = time.monotonic()
         sequences = self.session.tree.count_rows()
-        self.call = self.sides.active.place_observation(self.session, event.obs, tools, now)
+        self.call = self.active.place_observation(self.session, event.obs, tools, now)
         return len(self.call.prompt_ids), self.session.tree.count_rows() > sequences > 0
 
     def answer(self) -> PlayerAnswer | None:
@@ -160,7 +163,7 @@ class ModelPlayer:
         )
         if node is None:
             return None
-        self.sides.active.on_answer(node)
+        self.active.on_answer(node)
         text = self.chat.decode_visible(completion.tokens)
         message = node.answer or {"role": "assistant", "content": text}
         return PlayerAnswer(text, message, [int(token) for token in completion.tokens])

@@ -332,7 +332,7 @@ def test_the_pool_grows_while_answers_wait_and_cores_are_idle(
     monkeypatch.setattr(rewards, "GROW_S", 0.0)
     monkeypatch.setattr(rewards, "GROW_CALLS", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
-    monkeypatch.setattr(rewards, "make_idle_core_counter", lambda: lambda: 2.0)
+    monkeypatch.setattr(rewards, "count_idle_cores", lambda: 2.0)
     r = runner("mine:reward", workers="auto")
     assert len(r.processes) == 1
     for i in range(9):
@@ -341,7 +341,7 @@ def test_the_pool_grows_while_answers_wait_and_cores_are_idle(
     until(lambda: len(r.processes) == 3)
     Path("gate").touch()
     assert len(collected(r, 9)) == 9 and len(r.processes) == 3, "never more than cores"
-    monkeypatch.setattr(rewards, "make_idle_core_counter", lambda: lambda: 0.0)
+    monkeypatch.setattr(rewards, "count_idle_cores", lambda: 0.0)
     busy = runner("mine:reward", workers="auto")
     judge(busy, *["a"] * 50)
     assert len(busy.processes) == 1
@@ -363,7 +363,8 @@ def test_when_a_pool_measures_whether_it_should_grow(monkeypatch: pytest.MonkeyP
     pool.workers = [begun, begun]
     pool.make = lambda index: f"new {index}"
     pool.queue, pool.suspects = deque([1]), deque()
-    pool.cores, pool.idle_cores, pool.rate_before = 8, lambda: 4.0, 0.5
+    monkeypatch.setattr(rewards, "count_idle_cores", lambda: 4.0)
+    pool.cores, pool.rate_before = 8, 0.5
     grow_s, calls, most_s = rewards.GROW_S, rewards.GROW_CALLS, rewards.GROW_MOST_S
 
     def measure(spent: float, done: int) -> bool:
@@ -389,15 +390,14 @@ def test_when_a_pool_measures_whether_it_should_grow(monkeypatch: pytest.MonkeyP
     begun.units = [1, 2, 3]
     assert pool.count_waiting() == 4
     sent: list[Any] = []
-    monkeypatch.setattr(rewards, "_estimate_bytes", len)
     pool._send = lambda *given: sent.append(given)
     full, free = (Mock(**vars(begun), is_reserved=False, bytes=0) for _ in range(2))
     full.ready = free.ready = True
     pool.workers, pool.unit_s, free.units = [full, free], 0.0, []
     pool.suspects.extend("ab")
     pool._feed()
-    assert sent == [(free, [["a"]])] and free.is_reserved and not full.is_reserved
-    assert pool.suspects == deque("b") and (full.bytes, free.bytes) == (0, 1)
+    assert sent == [(free, ["a"])] and free.is_reserved and not full.is_reserved
+    assert pool.suspects == deque("b")
 
 
 def test_what_becomes_of_a_reply_and_of_the_work_of_a_lost_process() -> None:
@@ -477,7 +477,8 @@ def test_how_a_pool_shares_out_its_work() -> None:
     one.send.assert_called_once_with([RewardUnit(1, [jobs[0].call])])
     assert fed(one, two, unit_s=rewards.AHEAD_S / 2, queue=3) == [[[0], [0], [2]], [[1], [1]]]
     one.restart_clock.assert_called_once_with()
-    one.send.assert_called_with([RewardUnit(3, [jobs[0].call]), RewardUnit(4, [jobs[2].call])])
+    later = [given.args[0] for given in one.send.call_args_list[1:]]
+    assert later == [[RewardUnit(3, [jobs[0].call])], [RewardUnit(5, [jobs[2].call])]]
     assert fed(process(window=2), process()) == [[[0], [1]], [[2]]]
     assert fed(process(batched=True), process(batched=True)) == [[[0, 1, 2]], [[3, 4]]]
     full = process(bytes=rewards.AHEAD_BYTES + 1)
@@ -610,23 +611,7 @@ def test_anything_else_is_refused(value: Any) -> None:
 def test_idle_cores_are_this_processs_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
     import psutil
 
-    class Core(tuple[float, ...]):
-        """user, seven others, guest: the idle time is the fourth."""
-
-        @property
-        def idle(self) -> float:
-            return self[3]
-
-    def core(user: float, idle: float) -> Core:
-        return Core((user, 0.0, 0.0, idle, 0.0, 0.0, 0.0, 0.0, user))
-
-    readings = [
-        [core(0.0, 0.0), core(0.0, 0.0), core(0.0, 0.0)],
-        [core(8.0, 0.0), core(6.0, 2.0), core(0.0, 8.0)],
-        [core(8.0, 4.0), core(6.0, 2.0), core(0.0, 9.0)],
-    ]
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: readings.pop(0))
-    idle = rewards.make_idle_core_counter()
-    assert idle() == pytest.approx(0.25), "none of core 0, a quarter of core 1; core 2 is another's"
-    assert idle() == pytest.approx(1.0), "all of core 0 since then; core 1 has no new reading"
+    idle = [SimpleNamespace(idle=share) for share in (0.0, 25.0, 100.0)]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 7})
+    monkeypatch.setattr(psutil, "cpu_times_percent", lambda percpu: idle)
+    assert rewards.count_idle_cores() == 0.25, "core 2 is another's"

@@ -16,11 +16,11 @@ from process_kit import ROOT
 from pushed_kit import Commands
 
 from actors.gateway.agents.session_messages import SessionAccess, SessionOrders, SessionResult
+from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import parse_hermes
 from actors.gateway.endpoint import web
 from actors.gateway.endpoint.requests import ParsedRequest
 from actors.gateway.endpoint.web import OpenedSession
-from actors.gateway.sessions import SessionCall
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.messages import Prompt
 
@@ -68,7 +68,7 @@ class Ended:
         """Of its calls."""
         session = self.opened.session
         text = self.opened.session.composer.decode_text
-        return [text(node.build_prompt().tolist()) for node in session.tree.nodes]
+        return [text(node.prompt_ids.tolist()) for node in session.tree.nodes]
 
 
 class Runner:
@@ -92,7 +92,7 @@ class Runner:
         ended = Ended(opened, SessionResult(0, "failed"))
         left = [*answers]
 
-        def answer(call: SessionCall) -> str:
+        def answer(call: CallNode) -> str:
             prompt = opened.session.composer.decode_text(call.prompt_ids.tolist())
             aside = next((asides[text] for text in asides if text in prompt), None)
             return aside or (left.pop(0) if len(left) > 1 else left[0])

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,7 +15,8 @@ from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat, Parser
 from actors.gateway.endpoint.requests import RequestPolicy
 from actors.gateway.endpoint.web import Endpoint, OpenedSession
-from actors.gateway.sessions import Session, SessionCall, SessionLimits
+from actors.gateway.sessions import Session, SessionLimits
+from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.messages import Prompt, SamplingSettings, Ticket, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.transport.http_server import ListenAddress
@@ -56,6 +57,12 @@ def tokenizer(template: str) -> Any:
     )
 
 
+def build_policy(
+    stops: Iterable[int] = (), vocabulary: int = 0, images: bool = False, **agent: Any
+) -> RequestPolicy:
+    return RequestPolicy(AgentConfig(**agent), vocabulary, frozenset(stops), images)
+
+
 class Scripted:
     """A service whose engine draws what `say` returns for a call, one token a character (or a list
     of tokens), when the gate is open."""
@@ -72,13 +79,13 @@ class Scripted:
         self.is_over = self.is_ending = False
         self.tokenizer = tokens or tokenizer(CHATML)
         stop = self.tokenizer.convert_tokens_to_ids([self.tokenizer.eos_token, "<|im_end|>"])
-        self.request_policy = RequestPolicy(stops=frozenset(stop), **request_policy)
+        self.request_policy = build_policy(stops=stop, **request_policy)
         self.chat = ChatFormat(self.tokenizer, stop, parser=parser)
         self.limits = limits
         self.sessions: dict[str, OpenedSession] = {}
         self.leases: dict[str, OpenedSession] = {}
         self.free = 0  # samples that may be leased
-        self.say: Callable[[SessionCall], str | list[str]] = lambda call: f"answer {call.number}"
+        self.say: Callable[[CallNode], str | list[str]] = lambda call: f"answer {call.number}"
         self.gate = asyncio.Event()
         self.gate.set()
         self.drawn: list[int] = []
@@ -111,7 +118,7 @@ class Scripted:
             self.leases[lease] = self.open()
         return self.leases[lease]
 
-    async def draw(self, session: Session, call: SessionCall) -> CallNode | None:
+    async def draw(self, session: Session, call: CallNode) -> CallNode | None:
         while not self.gate.is_set() and not call.cut:
             await asyncio.sleep(0.002)
         text = self.say(call)
@@ -119,8 +126,8 @@ class Scripted:
         finish = "stop"
         if len(ids) >= call.max_new_tokens:
             ids, finish = ids[: call.max_new_tokens], "length"
-        elif any(stop in text for stop in call.node.stop):
-            end = min(text.index(stop) + len(stop) for stop in call.node.stop if stop in text)
+        elif any(stop in text for stop in call.stop):
+            end = min(text.index(stop) + len(stop) for stop in call.stop if stop in text)
             ids = ids[:end]
         elif call.cut:
             finish = "length"

@@ -26,10 +26,8 @@ class Commands:
     def __init__(self, path: Path, agent: AgentConfig = PROGRAM) -> None:
         self.log = path / "agent-0.log"
         passed = ["PIDS", "PYTHON", "ASKS", "GIVEN_*"]
-        setup = AgentSetup(
-            agent.command, agent.function, str(self.log), passed, agent.env, agent.args
-        )
-        self.worker = _AgentProcess(agent, msgspec.msgpack.encode(setup))
+        agent = msgspec.structs.replace(agent, env_pass=passed)
+        self.worker = _AgentProcess(AgentSetup(agent, str(self.log)))
         self.lefts: dict[int, SessionResult] = {}
 
     def begin(self, number: int, kind: str, url: str = "http://a/s/1.2.3", key: str = "k") -> None:

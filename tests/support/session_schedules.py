@@ -96,7 +96,7 @@ class Drive:
         self.replaced = ""
 
     def locate(self, session: int, _: float) -> EnvironmentPlace:
-        return EnvironmentPlace(session, 0.0, "", math.inf)
+        return EnvironmentPlace(session, "", math.inf)
 
     def reset(self, op: EnvironmentOperation) -> None:
         self.processes.add(op.session)
@@ -161,8 +161,10 @@ class Source(environment_sessions.EnvironmentSource):
         nodes = [node for node in session.tree.nodes if node.is_answered]
         r = self.gateway.world.r
         if nodes and r.random() < self.gateway.world.fork_share:
-            before = r.choice([node.build_token_ids for node in nodes] + [nodes[0].build_prompt])
-            player: Any = self.states[session.number].players.active
+            before = r.choice(
+                [node.build_token_ids for node in nodes] + [lambda: nodes[0].prompt_ids]
+            )
+            player: Any = self.states[session.number].active
             player.last_node = SimpleNamespace(build_token_ids=before)
             obs = obs or "="
         super().place_call(session, obs)
@@ -611,7 +613,7 @@ def drawn_at_once(self: service.Gateway, session: Session) -> None:
     announced = self.schedule.announced
     assert announced is not None
     for number in [x for x, each in self.calls.items() if each.session is session]:
-        call = self.deferred_calls.pop(number)
+        call = self.calls[number].request
         self.world.placed[call.id] = session.ticket.attempt
         self.router.submit(msgspec.structs.replace(call, min_version=announced.label))
 

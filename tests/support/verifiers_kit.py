@@ -9,9 +9,10 @@ from gateway_kit import Served
 from pushed_kit import Commands
 
 from actors.gateway.agents.session_messages import SessionAccess, SessionOrders, SessionResult
+from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import parse_hermes
 from actors.gateway.endpoint.web import OpenedSession
-from actors.gateway.sessions import SessionCall, SessionLimits
+from actors.gateway.sessions import SessionLimits
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config, ModelConfig, TaskConfig
 from asyncrl.contract.messages import Prompt
@@ -52,7 +53,7 @@ class Bench:
         opened = self.served.do(open_ or self.served.service.open)
         left = [*answers]
 
-        def say(call: SessionCall) -> str:
+        def say(call: CallNode) -> str:
             return left.pop(0)
 
         self.served.service.say = say
@@ -80,4 +81,4 @@ class Bench:
 
     def texts(self, opened: OpenedSession) -> list[str]:
         decode = opened.session.composer.decode_text
-        return [decode(node.build_prompt().tolist()) for node in opened.session.tree.nodes]
+        return [decode(node.prompt_ids.tolist()) for node in opened.session.tree.nodes]

@@ -139,11 +139,11 @@ class AgentProgram:
             task.write_text(json.dumps(sample), encoding="utf-8")
             with task.open("rb") as stdin:
                 self.process = subprocess.Popen(
-                    setup.command,
+                    setup.agent.command,
                     stdin=stdin,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    env=select_inherited(setup.env_pass)
+                    env=select_inherited(setup.agent.env_pass)
                     | {
                         "OPENAI_BASE_URL": seat.base_url,
                         "OPENAI_API_KEY": seat.api_key,
@@ -275,13 +275,6 @@ class AgentPrograms:
         self.log.write(head, *map(bytes, program.printed))
         send(self.wire, result)
 
-    def apply_orders(self, orders: SessionOrders) -> None:
-        """Start and stop the programs that the gateway orders."""
-        for seat in orders.seats:
-            self.start(seat)
-        for number in orders.stop:
-            self.stop(number)
-
     def step(self) -> bool:
         """Handle the events until the next deadline; False when the gateway has ended."""
         deadlines = [program.kill_at for program in self.running.values() if program.kill_at]
@@ -296,7 +289,11 @@ class AgentPrograms:
                 is_open = is_open and bool(data)  # the gateway has closed the socket
                 self.incoming += data
                 for payload in worker_pool.take_frames(self.incoming):
-                    self.apply_orders(msgspec.msgpack.decode(payload, type=SessionOrders))
+                    orders = msgspec.msgpack.decode(payload, type=SessionOrders)
+                    for seat in orders.seats:
+                        self.start(seat)
+                    for number in orders.stop:
+                        self.stop(number)
                 continue
             program, stream = key.data
             if program.seat.number not in self.running:
@@ -323,17 +320,12 @@ def serve(wire: socket.socket) -> None:
     # no signal when the gateway ends: the socket closes then, and the programs must end first
     _libc.prctl(PR_SET_PDEATHSIG, 0)
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    incoming = bytearray()
-    while not (payloads := list(worker_pool.take_frames(incoming))):
-        if not (data := wire.recv(CHUNK)):
-            return
-        incoming += data
-    programs = AgentPrograms(wire, msgspec.msgpack.decode(payloads[0], type=AgentSetup))
-    programs.incoming = incoming
+    size = int.from_bytes(wire.recv(4, socket.MSG_WAITALL), "big")
+    if not (setup := wire.recv(size, socket.MSG_WAITALL)):
+        return
+    programs = AgentPrograms(wire, msgspec.msgpack.decode(setup, type=AgentSetup))
     send(wire, SessionResult(-1, "ready"))
     try:
-        for payload in payloads[1:]:
-            programs.apply_orders(msgspec.msgpack.decode(payload, type=SessionOrders))
         while programs.step():
             pass
     finally:

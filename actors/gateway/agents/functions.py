@@ -145,11 +145,12 @@ def serve(wire: socket.socket) -> None:
     """Run sessions until the other side closes the socket."""
     stream = wire.makefile("rb")
     setup = msgspec.msgpack.decode(read_frame(stream) or b"", type=AgentSetup)
+    agent = setup.agent
     try:
         function = (
-            self_playing.load(setup.env, setup.args).play
-            if setup.env
-            else import_function(setup.function, "agent.function")
+            self_playing.load(agent.env, agent.args).play
+            if agent.env
+            else import_function(agent.function, "agent.function")
         )
     except ConfigError as error:
         send(wire, SessionResult(-1, "broken", why=str(error)))

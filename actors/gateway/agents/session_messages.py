@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from actors.reward_worker import check_value
+from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.messages import Numbers, Prompt
 from asyncrl.contract.printable import describe_exception, get_first_line
 from asyncrl.records import private
@@ -29,19 +30,10 @@ NO_REWARD = "ended and gave no reward"
 
 
 class AgentSetup(Struct, frozen=True):
-    """The first message.
+    """The first message; log: the file for agents' output."""
 
-    log: the file for agents' output
-    env_pass: patterns of the variables that programs inherit
-    env, args: agent.env and agent.args, for an environment that calls the policy itself
-    """
-
-    command: list[str]
-    function: str
+    agent: AgentConfig
     log: str
-    env_pass: list[str] = []
-    env: str = ""
-    args: dict[str, Any] = {}
 
 
 class SessionAccess(Struct, frozen=True, array_like=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -55,9 +56,9 @@ def build_answer(
     body |= _build_versions(node)
     if parsed.token_ids:
         body["token_ids"] = node.ids.tolist()
-        body["prompt_token_ids"] = node.build_prompt().tolist()
+        body["prompt_token_ids"] = node.prompt_ids.tolist()
     head = {"id": name, "object": kind, "created": created, "model": parsed.model}
-    usage = _count_usage(node)
+    usage = count_usage(len(node.prompt_ids), len(node.ids))
     if not parsed.stream:
         return _encode({**head, "choices": [body], "usage": usage})
     chunks = [{**head, "choices": [choice]} for choice in _split_choice(parsed, body)]
@@ -71,7 +72,11 @@ def _build_translated(
 ) -> bytes:
     """Do the same as `build_answer` for /v1/messages and /v1/responses."""
     choice = _build_chat_choice(parsed, node, decode)
-    completion = (choice["message"], choice["finish_reason"], _count_usage(node))
+    completion = (
+        choice["message"],
+        choice["finish_reason"],
+        count_usage(len(node.prompt_ids), len(node.ids)),
+    )
     head = {"id": name, "model": parsed.model, "created": created}
     if parsed.kind == "messages":
         sampled = decode([int(token) for token in node.ids])
@@ -96,8 +101,8 @@ def _build_versions(node: CallNode) -> JsonObject:
     return {"weight_versions": [dict(zip(keys, span, strict=True)) for span in spans]}
 
 
-def _count_usage(node: CallNode) -> dict[str, int]:
-    prompt, completion = len(node.build_prompt()), len(node.ids)
+def count_usage(prompt: int, completion: int) -> dict[str, int]:
+    """Describe the numbers of tokens of prompts and completions."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -151,13 +156,18 @@ def _build_text_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> J
     }
     if parsed.logprobs:
         tokens = [decode([int(token)]) for token in node.ids]
-        choice["logprobs"] = {
-            "tokens": tokens,
-            "token_logprobs": [float(logprob) for logprob in node.logprobs],
-            "top_logprobs": None,
-            "text_offset": [sum(map(len, tokens[:index])) for index in range(len(tokens))],
-        }
+        choice["logprobs"] = build_columns(tokens, node.logprobs.tolist())
     return choice
+
+
+def build_columns(tokens: list[str], logprobs: list[Any], likely: Any = None) -> JsonObject:
+    """Build the log-probabilities of a text completion, likely: the most likely tokens."""
+    return {
+        "tokens": tokens,
+        "token_logprobs": logprobs,
+        "top_logprobs": likely,
+        "text_offset": [sum(map(len, tokens[:index])) for index in range(len(tokens))],
+    }
 
 
 def _build_tokens_body(parsed: ParsedRequest, node: CallNode, name: str) -> JsonObject:
@@ -183,8 +193,8 @@ def _build_tokens_body(parsed: ParsedRequest, node: CallNode, name: str) -> Json
     return {
         "request_id": name,
         "choices": [choice],
-        "prompt_token_ids": node.build_prompt().tolist() if parsed.token_ids else None,
-        "usage": _count_usage(node),
+        "prompt_token_ids": node.prompt_ids.tolist() if parsed.token_ids else None,
+        "usage": count_usage(len(node.prompt_ids), len(node.ids)),
     }
 
 

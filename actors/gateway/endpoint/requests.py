@@ -26,6 +26,7 @@ from actors.gateway.call_tree import Message, Tools
 from actors.gateway.chat import make_mark, normalize_messages
 from actors.gateway.endpoint import anthropic, responses
 from actors.gateway.refusals import CallRefused, build_refusal, take
+from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES, Blobs, digest
 from asyncrl.contract.messages import MOST_GRAMMAR, SamplingSettings
 from asyncrl.models import pictures
@@ -305,16 +306,10 @@ STOP_CHARACTERS = 256
 
 @dataclass(frozen=True)
 class RequestPolicy:
-    """The run's treatment of a request's options: the config's section [agent]."""
+    """The run's treatment of a request's options."""
 
-    model: str = "policy"  # the model name of trained calls
-    # calls for another name are excluded from training, trained, or answered with 404
-    other_models: Literal["aside", "train", "refuse"] = "aside"
-    sampling: Literal["ignore", "refuse"] = "ignore"  # a client's temperature, top_p, top_k, seed
+    agent: AgentConfig
     vocabulary: int = 0  # upper bound of token ids; 0: not known
-    # a format or tool that the answer must have
-    forced: Literal["ignore", "refuse", "constrain"] = "ignore"
-    parser: str = "hermes"  # that reads tool calls from an answer
     stops: frozenset[int] = frozenset()  # token ids that end an answer in this run
     images: bool = False  # whether the model reads images
 
@@ -383,6 +378,7 @@ def parse_request(
     kind: Kind, body: Options, policy: RequestPolicy, run: SamplingSettings
 ) -> ParsedRequest:
     """Parse a body of an API.  Raises CallRefused."""
+    agent = policy.agent
     images: ImageBlobs = {}
     if policy.images:
         # each image becomes a text part with its digest, so that messages are compared as text
@@ -439,14 +435,14 @@ def parse_request(
     usage = _parse_flag(take(options, "stream_options", dict), "include_usage")
     if stream and kind == "ids":
         raise build_refusal("stream", "the token route does not stream", "unsupported_parameter")
-    model = options.get("model", policy.model)
+    model = options.get("model", agent.model)
     if not isinstance(model, str):
         raise build_refusal("model", "give its name as text")
-    if model != policy.model and policy.other_models == "refuse":
+    if model != agent.model and agent.other_models == "refuse":
         raise CallRefused(
             404,
             "model_not_found",
-            f"there is no model {model!r}: use {policy.model!r} (agent.other_models = refuse)",
+            f"there is no model {model!r}: use {agent.model!r} (agent.other_models = refuse)",
             "model",
         )
     mark = take(options, "metadata", dict).get("asyncrl")
@@ -454,8 +450,8 @@ def parse_request(
         raise build_refusal("metadata", f'asyncrl = {mark!r:.80}: the only valid value is "aside"')
     prompt = _parse_prompt(kind, options, policy)
     grammar = ""
-    if policy.forced == "constrain":
-        grammar = build_grammar(options, prompt.get("tools", ()), policy.parser)
+    if agent.forced == "constrain":
+        grammar = build_grammar(options, prompt.get("tools", ()), agent.parser)
         if grammar:
             ignored = [name for name in ignored if name != PARALLEL]
     return ParsedRequest(
@@ -465,7 +461,7 @@ def parse_request(
         grammar=grammar,
         max_new_tokens=_parse_max_tokens(options),
         stop=parse_stops(options.get("stop")),
-        aside=(model != policy.model and policy.other_models == "aside") or mark == "aside",
+        aside=(model != agent.model and agent.other_models == "aside") or mark == "aside",
         stream=stream,
         usage=usage,
         logprobs=_parse_logprobs(kind, options),
@@ -485,13 +481,13 @@ def _forces(name: str, value: Any, policy: RequestPolicy) -> bool:
         and not (name == "tool_choice" and isinstance(value, str))
     ):
         raise build_refusal(name, f"{value!r:.80}: give an object")
-    if policy.forced == "constrain":
+    if policy.agent.forced == "constrain":
         if name.startswith(GUIDED):
             raise build_refusal(
                 name, "is not served: give structured_outputs", "unsupported_parameter"
             )
         return False
-    if policy.forced == "refuse":
+    if policy.agent.forced == "refuse":
         raise build_refusal(
             name,
             f"{value!r:.80} is not served, as an answer's form cannot be forced (agent.forced = "
@@ -506,7 +502,7 @@ def _samples_otherwise(name: str, value: Any, policy: RequestPolicy, run: Sampli
     run_values = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
     if name in run_values and value == run_values[name]:
         return False
-    if policy.sampling == "refuse":
+    if policy.agent.sampling == "refuse":
         value_of_run = f", {run_values[name]:g}" if name in run_values else ""
         raise build_refusal(
             name,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actors.gateway.call_tree import Message, join_text
+from actors.gateway.call_tree import Message
+from actors.gateway.chat import read_text
 from actors.gateway.endpoint.anthropic import convert_tools
 from actors.gateway.refusals import build_refusal, take
 from asyncrl.records.jsonl import JsonObject
@@ -41,9 +42,8 @@ def to_chat(body: Mapping[str, Any]) -> JsonObject:
         # the text and the calls of an answer are separate items that become one message
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message" and isinstance(item.get("role"), str):
-            messages.append(
-                {"role": item["role"], "content": _join_text(location, item.get("content"))}
-            )
+            content = read_text(location, item.get("content"))
+            messages.append({"role": item["role"], "content": content})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -54,7 +54,7 @@ def to_chat(body: Mapping[str, Any]) -> JsonObject:
                 "tool_calls": [*messages[-1].get("tool_calls", ()), call],
             }
         elif kind == "function_call_output":
-            result = _join_text(location, item.get("output"))
+            result = read_text(location, item.get("output"))
             messages.append(
                 {"role": "tool", "tool_call_id": item.get("call_id"), "content": result}
             )
@@ -65,13 +65,6 @@ def to_chat(body: Mapping[str, Any]) -> JsonObject:
     request["text.format"] = take(body, "text", dict).get("format")
     request["tool_choice"] = body.get("tool_choice")
     return request | convert_tools(body, "function", "parameters")
-
-
-def _join_text(location: str, content: Any) -> str:
-    try:
-        return join_text(content)
-    except ValueError as error:
-        raise build_refusal(location, str(error)) from error
 
 
 def build_response(

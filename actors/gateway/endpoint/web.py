@@ -22,7 +22,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
@@ -31,7 +31,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.gateway.endpoint import replies
 from actors.gateway.endpoint.requests import PREFIX, Kind, ParsedRequest, decode_body, parse_request
@@ -40,7 +40,7 @@ from actors.gateway.refusals import TOO_LONG, CallRefused, build_too_long_error
 from actors.gateway.sessions import HarnessRequest
 from asyncrl.contract import outcomes
 from asyncrl.transport import http_server
-from asyncrl.transport.http_server import BoundedConnection, HttpServer, ListenAddress, authorize
+from asyncrl.transport.http_server import HttpServer, ListenAddress, authorize
 
 if TYPE_CHECKING:
     from actors.gateway.session_api import SessionApi
@@ -68,7 +68,6 @@ class WebApp:
         self.placing: dict[HarnessRequest, asyncio.Task[None]] = {}
         self.drawing: dict[HarnessRequest, asyncio.Task[None]] = {}
         self.threads = ThreadPoolExecutor(THREADS, "prompts")
-        self.errors: dict[HarnessRequest, CallRefused] = {}
         session, call = self._make_session_route, self._make_call_route
         # tried in this order: the frequent ones first
         posts = {
@@ -151,7 +150,7 @@ class WebApp:
                 "attempt": session.attempt,
                 "first": session.first,
                 "deadline_s": session.limits.deadline_s,
-                "model": self.service.request_policy.model,
+                "model": self.service.request_policy.agent.model,
             }
         )
 
@@ -212,7 +211,7 @@ class WebApp:
 
     async def _list_models(self, request: Request) -> Response:
         context = self._authorize_session(request).session.limits.context
-        return list_models(request, self.service.request_policy.model, context)
+        return list_models(request, self.service.request_policy.agent.model, context)
 
     async def _count_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt without a call."""
@@ -227,7 +226,7 @@ class WebApp:
             return JSONResponse({"input_tokens": await self._run_in_thread(len(body), count)})
 
     def _make_call_route(self, kind: Kind) -> RouteFunction:
-        async def route(request: Request) -> CallReply:
+        async def route(request: Request) -> ASGIApp:
             """Begin a call, or join the one that this request repeats.  Raises CallRefused."""
             opened = self._authorize_session(request)
             session, headers = opened.session, request.headers
@@ -249,7 +248,7 @@ class WebApp:
             except CallRefused as refused:
                 session.refusals.add(refused)
                 raise
-            return CallReply(self, opened, harness_request, parsed)
+            return partial(self._reply, opened, harness_request, parsed)
 
         return route
 
@@ -292,30 +291,30 @@ class WebApp:
         because each may continue the earlier ones.  Raises CallRefused.
         """
         session, now = opened.session, self.service.current_time
-        options: dict[str, Any] = {
-            "max_new_tokens": parsed.max_new_tokens,
-            "stop": parsed.stop,
-            "aside": parsed.aside,
-        }
         try:
             self._require_running()
             session.check_may_call(now())
-            if parsed.ids is not None:
-                call = session.place_ids(parsed.ids, now=now(), **options)
-            else:
-                session.composing += 1
-                try:
-                    async with opened.composing:
-                        draft = (
-                            session.draft_text(parsed.text)
-                            if parsed.kind == "text"
-                            else session.draft(parsed.messages, parsed.tools, parsed.aside)
-                        )
-                        composed = await self._run_in_thread(size, draft)
-                finally:
-                    session.composing -= 1
-                # no await since the lock's release: the next call is drafted after this is accepted
-                call = session.accept(composed, now=now(), images=parsed.images, **options)
+            session.composing += 1
+            try:
+                async with opened.composing:
+                    if parsed.ids is not None:
+                        draft = session.draft_ids(parsed.ids, parsed.aside)
+                    elif parsed.kind == "text":
+                        draft = session.draft_text(parsed.text)
+                    else:
+                        draft = session.draft(parsed.messages, parsed.tools, parsed.aside)
+                    composed = await self._run_in_thread(size, draft)
+            finally:
+                session.composing -= 1
+            # no await since the lock's release: the next call is drafted after this is accepted
+            call = session.accept(
+                composed,
+                now=now(),
+                max_new_tokens=parsed.max_new_tokens,
+                stop=parsed.stop,
+                aside=parsed.aside,
+                images=parsed.images,
+            )
             call.grammar = parsed.grammar
             harness_request.call = call
         except BaseException as error:
@@ -350,100 +349,91 @@ class WebApp:
             # before it is sent to a client
             opened.file.append_answer(session, harness_request)
         except Exception as error:
-            reason = f"the gateway failed: {type(error).__name__}: {error}"
-            refused = error if isinstance(error, CallRefused) else None
-            refused = refused or CallRefused(500, "gateway", reason)
+            refused = harness_request.refused = as_refusal(error)
             session.forget(harness_request)  # the same request again is a new one
             session.refusals.add(refused)
-            if harness_request.connections > 0:
-                self.errors[harness_request] = refused
             if refused is not error:
                 raise
         finally:
             self.drawing.pop(harness_request, None)
 
+    async def _reply(
+        self,
+        opened: OpenedSession,
+        harness_request: HarnessRequest,
+        parsed: ParsedRequest,
+        scope: Scope,
+        _: Receive,
+        send: Send,
+    ) -> None:
+        """Send the answer to a call on one connection, complete or as a stream.
 
-@dataclass(eq=False)
-class CallReply:
-    """The answer to a call on one connection, complete or as a stream.
+        It replaces StreamingResponse, because a retry needs to know whether the whole answer was
+        sent. It also saves the task that watches for a disconnect: 2 instead of 75 us of CPU time a
+        response (docs/log/agents.md).
+        """
+        connection, stream = scope["asyncrl.connection"], parsed.stream
 
-    It replaces StreamingResponse, because a retry needs to know whether the whole answer was sent.
-    It also saves the task that watches for a disconnect: 2 instead of 75 us of CPU time a response
-    (docs/log/agents.md).
-    """
+        async def send_head(status: int, headers: Mapping[str, str]) -> None:
+            if parsed.ignored:
+                headers = {**headers, "x-asyncrl-ignored": ", ".join(parsed.ignored)}
+            raw = [
+                (
+                    name.encode(),
+                    "".join(c if " " <= c <= "~" else "?" for c in value)[:1000].encode(),
+                )
+                for name, value in headers.items()
+            ]
+            await send({"type": "http.response.start", "status": status, "headers": raw})
 
-    web: WebApp
-    opened: OpenedSession
-    harness_request: HarnessRequest
-    parsed: ParsedRequest
+        async def send_part(body: bytes, *, more_body: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sent = False
         try:
-            sent = await self._send(scope["asyncrl.connection"], send)
-        finally:
-            now = self.web.service.current_time()
-            session = self.opened.session
-            session.on_connection_closed(self.harness_request, now, sent=sent)
-            if not sent:
-                self.web.service.on_change(session)
-            else:
-                self.opened.file.append_sent(self.harness_request)
-            if self.harness_request.connections <= 0:
-                self.web.errors.pop(self.harness_request, None)
-
-    async def _send(self, connection: BoundedConnection, send: Send) -> bool:
-        """Send the answer; False when the connection closed before its end."""
-        stream = self.parsed.stream
-        if stream:
-            headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
-            await self._send_head(send, 200, headers)
-            await send(_build_body_part(replies.KEEP_ALIVE))
-        while (task := self.web.drawing.get(self.harness_request)) is not None:
-            await asyncio.wait(
-                (task, connection.closed),
-                timeout=KEEP_ALIVE_S if stream else None,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if connection.is_closed:
-                return False
-            if stream and not task.done():
-                await send(_build_body_part(replies.KEEP_ALIVE))
-        if connection.is_closed:
-            return False
-        answer, status, headers = self.harness_request.answer, 200, dict[str, str]()
-        if answer is None:
-            refused = self.web.errors[self.harness_request]
-            body, headers = replies.build_error(refused)
-            event = b""
-            if self.parsed.kind == "messages":  # Anthropic's clients expect both
-                body["type"], event = "error", b"event: error\n"
-            answer, status = json.dumps(body).encode(), refused.status
             if stream:
-                answer = event + b"data: " + answer + b"\n\n"
-        if stream:
-            connection.coalescing.hold()  # the last part goes out with the end of the stream
-        else:
-            headers |= {"content-type": "application/json", "content-length": str(len(answer))}
-            await self._send_head(send, status, headers)
-        await send(_build_body_part(answer))
-        if connection.is_closed:
-            return False
-        await send(_build_body_part(b"", more_body=False))
-        return True
-
-    async def _send_head(self, send: Send, status: int, headers: Mapping[str, str]) -> None:
-        if self.parsed.ignored:
-            headers = {**headers, "x-asyncrl-ignored": ", ".join(self.parsed.ignored)}
-        raw = [
-            (name.encode(), "".join(c if " " <= c <= "~" else "?" for c in value)[:1000].encode())
-            for name, value in headers.items()
-        ]
-        await send({"type": "http.response.start", "status": status, "headers": raw})
-
-
-def _build_body_part(body: bytes, *, more_body: bool = True) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": more_body}
+                head = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+                await send_head(200, head)
+                await send_part(replies.KEEP_ALIVE)
+            while (task := self.drawing.get(harness_request)) is not None:
+                await asyncio.wait(
+                    (task, connection.closed),
+                    timeout=KEEP_ALIVE_S if stream else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if connection.is_closed:
+                    return
+                if stream and not task.done():
+                    await send_part(replies.KEEP_ALIVE)
+            if connection.is_closed:
+                return
+            answer, status, headers = harness_request.answer, 200, dict[str, str]()
+            if answer is None:
+                refused = harness_request.refused
+                assert refused is not None
+                body, headers = replies.build_error(refused)
+                event = b""
+                if parsed.kind == "messages":  # Anthropic's clients expect both
+                    body["type"], event = "error", b"event: error\n"
+                answer, status = json.dumps(body).encode(), refused.status
+                if stream:
+                    answer = event + b"data: " + answer + b"\n\n"
+            if stream:
+                connection.coalescing.hold()  # the last part goes out with the end of the stream
+            else:
+                headers |= {"content-type": "application/json", "content-length": str(len(answer))}
+                await send_head(status, headers)
+            await send_part(answer)
+            if not connection.is_closed:
+                await send_part(b"", more_body=False)
+                sent = True
+        finally:
+            session = opened.session
+            session.on_connection_closed(harness_request, self.service.current_time(), sent=sent)
+            if not sent:
+                self.service.on_change(session)
+            else:
+                opened.file.append_sent(harness_request)
 
 
 def list_models(request: Request, name: str, context: int) -> Response:
@@ -512,6 +502,13 @@ def _parse_numbers(values: Any, name: str) -> dict[str, float]:
     return {key: _parse_number(value, name, finite=False) for key, value in values.items()}
 
 
+def as_refusal(error: Exception) -> CallRefused:
+    """Return a refusal as it is; of any other error, that of a server."""
+    if isinstance(error, CallRefused):
+        return error
+    return CallRefused(500, "gateway", f"the gateway failed: {type(error).__name__}: {error}")
+
+
 async def refuse(request: Request, error: Exception) -> Response:
     """Build the response of a refused request, in the form of its API."""
     if isinstance(error, ClientDisconnect):  # the connection closed before the body was read
@@ -520,13 +517,11 @@ async def refuse(request: Request, error: Exception) -> Response:
         route = f"{request.method} {request.scope['path']:.200}"
         message = f"there is no {route}: see docs/http.md for the routes"
         error = CallRefused(404, "no_such_route", message)
-    elif not isinstance(error, CallRefused):
-        reason = f"the gateway failed: {type(error).__name__}: {error}"
-        error = CallRefused(500, "gateway", reason)
-    body, headers = replies.build_error(error)
+    refused = as_refusal(error)
+    body, headers = replies.build_error(refused)
     if "/v1/messages" in request.scope["path"]:
         body["type"] = "error"  # which Anthropic's clients expect
-    return JSONResponse(body, error.status, headers)
+    return JSONResponse(body, refused.status, headers)
 
 
 # Starlette raises an Exception again, for the log

@@ -171,7 +171,7 @@ class SessionFile:
         if not self.is_kept:
             return
         assert request.call is not None and request.answer is not None
-        node = request.call.node
+        node = request.call
         call = CallRecord(
             parent=None if node.parent is None else node.parent.number,
             tail=node.tail.astype("<i4").tobytes(),
@@ -270,7 +270,7 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> None:
             if call_record.routed:
                 node.routed = RoutedExperts.decode(call_record.routed, node.own_reads)
             nodes[call_record.number] = node
-            call = session.restore_call(node)
+            session.restore_call(node)
             if call_record.chain and call_record.message is not None:
                 session.tree.known_chains.update(
                     (call_record.chain, chain_digest(call_record.chain, call_record.message))
@@ -281,13 +281,13 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> None:
             request = requests[call_record.number] = HarnessRequest(
                 call_record.body,
                 call_record.idempotency_key,
-                call,
+                node,
                 connections=0,
                 lost=True,
                 answer=call_record.answer,
             )
             session.requests.append(request)
-            session.last = session.last if node.aside else call
+            session.last = session.last if node.aside else node
         if record.sent in requests:
             requests[record.sent].lost = False
         if record.progress is not None:

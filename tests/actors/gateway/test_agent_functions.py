@@ -24,6 +24,7 @@ from actors.gateway.agents.session_messages import (
     parse_outcome,
 )
 from actors.gateway.hubs import SPLITS, examine, self_playing
+from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.transport.worker_pool import frame, read_frame
@@ -77,7 +78,7 @@ def agent(tmp_path: Path) -> Iterator[Any]:
     served: list[Served] = []
 
     def begin(name: str) -> Served:
-        setup = AgentSetup([], f"{file}:{name}", str(tmp_path / "agent.log"))
+        setup = AgentSetup(AgentConfig(function=f"{file}:{name}"), str(tmp_path / "agent.log"))
         served.append(Served(setup))
         assert served[-1].result() == SessionResult(-1, "ready")
         return served[-1]
@@ -177,7 +178,7 @@ def test_only_a_plain_function_takes_a_thread_and_an_exit_ends_one_session(agent
 def test_a_function_that_is_none_is_refused(name: str, why: str, tmp_path: Path) -> None:
     file = tmp_path / f"refused_{tmp_path.name}.py"
     file.write_text(AGENT)
-    served = Served(AgentSetup([], f"{file}:{name}", str(tmp_path / "agent.log")))
+    served = Served(AgentSetup(AgentConfig(function=f"{file}:{name}"), str(tmp_path / "agent.log")))
     found = served.result()
     assert (found.number, found.kind) == (-1, "broken")
     assert found.why.startswith(f"agent.function = {file}:{name}: importing it {why}")
@@ -196,7 +197,7 @@ def test_without_the_hub_s_package_the_error_says_what_to_install(
         r"environment into a Python, and name it by agent\.python",
         str(error.value),
     )
-    setup = AgentSetup([], "", str(tmp_path / "log"), env="verifiers:words", args={"seed": 1})
+    setup = AgentSetup(AgentConfig(env="verifiers:words", args={"seed": 1}), str(tmp_path / "log"))
     served = Served(setup)
     assert served.result().why == str(error.value)
     served.close()
@@ -368,7 +369,7 @@ def test_a_data_set_that_cannot_be_built_is_one_line(
 
 
 def test_an_environment_plays(loaded: Sequence[tuple[str, dict[str, Any]]], tmp_path: Path) -> None:
-    setup = AgentSetup([], "", str(tmp_path / "log"), env="verifiers:words", args={"seed": 4})
+    setup = AgentSetup(AgentConfig(env="verifiers:words", args={"seed": 4}), str(tmp_path / "log"))
     served = Served(setup)
     assert served.result().kind == "ready" and loaded == [("verifiers:words", {"seed": 4})]
     (found,) = served.play(seat(1, "four"))

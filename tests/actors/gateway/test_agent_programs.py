@@ -34,6 +34,7 @@ from actors.gateway.agents.session_messages import (
     SessionOrders,
     SessionResult,
 )
+from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.messages import Prompt
 from asyncrl.transport.worker_pool import frame, read_frame
 
@@ -67,7 +68,7 @@ class Playing:
 
     def __init__(self, log: Path, *command: str, env_pass: tuple[str, ...] = ()) -> None:
         self.wire, theirs = socket.socketpair()
-        self.setup = AgentSetup(list(command), "", str(log), list(env_pass))
+        self.setup = AgentSetup(AgentConfig(command=[*command], env_pass=[*env_pass]), str(log))
         self.programs = AgentPrograms(theirs, self.setup)
         self.received = b""
 
@@ -404,7 +405,7 @@ def test_the_process_is_ready_plays_and_ends_with_its_socket(
     asked: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = socket.socketpair()
-    setup = AgentSetup(["sleep", "3600"], "", str(tmp_path / "agent.log"))
+    setup = AgentSetup(AgentConfig(command=["sleep", "3600"]), str(tmp_path / "agent.log"))
     frames = [msgspec.msgpack.encode(setup), msgspec.msgpack.encode(SessionOrders([seat(1)]))]
     ours.sendall(b"".join(map(frame, frames)))  # orders that come with the setup
     ours.shutdown(socket.SHUT_WR)

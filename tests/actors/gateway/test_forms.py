@@ -13,10 +13,11 @@ from gateway_kit import tokenizer as chat_tokenizer
 from process_kit import ROOT
 
 from actors.decoding.constraints import GrammarCompiler
+from actors.gateway.call_tree import CallNode
 from actors.gateway.endpoint.requests import Kind, RequestPolicy, parse_request
 from actors.gateway.refusals import CallRefused
-from actors.gateway.sessions import SessionCall
 from asyncrl.config import load
+from asyncrl.config.agents import AgentConfig
 from asyncrl.contract import importing
 from asyncrl.contract.messages import MOST_GRAMMAR, Prompt, SamplingSettings
 from asyncrl.models import installed
@@ -49,7 +50,7 @@ CLAUDE_TOOLS = [{"name": "add", "input_schema": SCHEMA}, {"name": "stop"}]
 
 
 def grammar(kind: Kind, parser: str = "hermes", **more: Any) -> str:
-    policy = RequestPolicy(forced="constrain", parser=parser)
+    policy = RequestPolicy(AgentConfig(forced="constrain", parser=parser))
     sampling = SamplingSettings(max_new_tokens=9)
     parsed = parse_request(kind, {"model": "policy", **INPUT[kind], **more}, policy, sampling)
     assert not parsed.ignored or not parsed.grammar
@@ -228,7 +229,7 @@ def test_the_shipped_agent_demands_calls_and_results() -> None:
     opened = served.do(served.service.open)
     asked: list[str] = []
 
-    def say(call: SessionCall) -> str:
+    def say(call: CallNode) -> str:
         asked.append(call.grammar)
         return "?2+2" if len(asked) == 1 else "#4"
 

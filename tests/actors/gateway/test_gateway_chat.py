@@ -25,7 +25,7 @@ from actors.gateway.chat import (
     parse_plain_text,
 )
 from actors.gateway.refusals import CallRefused
-from actors.gateway.sessions import Session, SessionLimits, SessionPlayers
+from actors.gateway.sessions import Session, SessionLimits, SessionPlayer
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt, SamplingSettings, Ticket, VersionSpan
 from asyncrl.contract.versions import Label
@@ -221,30 +221,30 @@ def test_both_sides_of_a_game_may_be_told_and_say_the_same(templated: bool) -> N
     are set aside, and another game begins anew."""
     play = Play(ZOO["chatml"])
     ids = [*play.characters("low"), play.end]
-    sides = SessionPlayers(templated)
+    sides: dict[int, SessionPlayer] = {}
 
     def turn(game: int, told: Any, chosen: list[int] = ids) -> Any:
-        sides.set_turn(game)
-        call = sides.active.place_observation(play.session, told, (), 0.0)
+        active = sides.setdefault(game, SessionPlayer(templated, game))
+        call = active.place_observation(play.session, told, (), 0.0)
         play.draw(call, chosen, "stop")
-        sides.active.on_answer(call.node)
-        assert call.node.aside == (game > 0)
+        active.on_answer(call)
+        assert call.aside == (game > 0)
         return call
 
     said = [{"role": "user", "content": "go"}, *([] if templated else [{"role": "user"}])]
     first = [turn(0, "go"), turn(1, said)]
     second = [turn(0, "lower"), turn(1, "lower")]
     third = [turn(0, "slow", [*ids[1:]]), turn(1, "slow")]
-    assert [call.node.parent for call in first] == [None, None]
-    assert [call.node.parent for call in second] == [call.node for call in first]
-    assert [call.node.parent for call in third] == [call.node for call in second]
+    assert [call.parent for call in first] == [None, None]
+    assert [call.parent for call in second] == first
+    assert [call.parent for call in third] == second
     for own, other in zip([first, second], [first, second], strict=True):
         assert own[0].prompt_ids.tolist() == other[1].prompt_ids.tolist()
         assert own[0].stream_key != other[1].stream_key
     again = turn(2, "go")
-    assert again.node.parent is None and again.prompt_ids.tolist() == first[0].prompt_ids.tolist()
-    assert turn(2, "slow").node.parent is again.node
-    assert sides.policy.last_node is third[0].node and sides.policy.game == 0
+    assert again.parent is None and again.prompt_ids.tolist() == first[0].prompt_ids.tolist()
+    assert turn(2, "slow").parent is again
+    assert sides[0].last_node is third[0] and sides[0].game == 0
     (row,) = play.session.build_training_rows()
     trained = np.frombuffer(row.tokens, "<i4")[np.frombuffer(row.mask, np.uint8) > 0]
     assert trained.tolist() == [*ids, *ids, *ids[1:]] and play.session.aside == 5 * len(ids)
@@ -335,7 +335,7 @@ def test_a_history_that_was_changed_forks_and_says_where() -> None:
         one,  # asked again
     ):
         call = play.ask(messages)
-        assert call.node.parent is None
+        assert call.parent is None
         assert call.prompt_ids.tolist() == play.reference(
             [Said(m["role"], m["content"]) for m in messages]
         )
@@ -343,10 +343,10 @@ def test_a_history_that_was_changed_forks_and_says_where() -> None:
     # a template that writes the tools: others than before are another prompt
     told = Play(Kind("{{ tools | tojson }}" + CHATML, "", chatml_head, "<|im_end|>", "\n"))
     answer = told.draw(told.ask(one, tools=tools), [*play.characters("low"), play.end], "stop")
-    assert told.ask([*one, answer, more], tools=tools).node.parent is not None
+    assert told.ask([*one, answer, more], tools=tools).parent is not None
     assert told.chat.write(one, tools).startswith(json.dumps(tools) + "<|im_start|>system\ns")
     assert told.chat.write(one, []).startswith("null<|im_start|>"), "no list, not an empty one"
-    assert told.ask([*one, answer, more]).node.parent is None
+    assert told.ask([*one, answer, more]).parent is None
     assert told.session.tree.forks == {"tools": 1}
 
 
@@ -358,8 +358,8 @@ def test_of_two_equal_answers_the_newest_goes_on_and_calls_have_ids_of_their_own
     first, _ = [play.draw(call, plain, "stop") for call in calls[:2]]
     named = [play.draw(call, [*play.characters(said), play.end], "stop") for call in calls[2:]]
     more = {"role": "user", "content": "er"}
-    assert play.ask([*one, first, more]).node.parent is calls[1].node
-    assert [play.ask([*one, x, more]).node.parent for x in named] == [x.node for x in calls[2:]]
+    assert play.ask([*one, first, more]).parent is calls[1]
+    assert [play.ask([*one, x, more]).parent for x in named] == list(calls[2:])
 
 
 def test_a_session_past_midnight_keeps_its_date() -> None:
@@ -379,13 +379,13 @@ def test_text_without_a_template_goes_on_from_its_answer() -> None:
     first = play.session.accept(play.session.draft_text("1+1=")(), now=0.0)
     play.draw(first, [*play.characters("low"), end], "stop")
     second = play.session.accept(play.session.draft_text("1+1=lower")(), now=0.0)
-    assert second.node.parent is first.node
+    assert second.parent is first
     answered = [*play.characters("low"), end]
     assert second.prompt_ids.tolist() == [*play.encode("1+1="), *answered, *play.encode("er")]
     play.draw(second, play.characters("x"), "length")
     third = play.session.accept(play.session.draft_text("1+1=lowerx!")(), now=0.0)
-    assert third.node.parent is second.node
-    assert play.session.accept(play.session.draft_text("1+1=slow")(), now=0.0).node.parent is None
+    assert third.parent is second
+    assert play.session.accept(play.session.draft_text("1+1=slow")(), now=0.0).parent is None
     assert play.session.tree.forks == {"text": 1}
 
 
@@ -417,7 +417,7 @@ def test_what_lies_behind_a_stop_string_is_set_aside() -> None:
         node = play.session.on_result(call, ids, logprobs, spans, "length", past=1)
         assert node is not None and node.finish == "stop" and not play.session.shortened
         answer = {"role": "assistant", "content": "slow S"}
-        assert play.ask([*one, answer, {"role": "user", "content": "er"}]).node.parent is node
+        assert play.ask([*one, answer, {"role": "user", "content": "er"}]).parent is node
         assert play.session.tokens == len(ids) + 1
         assert play.session.aside == len(ids) + 1 - len("slow STOP")
     long, short = (play.session.tree.nodes for play in plays)
@@ -432,7 +432,7 @@ def test_an_answer_s_turn_closes_behind_its_last_end_token() -> None:
     for ids in ([*play.characters("low"), play.end], play.characters("low")):
         call = play.ask(messages[:1])
         play.draw(call, ids, "stop")
-        nodes.append(call.node)
+        nodes.append(call)
     prompt = play.chat.write(messages[:1], [])
     turn = f"{prompt}a<|im_end|>b<|im_end|>c"
     assert [play.chat._find_closing(node, messages, turn) for node in nodes] == ["c", "<|im_end|>c"]

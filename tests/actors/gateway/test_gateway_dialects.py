@@ -67,7 +67,7 @@ def test_messages_with_tools_go_on_in_one_row(served: Served) -> None:
     )
     assert second.content[0].text == "answer 1" and second.stop_reason == "end_turn"
     assert len(opened.session.build_training_rows()) == 1 and opened.session.tree.forks == {}
-    text = served.service.tokenizer.decode(opened.session.tree.nodes[1].build_prompt())
+    text = served.service.tokenizer.decode(opened.session.tree.nodes[1].prompt_ids)
     assert f"{BOTH}<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>user\nand?" in text
     assert text.startswith("<|im_start|>system\nbe<|im_end|>")
 
@@ -142,7 +142,7 @@ def test_a_forced_answer_is_ignored_by_name_or_refused(
         assert said.status_code == 200
         assert said.headers.get("x-asyncrl-ignored") == (name if body != go else None)
     plain, forced = opened.session.tree.nodes
-    assert plain.build_prompt().tolist() == forced.build_prompt().tolist()
+    assert plain.prompt_ids.tolist() == forced.prompt_ids.tolist()
     assert plain.tools == forced.tools
     _, opened = claude(refusing)
     said = post(refusing, opened, f"/v1/{route}", go | more)

@@ -21,7 +21,7 @@ from actors.gateway.call_tree import (
     join_text,
 )
 from actors.gateway.refusals import CallRefused, build_too_long_error
-from actors.gateway.sessions import NEVER, Session, SessionCall, SessionLimits, SessionOutcome
+from actors.gateway.sessions import NEVER, Session, SessionLimits, SessionOutcome
 from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import (
     Prompt,
@@ -54,7 +54,7 @@ def session(limits: SessionLimits = FREE, **more: object) -> Session:
 
 def answer(
     made: Session,
-    call: SessionCall,
+    call: CallNode,
     tokens: np.ndarray,
     number: int = 0,
     finish: str = "stop",
@@ -130,7 +130,7 @@ def test_random_forests_train_each_drawn_token_once_behind_the_ids_it_saw(seed: 
     chance = random.Random(seed)
     made = session()
     calls: list[Drawn] = []
-    waiting: list[tuple[SessionCall, Drawn]] = []
+    waiting: list[tuple[CallNode, Drawn]] = []
 
     def draw() -> None:
         call, known = waiting.pop(chance.randrange(len(waiting)))
@@ -154,11 +154,11 @@ def test_random_forests_train_each_drawn_token_once_behind_the_ids_it_saw(seed: 
         )
         call = made.place_ids(ids(*prompt), now=0.0, aside=aside)
         assert call.prompt_ids.tolist() == list(prompt)
-        assert call.node.build_token_ids().dtype == np.int32, "before its answer, too"
-        above = call.node.parent
+        assert call.build_token_ids().dtype == np.int32, "before its answer, too"
+        above = call.parent
         assert (above.number if above else None) == (parent.number if parent else None)
         path = parent.path if parent else []
-        waiting.append((call, Drawn(call.number, path, prompt, call.node.aside)))
+        waiting.append((call, Drawn(call.number, path, prompt, call.aside)))
         while waiting and chance.random() < 0.7:
             draw()
     while waiting:

@@ -77,7 +77,7 @@ def prompt_of(session: Session, number: int) -> str:
     assert isinstance(session.composer, ChatFormat)
     shape = session.composer.image_shape
     assert shape is not None
-    ids = session.tree.nodes[number].build_prompt()
+    ids = session.tree.nodes[number].prompt_ids
     return session.composer.decode_text(image_tokens.contract(ids, shape).tolist())
 
 
@@ -88,7 +88,7 @@ def test_openais_client_sends_images_and_goes_on_with_them(served: Served) -> No
     def ask(*messages: Any) -> str:
         answer = policy.chat.completions.create(model="policy", messages=messages)
         assert answer.usage is not None
-        assert answer.usage.prompt_tokens == len(session.tree.nodes[-1].build_prompt())
+        assert answer.usage.prompt_tokens == len(session.tree.nodes[-1].prompt_ids)
         return str(answer.choices[0].message.content)
 
     first = user("see ", 0, " and ", 1)
@@ -134,7 +134,7 @@ def test_the_other_apis_take_their_own_forms(served: Served) -> None:
     counted = post(
         served, opened, "/v1/messages/count_tokens", {"model": "policy", **turns["/v1/messages"]}
     )
-    assert counted.json() == {"input_tokens": len(opened.session.tree.nodes[0].build_prompt())}
+    assert counted.json() == {"input_tokens": len(opened.session.tree.nodes[0].prompt_ids)}
 
 
 def url_part(url: Any) -> dict[str, Any]:

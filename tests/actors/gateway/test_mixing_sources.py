@@ -112,7 +112,7 @@ def test_what_becomes_of_a_single_completion(
     source = SingleCompletions(gateway, "sort")
     session = Session()
     session.state, session.limit, session.judged = state, limit, judged
-    source.on_answer(session, "call", node, failed)
+    source.on_answer(session, SimpleNamespace(is_answered=node is not None), failed)
     assert session.events == events and gateway.submitted == [session] * submits
     source.on_drop(session)
     wait = source.explain_wait(session, "agent.deadline_s", 2.0, 1.0)
@@ -227,16 +227,17 @@ def test_a_config_gets_environments_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def environment_source() -> tuple[Any, Any, list[Any]]:
-    """A source with one session, and what the events lead to."""
+    """A source with one session, and what the events lead to, with the player that has the turn."""
     source = EnvironmentSource.__new__(EnvironmentSource)
     turns: list[Any] = []
-    players = SimpleNamespace(set_turn=lambda asked: turns.append(("turn", asked)))
     session = SimpleNamespace(shortened=False)
     last = SimpleNamespace(number=4)
     session.number, session.last = 1, last
-    source.states = {1: EnvironmentState(players, "the reset")}
+    state = EnvironmentState("the reset")
+    source.states = {1: state}
+    source.gateway = SimpleNamespace(templated=True)
     for name in ("place_call", "judge", "score"):
-        setattr(source, name, lambda *given, name=name: turns.append((name, *given)))
+        setattr(source, name, lambda *x, name=name: turns.append((name, state.active.game, *x)))
     return source, session, turns
 
 
@@ -252,8 +253,8 @@ def test_rewards_and_parts_of_an_environment_are_summed() -> None:
         source.on_event(session, event)
     assert (state.tools, state.pays, state.reward) == (tools, True, 0.75)
     assert state.parts == {"x": 3.0, "y": 1.0} and state.shares == {4: 0.75}
-    placed = [("place_call", session, text) for text in "ab"]
-    assert turns[:4] == [("turn", 0), placed[0], ("turn", 2), placed[1]]
+    assert turns[:2] == [("place_call", 0, session, "a"), ("place_call", 2, session, "b")]
+    assert state.players[0] is state.active is not state.players[2]
     session.last = None
     source.on_event(session, EnvironmentEvent(1, "ok", "d", reward=9.0))
     assert state.reward == 0.75, "of no call"
@@ -269,23 +270,20 @@ def test_the_end_of_an_environment(truncated: bool, before: bool, judge: bool) -
     end = EnvironmentEvent(1, "ok", ended=True, truncated=truncated, judge=judge)
     source.on_event(session, end)
     assert session.shortened == (truncated or before)
-    assert turns == [("turn", 0), ("judge" if judge else "score", session)]
+    assert turns == [("judge" if judge else "score", 0, session)]
 
 
 def test_each_process_of_agents_has_its_setup(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def decode(agent: AgentConfig, setup: bytes) -> tuple[AgentConfig, AgentSetup]:
-        return agent, msgspec.msgpack.decode(setup, type=AgentSetup)
-
-    monkeypatch.setattr(http_gateway, "_AgentProcess", decode)
+    monkeypatch.setattr(http_gateway, "_AgentProcess", lambda setup: setup)
     given: dict[str, Any] = {"env": "env:Env", "args": {"n": 1}, "env_pass": ["PATH"]}
     agent = AgentConfig(function="mine:play", workers=2, at_once=5, **given)
     made = {"agents": {"ask": agent}, "run_dir": tmp_path, "get_source_name": "named ".__add__}
     sessions: Any = SimpleNamespace(gateway=SimpleNamespace(**made))
     pool = AgentPool(sessions, "http://here", "ask")
     logs = [str(tmp_path / f"agent-ask-{index}.log") for index in range(2)]
-    assert pool.workers == [(agent, AgentSetup([], "mine:play", log, **given)) for log in logs]
+    assert pool.workers == [AgentSetup(agent, log) for log in logs]
     assert (pool.url, pool.part, pool.named) == ("http://here", "ask", "named ask")
     assert (pool.places_per_process, pool.numbers, pool.requested) == (3, 0, 0)
     assert (pool.exit_s, pool.call_s) == (0.0, agent.step_s)

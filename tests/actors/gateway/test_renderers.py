@@ -59,7 +59,7 @@ def test_a_tool_call_and_a_bridged_turn_are_one_row(served: Served) -> None:
     tools: Any = [TOOL]
     first = asked(served, opened, Qwen3RendererConfig(), tools=tools)
     nodes = opened.session.tree.nodes
-    assert first["prompt_ids"] == nodes[0].build_prompt().tolist()
+    assert first["prompt_ids"] == nodes[0].prompt_ids.tolist()
     assert first["completion_ids"] == nodes[0].ids.tolist()
     np.testing.assert_array_equal(np.float32(first["completion_logprobs"]), nodes[0].logprobs)
     (call,) = first["tool_calls"]
@@ -111,5 +111,5 @@ def test_sampling_of_its_own_is_ignored_and_prompt_ids_come_back(served: Served)
     more = {"sampling_params": params, "cache_salt": "a", "priority": 1}
     made = asked(served, opened, Qwen3RendererConfig(), **more)
     node = opened.session.tree.nodes[0]
-    assert made["prompt_ids"] == node.build_prompt().tolist() and made["finish_reason"] == "length"
+    assert made["prompt_ids"] == node.prompt_ids.tolist() and made["finish_reason"] == "length"
     assert len(made["completion_ids"]) == 3 and made["sampling_mask"] is None

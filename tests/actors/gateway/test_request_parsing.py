@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gateway_kit import build_policy
 
 from actors.gateway.call_tree import CallNode, canonicalize_arguments
 from actors.gateway.endpoint import replies, requests
 from actors.gateway.endpoint.requests import (
     PREFIX,
     ParsedRequest,
-    RequestPolicy,
     decode_body,
     parse_request,
 )
@@ -35,9 +35,8 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 def refusal(kind: Any, body: dict[str, Any], policy: dict[str, Any]) -> dict[str, Any]:
-    given = {**policy, "stops": frozenset(policy.get("stops", ()))}
     with pytest.raises(CallRefused) as refused:
-        parse_request(kind, body, RequestPolicy(**given), RUN)
+        parse_request(kind, body, build_policy(**policy), RUN)
     error = refused.value
     parts = {"status": error.status, "code": error.code, "param": error.param}
     return {**parts, "message": str(error)}
@@ -160,16 +159,6 @@ def test_bytes_that_are_no_object_are_refused(body: bytes) -> None:
 def test_ids_of_calls_and_defaults_of_requests() -> None:
     prefix = {"chat": "chatcmpl-", "text": "cmpl-", "ids": "cmpl-"}
     assert prefix | {"messages": "msg_", "responses": "resp_"} == PREFIX
-    assert vars(RequestPolicy()) == {
-        "model": "policy",
-        "other_models": "aside",
-        "sampling": "ignore",
-        "vocabulary": 0,
-        "forced": "ignore",
-        "parser": "hermes",
-        "stops": frozenset(),
-        "images": False,
-    }
     defaults = {"ids": None, "max_new_tokens": 0, "stop": (), "ignored": (), "images": {}}
     flags = dict.fromkeys(("aside", "stream", "usage", "logprobs", "token_ids"), False)
     texts = {"messages": [], "tools": [], "text": "", "grammar": ""}
@@ -190,9 +179,9 @@ def test_a_long_grammar_is_refused_by_its_key(monkeypatch: pytest.MonkeyPatch) -
     for key, body in bodies.items():
         monkeypatch.setattr(requests, "MOST_GRAMMAR", 1 << 16)
         request = {"messages": GO, **body}
-        grammar = parse_request("chat", request, RequestPolicy(**policy), RUN).grammar
+        grammar = parse_request("chat", request, build_policy(**policy), RUN).grammar
         monkeypatch.setattr(requests, "MOST_GRAMMAR", len(grammar))
-        assert parse_request("chat", request, RequestPolicy(**policy), RUN).grammar == grammar
+        assert parse_request("chat", request, build_policy(**policy), RUN).grammar == grammar
         monkeypatch.setattr(requests, "MOST_GRAMMAR", len(grammar) - 1)
         found = refusal("chat", request, policy)
         assert found["param"] == key and found["message"] == (
@@ -203,7 +192,7 @@ def test_a_long_grammar_is_refused_by_its_key(monkeypatch: pytest.MonkeyPatch) -
 
 def parsed(kind: Any, body: dict[str, Any], **policy: Any) -> dict[str, Any]:
     """The fields of a parsed request that are not their defaults."""
-    found = asdict(parse_request(kind, body, RequestPolicy(**policy), RUN))
+    found = asdict(parse_request(kind, body, build_policy(**policy), RUN))
     plain = asdict(ParsedRequest(kind, "policy"))
     if found["ids"] is not None:
         assert found["ids"].dtype == np.int32

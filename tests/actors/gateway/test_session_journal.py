@@ -133,7 +133,7 @@ def test_a_restored_session_is_the_one_that_was_kept(tmp_path: Path) -> None:
         )
         assert (new.number, new.stream_key) == (old.number, old.stream_key)
         assert new.prompt_ids.tolist() == old.prompt_ids.tolist()
-        above, earlier = new.node.parent, old.node.parent
+        above, earlier = new.parent, old.parent
         assert (above and above.number) == (earlier and earlier.number)
     # a retry is given its bytes, with and without a word of it; an answer that went out is no retry
     assert after.register_request(b"a", retry=True).answer == b"bytes of a"
