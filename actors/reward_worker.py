@@ -444,20 +444,14 @@ async def _serve_async(
             await asyncio.sleep(BEAT_S)
             writer.write(encode_reply(RewardReply("alive", ended=time.monotonic())))
 
-    decode = msgspec.msgpack.Decoder(list[RewardUnit]).decode
-
     async def judge_unit(unit: RewardUnit) -> None:
         writer.write(encode_reply(await judge_later(function, unit, setup.deadline_s, log)))
         gate.release()
 
     if setup.reward.judge.url:
         running.add(asyncio.create_task(send_heartbeats()))
-    while True:
-        try:
-            payload = await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
-        except (asyncio.IncompleteReadError, OSError):
-            return
-        for unit in decode(payload):
+    while (units := await worker_pool.receive(reader, list[RewardUnit])) is not None:
+        for unit in units:
             await gate.acquire()
             task = asyncio.create_task(judge_unit(unit))
             running.add(task)

@@ -59,9 +59,8 @@ class _AgentProcess(Worker):
     """A worker process and its sessions."""
 
     def __init__(self, setup: AgentSetup) -> None:
-        kind = "agent_programs" if setup.agent.command else "functions"
-        module, message = f"actors.gateway.agents.{kind}", msgspec.msgpack.encode(setup)
-        super().__init__(module, message, setup.agent.python)
+        module = "actors.gateway.agents.agent_process"
+        super().__init__(module, msgspec.msgpack.encode(setup), setup.agent.python)
         self.playing: dict[int, AgentSession] = {}  # number of the session in the pool -> session
 
 

@@ -11,6 +11,7 @@ workers in a row are lost before they are ready, the code cannot be imported, an
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import io
@@ -267,6 +268,15 @@ def read_frame(stream: Any) -> bytes | None:
     size = int.from_bytes(head, "big")
     payload: bytes = stream.read(size)
     return payload if len(payload) == size else None
+
+
+async def receive(reader: asyncio.StreamReader, kind: type[_Message]) -> _Message | None:
+    """Receive a message in a worker's event loop; None at the end."""
+    try:
+        size = int.from_bytes(await reader.readexactly(4), "big")
+        return msgspec.msgpack.decode(await reader.readexactly(size), type=kind)
+    except (asyncio.IncompleteReadError, OSError):
+        return None
 
 
 class BoundedOutput(io.TextIOBase):

@@ -1,8 +1,12 @@
+import socket
+import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from process_kit import until
 
+from actors.gateway.agents import agent_process
 from actors.gateway.agents.session_messages import (
     AgentSetup,
     SessionAccess,
@@ -12,7 +16,9 @@ from actors.gateway.agents.session_messages import (
 from actors.gateway.http_gateway import _AgentProcess
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract import messages as m
+from asyncrl.transport.worker_pool import frame, read_frame
 
+PATIENCE_S = 300.0
 HERE = Path(__file__).parent
 DECODE = msgspec.msgpack.Decoder(SessionResult).decode
 
@@ -44,3 +50,35 @@ class Commands:
 
         until(look)
         return self.lefts[number]
+
+
+class AgentLoop:
+    """The loop of an agents' process in a thread, and our end of its socket."""
+
+    def __init__(self, agent: AgentConfig, log: Path) -> None:
+        self.wire, self.theirs = socket.socketpair()
+        self.wire.settimeout(PATIENCE_S)
+        self.stream = self.wire.makefile("rb")
+        self.thread = threading.Thread(target=agent_process.serve, args=(self.theirs,))
+        self.thread.start()
+        self.send(AgentSetup(agent, str(log)))
+
+    def send(self, message: Any) -> None:
+        self.wire.sendall(frame(msgspec.msgpack.encode(message)))
+
+    def result(self) -> SessionResult:
+        payload = read_frame(self.stream)
+        assert payload is not None
+        return msgspec.msgpack.decode(payload, type=SessionResult)
+
+    def play(self, *seats: SessionAccess) -> list[SessionResult]:
+        """The results in the order of the sessions' numbers."""
+        self.send(SessionOrders(seats=list(seats)))
+        return sorted((self.result() for _ in seats), key=lambda result: result.number)
+
+    def close(self) -> None:
+        self.stream.close()
+        self.wire.close()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive(), "it ends with its gateway"
+        self.theirs.close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,6 @@ from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.messages import Numbers, Prompt
 from asyncrl.contract.printable import describe_exception, get_first_line
 from asyncrl.records import private
-from asyncrl.transport.worker_pool import frame
 
 MOST_BYTES = 16 << 20  # a larger file becomes NAME.old, and a new one begins
 NO_REWARD = "ended and gave no reward"
@@ -109,11 +107,6 @@ def parse_outcome(
         return result
     why = f"failed: {get_first_line(failed)}"
     return msgspec.structs.replace(result, kind="failed", why=why, scored=True)
-
-
-def send(wire: socket.socket, result: SessionResult) -> None:
-    """Send a result to the gateway."""
-    wire.sendall(frame(msgspec.msgpack.encode(result)))
 
 
 class AgentLog:

@@ -4,7 +4,7 @@ The environments hub has them as SingleTurnEnv, MultiTurnEnv, ToolEnv and their 
 with its data sets and its rubric.
 
 A session is one `run_rollout` with an OpenAI client at the session's endpoint. All sessions of a
-process share one HTTP client and the event loop of agents.functions.
+process share one HTTP client and the event loop of agents.agent_process.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An environment has a taskset, its tasks with their rewards, and the agents that play them. A session
 is one episode. The environment's interception server forwards the policy's calls to the
 session's endpoint. All sessions of a process share that server and the event loop of
-agents.functions.
+agents.agent_process.
 """
 
 from __future__ import annotations

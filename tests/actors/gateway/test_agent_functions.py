@@ -4,20 +4,16 @@ import json
 import os
 import re
 import runpy
-import socket
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import msgspec
 import pytest
+from pushed_kit import PATIENCE_S, AgentLoop
 
-from actors.gateway.agents import functions
 from actors.gateway.agents.session_messages import (
-    AgentSetup,
     SessionAccess,
     SessionOrders,
     SessionResult,
@@ -27,41 +23,8 @@ from actors.gateway.hubs import SPLITS, examine, self_playing
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.transport.worker_pool import frame, read_frame
 
-PATIENCE_S = 300.0
 AGENT = (Path(__file__).parents[2] / "data" / "programs" / "agent_functions_agent.txt").read_text()
-
-
-class Served:
-    """The loop of an agent's process in a thread, and our end of its socket."""
-
-    def __init__(self, setup: AgentSetup) -> None:
-        self.wire, theirs = socket.socketpair()
-        self.wire.settimeout(PATIENCE_S)
-        self.stream = self.wire.makefile("rb")
-        self.thread = threading.Thread(target=functions.serve, args=(theirs,))
-        self.thread.start()
-        self.send(setup)
-
-    def send(self, message: Any) -> None:
-        self.wire.sendall(frame(msgspec.msgpack.encode(message)))
-
-    def result(self) -> SessionResult:
-        payload = read_frame(self.stream)
-        assert payload is not None
-        return msgspec.msgpack.decode(payload, type=SessionResult)
-
-    def play(self, *seats: SessionAccess) -> list[SessionResult]:
-        """The results in the order of the sessions' numbers."""
-        self.send(SessionOrders(seats=list(seats)))
-        return sorted((self.result() for _ in seats), key=lambda result: result.number)
-
-    def close(self) -> None:
-        self.stream.close()
-        self.wire.close()
-        self.thread.join(PATIENCE_S)
-        assert not self.thread.is_alive(), "it ends with its gateway"
 
 
 def seat(number: int, text: str = "1") -> SessionAccess:
@@ -75,11 +38,10 @@ def agent(tmp_path: Path) -> Iterator[Any]:
     """agent("name"): the loop of agent.function = FILE:name, ready."""
     file = tmp_path / f"own_agent_{tmp_path.name}.py"
     file.write_text(AGENT)
-    served: list[Served] = []
+    served: list[AgentLoop] = []
 
-    def begin(name: str) -> Served:
-        setup = AgentSetup(AgentConfig(function=f"{file}:{name}"), str(tmp_path / "agent.log"))
-        served.append(Served(setup))
+    def begin(name: str) -> AgentLoop:
+        served.append(AgentLoop(AgentConfig(function=f"{file}:{name}"), tmp_path / "agent.log"))
         assert served[-1].result() == SessionResult(-1, "ready")
         return served[-1]
 
@@ -178,7 +140,7 @@ def test_only_a_plain_function_takes_a_thread_and_an_exit_ends_one_session(agent
 def test_a_function_that_is_none_is_refused(name: str, why: str, tmp_path: Path) -> None:
     file = tmp_path / f"refused_{tmp_path.name}.py"
     file.write_text(AGENT)
-    served = Served(AgentSetup(AgentConfig(function=f"{file}:{name}"), str(tmp_path / "agent.log")))
+    served = AgentLoop(AgentConfig(function=f"{file}:{name}"), tmp_path / "agent.log")
     found = served.result()
     assert (found.number, found.kind) == (-1, "broken")
     assert found.why.startswith(f"agent.function = {file}:{name}: importing it {why}")
@@ -197,8 +159,7 @@ def test_without_the_hub_s_package_the_error_says_what_to_install(
         r"environment into a Python, and name it by agent\.python",
         str(error.value),
     )
-    setup = AgentSetup(AgentConfig(env="verifiers:words", args={"seed": 1}), str(tmp_path / "log"))
-    served = Served(setup)
+    served = AgentLoop(AgentConfig(env="verifiers:words", args={"seed": 1}), tmp_path / "log")
     assert served.result().why == str(error.value)
     served.close()
     assert examine.examine("verifiers:words", {}, tmp_path) == {"error": str(error.value)}
@@ -369,8 +330,7 @@ def test_a_data_set_that_cannot_be_built_is_one_line(
 
 
 def test_an_environment_plays(loaded: Sequence[tuple[str, dict[str, Any]]], tmp_path: Path) -> None:
-    setup = AgentSetup(AgentConfig(env="verifiers:words", args={"seed": 4}), str(tmp_path / "log"))
-    served = Served(setup)
+    served = AgentLoop(AgentConfig(env="verifiers:words", args={"seed": 4}), tmp_path / "log")
     assert served.result().kind == "ready" and loaded == [("verifiers:words", {"seed": 4})]
     (found,) = served.play(seat(1, "four"))
     assert found == SessionResult(1, "scored", 4.0, truncated=True)

@@ -1,44 +1,39 @@
 """agent.command: programs of sessions, with the loop of their process run here."""
 
 import ctypes
-import io
 import json
 import os
 import re
 import signal
 import socket
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
+from process_kit import until
+from pushed_kit import AgentLoop
 
-from actors.gateway.agents import agent_programs
-from actors.gateway.agents.agent_programs import (
+from actors.gateway.agents import agent_process
+from actors.gateway.agents.agent_process import (
     KEPT_BYTES,
     MODEL_VARIABLES,
     PR_SET_CHILD_SUBREAPER,
-    AgentPrograms,
     judge_exit,
     select_inherited,
 )
 from actors.gateway.agents.session_messages import (
     AgentLog,
-    AgentSetup,
     SessionAccess,
     SessionOrders,
     SessionResult,
 )
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.messages import Prompt
-from asyncrl.transport.worker_pool import frame, read_frame
 
-PATIENCE_S = 300.0
 STOPPED = "was stopped because its session was over"
 
 
@@ -51,8 +46,8 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """The children that this process has already are no strays; it adopts orphans, as agents' does.
 
     Programs' folders lie in tmp_path / "folders", which is empty again in the end."""
-    before, end_strays = children(), agent_programs.end_strays
-    monkeypatch.setattr(agent_programs, "end_strays", lambda running: end_strays(running | before))
+    before, end_strays = children(), agent_process.end_strays
+    monkeypatch.setattr(agent_process, "end_strays", lambda running: end_strays(running | before))
     folders = tmp_path / "folders"
     folders.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folders))
@@ -63,48 +58,12 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     assert children() <= before and list(folders.iterdir()) == []
 
 
-class Playing:
-    """Programs, and the gateway's end of their socket."""
+class Playing(AgentLoop):
+    """Programs, which are ready, and the gateway's end of their socket."""
 
     def __init__(self, log: Path, *command: str, env_pass: tuple[str, ...] = ()) -> None:
-        self.wire, theirs = socket.socketpair()
-        self.setup = AgentSetup(AgentConfig(command=[*command], env_pass=[*env_pass]), str(log))
-        self.programs = AgentPrograms(theirs, self.setup)
-        self.received = b""
-
-    def send(self, **orders: Any) -> None:
-        self.wire.sendall(frame(msgspec.msgpack.encode(SessionOrders(**orders))))
-
-    def results(self) -> list[SessionResult]:
-        """The results so far, in the order of their numbers."""
-        self.wire.setblocking(False)
-        try:
-            while data := self.wire.recv(1 << 16):
-                self.received += data
-        except BlockingIOError:
-            pass
-        self.wire.setblocking(True)
-        stream = io.BytesIO(self.received)
-        found = []
-        while (payload := read_frame(stream)) is not None:
-            found.append(msgspec.msgpack.decode(payload, type=SessionResult))
-        return sorted(found, key=lambda result: result.number)
-
-    def until(self, over: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE_S
-        while not over():
-            assert time.monotonic() < end and self.programs.step()
-
-    def play(self, *seats: SessionAccess) -> list[SessionResult]:
-        before = len(self.results())
-        self.send(seats=list(seats))
-        self.until(lambda: len(self.results()) == before + len(seats))
-        return self.results()[before:]
-
-    def close(self) -> None:
-        self.wire.close()
-        self.programs.close()
-        self.programs.wire.close()
+        super().__init__(AgentConfig(command=[*command], env_pass=[*env_pass]), log)
+        assert self.result() == SessionResult(-1, "ready")
 
 
 @pytest.fixture
@@ -184,14 +143,14 @@ def test_the_variables_that_every_program_inherits(monkeypatch: pytest.MonkeyPat
         *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"),
     }
     given = dict.fromkeys([*names, "AWS_KEY", "path", "XDG_HOME", "HOMEPATH"], "x")
-    monkeypatch.setattr(agent_programs.os, "environ", given)
+    monkeypatch.setattr(agent_process.os, "environ", given)
     assert select_inherited([]) == dict.fromkeys(names, "x")
     assert select_inherited(["AWS_*", "pa?h"]).keys() == names | {"AWS_KEY", "path"}
     kinds = ("OPUS", "SONNET", "HAIKU")
     assert (
         *("ASYNCRL_MODEL", "OPENAI_MODEL", "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL"),
         *(f"ANTHROPIC_DEFAULT_{kind}_MODEL" for kind in kinds),
-    ) == agent_programs.MODEL_VARIABLES
+    ) == agent_process.MODEL_VARIABLES
 
 
 def test_a_program_leads_its_session_and_is_interrupted(playing: Any, tmp_path: Path) -> None:
@@ -215,37 +174,36 @@ NO_REWARD = (
 @pytest.mark.parametrize(
     ("code", "out", "err", "written", "expected"),
     [
-        (0, "a\n0.5\n\n", "", None, SessionResult(7, "scored", 0.5)),
+        (0, "a\n0.5\n\n", "", "", SessionResult(7, "scored", 0.5)),
         (0, "x", "", "3", SessionResult(7, "scored", 3.0)),
-        (0, '{"reward": 1, "a": 2}', "", None, PARTS),
+        (0, '{"reward": 1, "a": 2}', "", "", PARTS),
         (0, "1", "", " \n", SessionResult(7, "scored", 1.0)),
-        (0, "null", "", None, SessionResult(7, "judge")),
-        (0, "\n", "oh", None, NO_REWARD),
-        (0, "well done", "", None, "gave an invalid reward, not a number or JSON: 'well done'"),
-        (0, "NaN", "", None, "gave an invalid reward: reward is nan, not a finite number"),
-        (0, '"2"', "", None, "gave an invalid reward: reward is a str, not a number"),
-        (0, "{}", "", None, "gave an invalid reward: a dict without `reward`: []"),
-        (3, "1", "first\nlast\n\n", None, "ended with 3: last"),
+        (0, "null", "", "", SessionResult(7, "judge")),
+        (0, "\n", "oh", "", NO_REWARD),
+        (0, "well done", "", "", "gave an invalid reward, not a number or JSON: 'well done'"),
+        (0, "NaN", "", "", "gave an invalid reward: reward is nan, not a finite number"),
+        (0, '"2"', "", "", "gave an invalid reward: reward is a str, not a number"),
+        (0, "{}", "", "", "gave an invalid reward: a dict without `reward`: []"),
+        (3, "1", "first\nlast\n\n", "", "ended with 3: last"),
         (3, "1", "", "1", "ended with 3: 1"),
-        (3, "", "", None, "ended with 3"),
-        (-9, "1", "", None, "was ended by SIGKILL: 1"),
+        (3, "", "", "", "ended with 3"),
+        (-9, "1", "", "", "was ended by SIGKILL: 1"),
     ],
 )
 def test_a_programs_end_is_a_reward_or_says_why_not(
-    code: int, out: str, err: str, written: str | None, expected: SessionResult | str
+    code: int, out: str, err: str, written: str, expected: SessionResult | str
 ) -> None:
-    given = None if written is None else written.encode()
-    found = judge_exit(7, code, out.encode(), err.encode(), given)
+    found = judge_exit(7, code, out.encode(), err.encode(), written.encode())
     if isinstance(expected, str):
         expected = SessionResult(7, "failed", why=expected)
     assert found == expected
 
 
 def test_bytes_that_are_no_text_are_replaced() -> None:
-    assert judge_exit(1, 0, b"\xff\n2", b"", None).reward == 2.0
-    assert judge_exit(1, 2, b"", b"bad \xff", None).why == "ended with 2: bad \ufffd"
+    assert judge_exit(1, 0, b"\xff\n2", b"", b"").reward == 2.0
+    assert judge_exit(1, 2, b"", b"bad \xff", b"").why == "ended with 2: bad \ufffd"
     assert "'\ufffd'" in judge_exit(1, 0, b"", b"", b"\xff").why
-    assert len(judge_exit(1, 0, b"x" * 300, b"", None).why) < 160
+    assert len(judge_exit(1, 0, b"x" * 300, b"", b"").why) < 160
 
 
 def test_results_are_logged_with_what_was_printed(playing: Any, tmp_path: Path) -> None:
@@ -257,7 +215,6 @@ def test_results_are_logged_with_what_was_printed(playing: Any, tmp_path: Path) 
     log = re.sub(r"\d+\.\d s", "T s", (tmp_path / "agent.log").read_text())
     lines = "--- session s1 T s: scored 0.25\n0.25\n", "--- session s2 T s: ended with 4: oh\noh\n"
     assert log in (lines[0] + lines[1], lines[1] + lines[0])
-    assert found.programs.running == {} and found.programs.processes == set()
     (third,) = playing('echo null > "$ASYNCRL_REWARD"').play(seat(3))
     assert third.kind == "judge"
     assert re.search(r"--- session s3 \d\.\d s: judge\n$", (tmp_path / "agent.log").read_text())
@@ -279,17 +236,11 @@ def test_of_much_output_the_last_and_of_a_long_reward_file_the_beginning_is_read
 
 
 def test_a_program_that_closes_its_output_goes_on(playing: Any, tmp_path: Path) -> None:
-    code = f"exec >&- 2>&-; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; "
-    found = playing(code + 'echo 6 > "$ASYNCRL_REWARD"')
-    found.send(seats=[seat(1)])
-    found.until(lambda: len(found.programs.running) == 1)
-    (program,) = found.programs.running.values()
-    waited = [stream.fileno() for stream in program.streams]
-    found.until(lambda: not set(waited) & set(found.programs.selector.get_map()))
-    assert found.results() == []
+    code = f"exec >&- 2>&-; touch {tmp_path}/begun; while [ ! -e {tmp_path}/go ]; do sleep 0.02; "
+    found = playing(code + 'done; echo 6 > "$ASYNCRL_REWARD"')
+    begin(found, tmp_path)
     (tmp_path / "go").touch()
-    found.until(lambda: bool(found.results()))
-    assert found.results() == [SessionResult(1, "scored", 6.0)]
+    assert found.result() == SessionResult(1, "scored", 6.0)
 
 
 def test_a_program_that_cannot_be_started_says_so(tmp_path: Path) -> None:
@@ -297,7 +248,6 @@ def test_a_program_that_cannot_be_started_says_so(tmp_path: Path) -> None:
     assert found.play(seat(4)) == [
         SessionResult(4, "failed", why="cannot be started: No such file or directory")
     ]
-    assert not found.programs.running and list((tmp_path / "folders").iterdir()) == []
     found.close()
 
 
@@ -311,12 +261,10 @@ def test_what_a_program_leaves_behind_is_killed(playing: Any, tmp_path: Path) ->
 def test_other_programs_go_on_when_one_ends(playing: Any, tmp_path: Path) -> None:
     loop = f"while [ ! -e {tmp_path}/go ]; do sleep 0.02; done"
     found = playing(f'read t; case "$t" in *wait*) {loop};; esac; echo 1')
-    found.send(seats=[seat(1, "wait"), seat(2)])
-    found.until(lambda: bool(found.results()))
-    assert [result.number for result in found.results()] == [2]
+    found.send(SessionOrders([seat(1, "wait"), seat(2)]))
+    assert found.result() == SessionResult(2, "scored", 1.0)
     (tmp_path / "go").touch()
-    found.until(lambda: len(found.results()) == 2)
-    assert {result.kind for result in found.results()} == {"scored"}
+    assert found.result() == SessionResult(1, "scored", 1.0)
 
 
 def test_a_head_that_is_no_text_is_logged_with_a_mark(tmp_path: Path) -> None:
@@ -327,69 +275,47 @@ def test_a_head_that_is_no_text_is_logged_with_a_mark(tmp_path: Path) -> None:
     assert (tmp_path / "agent.log").stat().st_mode & 0o777 == 0o600
 
 
-WAITS = 'trap "{}" TERM; echo begun > {}/begun; while true; do sleep 0.02; done'
+WAITS = 'trap "{}" TERM; echo $$ > {}/new; mv {}/new {}/begun; while true; do sleep 0.02; done'
 
 
-def begun(found: Playing, tmp_path: Path) -> None:
-    found.send(seats=[seat(1)])
-    found.until(lambda: bool(found.programs.running))
-    end = time.monotonic() + PATIENCE_S
-    while not (tmp_path / "begun").exists():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+def begin(found: Playing, folder: Path) -> None:
+    found.send(SessionOrders([seat(1)]))
+    until((folder / "begun").exists)
 
 
 def test_a_program_is_asked_to_stop_once(
     playing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert agent_programs.POLITE_S == 5.0
-    monkeypatch.setattr(agent_programs, "POLITE_S", 3600.0)
-    found = playing(WAITS.format(f"echo stop >> {tmp_path}/asked; sleep 0.2; exit 0", tmp_path))
-    begun(found, tmp_path)
-    before = time.monotonic() + 3600.0
-    found.send(stop=[1, 9])
-    found.until(lambda: found.programs.running[1].kill_at > 0)
-    (program,) = found.programs.running.values()
-    kill_at = program.kill_at
-    assert before <= kill_at <= time.monotonic() + 3600.0
-    found.programs.stop(1)
-    assert program.kill_at == kill_at
-    found.until(lambda: bool(found.results()))
-    assert found.results() == [SessionResult(1, "failed", why=STOPPED)]
+    assert agent_process.POLITE_S == 5.0
+    monkeypatch.setattr(agent_process, "POLITE_S", 3600.0)
+    stop = f"echo stop >> {tmp_path}/asked; sleep 0.2; exit 0"
+    found = playing(WAITS.format(stop, *[tmp_path] * 3))
+    begin(found, tmp_path)
+    found.send(SessionOrders(stop=[1, 9]))
+    found.send(SessionOrders(stop=[1]))
+    assert found.result() == SessionResult(1, "failed", why=STOPPED)
     assert (tmp_path / "asked").read_text() == "stop\n"
 
 
 def test_a_program_that_does_not_stop_is_killed(
     playing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_programs, "POLITE_S", 0.05)
-    found = playing(WAITS.format("", tmp_path))
-    begun(found, tmp_path)
-    found.send(stop=[1])
-    found.until(lambda: bool(found.results()))
-    assert found.results() == [SessionResult(1, "failed", why=STOPPED)]
+    monkeypatch.setattr(agent_process, "POLITE_S", 0.05)
+    found = playing(WAITS.format("", *[tmp_path] * 3))
+    begin(found, tmp_path)
+    found.send(SessionOrders(stop=[1]))
+    assert found.result() == SessionResult(1, "failed", why=STOPPED)
     assert re.search(rf"s1 \d+\.\d s: {STOPPED}\n", (tmp_path / "agent.log").read_text())
 
 
-def test_all_programs_end_with_the_gateway(playing: Any, tmp_path: Path) -> None:
-    found = playing(WAITS.format("", tmp_path))
-    begun(found, tmp_path)
-    (pid,) = found.programs.processes
-    found.wire.close()
-    assert found.programs.step() is False
-    found.programs.close()
-    assert not psutil.pid_exists(pid) and found.programs.running == {}
-
-
-def test_orders_come_in_pieces(playing: Any) -> None:
-    found = playing("echo 1")
-    whole = frame(msgspec.msgpack.encode(SessionOrders([seat(1)])))
-    for piece in (whole[:3], whole[3:-1]):
-        found.wire.sendall(piece)
-        assert found.programs.step() and not found.programs.running
-    found.wire.sendall(whole[-1:])
-    found.until(lambda: bool(found.results()))
-    assert found.results() == [SessionResult(1, "scored", 1.0)]
+def test_all_programs_end_with_the_gateway(
+    playing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_process, "POLITE_S", 3600.0)
+    found = playing(WAITS.format("", *[tmp_path] * 3))
+    begin(found, tmp_path)
+    found.close()
+    assert not psutil.pid_exists(int((tmp_path / "begun").read_text()))
 
 
 @pytest.fixture
@@ -397,40 +323,28 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """What the process asks the kernel for by prctl."""
     found: list[tuple[int, int]] = []
     library = SimpleNamespace(prctl=lambda *option: found.append(option))
-    monkeypatch.setattr(agent_programs, "_libc", library)
+    monkeypatch.setattr(agent_process, "_libc", library)
     return found
 
 
-def test_the_process_is_ready_plays_and_ends_with_its_socket(
-    asked: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_process_is_ready_and_ends_with_its_socket(
+    asked: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    ours, theirs = socket.socketpair()
-    setup = AgentSetup(AgentConfig(command=["sleep", "3600"]), str(tmp_path / "agent.log"))
-    frames = [msgspec.msgpack.encode(setup), msgspec.msgpack.encode(SessionOrders([seat(1)]))]
-    ours.sendall(b"".join(map(frame, frames)))  # orders that come with the setup
-    ours.shutdown(socket.SHUT_WR)
-    monkeypatch.setattr(agent_programs, "_prepare_child", lambda: None)
-    agent_programs.serve(theirs)
-    assert asked == [(agent_programs.PR_SET_PDEATHSIG, 0), (PR_SET_CHILD_SUBREAPER, 1)]
-    stream = ours.makefile("rb")
-    payload = read_frame(stream)
-    assert payload is not None
-    assert msgspec.msgpack.decode(payload, type=SessionResult) == SessionResult(-1, "ready")
-    stream.close()
-    ours.close()
-    theirs.close()
+    found = Playing(tmp_path / "agent.log", "sleep", "3600")
+    found.close()
+    assert asked == [(agent_process.PR_SET_PDEATHSIG, 0), (PR_SET_CHILD_SUBREAPER, 1)]
 
 
 def test_a_socket_that_closes_before_the_setup_ends_the_process() -> None:
     ours, theirs = socket.socketpair()
     ours.sendall(b"\0\0")
     ours.close()
-    agent_programs.serve(theirs)
+    agent_process.serve(theirs)
     theirs.close()
 
 
 def test_a_new_process_is_prepared(asked: list[tuple[int, int]]) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    agent_programs._prepare_child()
+    agent_process._prepare_child()
     assert signal.signal(signal.SIGINT, before) is signal.SIG_DFL
     assert asked == [(36, 1), (1, signal.SIGKILL)]
