@@ -42,7 +42,6 @@ from asyncrl.transport.worker_pool import FRAME_BYTES, frame, read_frame
 
 Judged = tuple[float, Numbers, list[float] | None]
 Outcome = Judged | str  # of one response: its reward, or an error
-RewardFunction = Callable[..., Any]
 BEAT_S = 1.0  # how often a process of coroutines reports that its loop is not blocked
 
 
@@ -171,148 +170,134 @@ def split_results(values: Any, calls: list[RewardCall]) -> list[Outcome]:
 # ---- the function --------------------------------------------------------------------------------
 
 
+class RewardFunction:
+    """A reward function, called with the responses of a unit.
+
+    named: further arguments of each call
+    batched: it takes lists, as marked by `function.batched = True`; otherwise a unit has a single
+        response
+    """
+
+    def __init__(self, function: Callable[..., Any], **named: Any) -> None:
+        self.function = function
+        self.named = named
+        self.batched = bool(getattr(function, "batched", False))
+        self.is_async = is_async(function)
+        try:
+            self.takes_tokens = "tokens" in inspect.signature(function).parameters
+        except (TypeError, ValueError):  # a builtin without a signature
+            self.takes_tokens = False
+
+    def call(self, calls: list[RewardCall]) -> Any:
+        """Call the function; return its value, or an awaitable of it."""
+        prompts: Any = [x.prompt for x in calls]
+        texts: Any = [x.text for x in calls]
+        tokens: Any = [x.tokens for x in calls]
+        if not self.batched:
+            prompts, texts, tokens = prompts[0], texts[0], tokens[0]
+        named = self.named | ({"tokens": tokens} if self.takes_tokens else {})
+        return self.function(prompts, texts, **named)
+
+    def check(self, value: Any, calls: list[RewardCall]) -> list[Outcome]:
+        """Check the value of a call, by response: the reward, or an error."""
+        if self.batched:
+            return split_results(value, calls)
+        return [check_or_explain(value, len(calls[0].tokens))]
+
+
+class WeightedFunctions(RewardFunction):
+    """The weighted sum of reward functions, with them as its parts.
+
+    It takes lists if one of them does, and is async if one of them is. As in TRL, the sum is over
+    the functions that do not return None. functions: by their names as parts.
+    """
+
+    def __init__(self, functions: dict[str, RewardFunction], weights: list[float]) -> None:
+        self.functions = functions
+        self.weights = weights
+        self.batched = any(function.batched for function in functions.values())
+        self.is_async = any(function.is_async for function in functions.values())
+
+    async def call(self, calls: list[RewardCall]) -> list[Any]:
+        async def judge_unit(function: RewardFunction, unit: list[RewardCall]) -> list[Outcome]:
+            value = function.call(unit)
+            value = await value if inspect.isawaitable(value) else value
+            return function.check(value, unit)
+
+        judged = []
+        for function in self.functions.values():
+            units = [calls] if function.batched else [[one] for one in calls]
+            results = await asyncio.gather(*(judge_unit(function, unit) for unit in units))
+            judged.append(itertools.chain(*results))
+        return [self._add_parts(row) for row in zip(*judged, strict=True)]
+
+    def check(self, value: Any, calls: list[RewardCall]) -> list[Outcome]:
+        return split_results(value, calls)
+
+    def _add_parts(self, judged: Sequence[Outcome]) -> Any:
+        """Return the dict of a sum, None without a term, or the ValueError of a failed one."""
+        parts: Numbers = {}
+        total = 0.0
+        for name, result, weight in zip(self.functions, judged, self.weights, strict=True):
+            if result == NOT_APPLICABLE:
+                continue
+            if isinstance(result, str) or result[2] is not None:
+                reason = (
+                    result if isinstance(result, str) else "token_rewards need a single function"
+                )
+                return ValueError(f"{name}: {reason}")
+            total += weight * result[0]
+            parts |= {name: result[0]} | {
+                f"{name}.{part}": value for part, value in result[1].items() if part != "reward"
+            }
+        return {"reward": total, **parts} if parts else None
+
+
 def load_judge(setup: RewardWorkerSetup) -> RewardFunction:
     """Build the reward function that the config asks for. Raises ConfigError."""
     settings = setup.reward
     if settings.model.path:
         from actors.scorers.reward_model import RewardModelScorer
 
-        return RewardModelScorer(settings.model)
+        return RewardFunction(RewardModelScorer(settings.model))
     function = None
     if settings.function:
         bound_names = ("judge",) if settings.judge.url else ()
         found = import_function(settings.function, "reward.function")
         function = adapt_function(found, settings.function, bound_names)
     if settings.functions:
-        parts = {
-            name: adapt_function(import_function(path, "reward.functions"), path, ())
-            for name, path in settings.function_names.items()
-        }
-        return combine_functions(parts, settings.weights or [1.0] * len(parts))
+        parts = {}
+        for name, path in settings.function_names.items():
+            found = import_function(path, "reward.functions")
+            parts[name] = RewardFunction(adapt_function(found, path, ()))
+        return WeightedFunctions(parts, settings.weights or [1.0] * len(parts))
     if not settings.judge.url:
-        return function or get_task(setup.task).reward
+        return RewardFunction(function or get_task(setup.task).reward)
     from actors.scorers import judge
 
     client = judge.build_client(settings.judge, setup.run_dir)
     if function is None:
-        return judge.JudgeReward(client)
+        return RewardFunction(judge.JudgeReward(client))
     if not is_async(function) or "judge" not in inspect.signature(function).parameters:
         raise ConfigError(
             f"reward.function = {settings.function}: with [reward.judge], write `async def "
             "reward(prompt, text, judge)`, which calls `await judge.ask(messages)`"
         )
-    bound = functools.partial(function, judge=client)
-    bound.batched = takes_lists(function)  # type: ignore[attr-defined]
-    return bound
+    return RewardFunction(function, judge=client)
 
 
-def combine_functions(functions: dict[str, RewardFunction], weights: list[float]) -> RewardFunction:
-    """Combine reward functions into one that returns their weighted sum, with them as its parts.
-
-    It takes lists if one of them does, and is a coroutine function if one of them is. As in TRL,
-    the sum is over the functions that do not return None. functions: by their names as parts.
-    """
-
-    async def judge_unit(function: RewardFunction, unit: list[RewardCall]) -> list[Any]:
-        value = call_function(function, unit)
-        value = await value if inspect.isawaitable(value) else value
-        return check_results(function, value, unit)
-
-    async def judge_lists(
-        prompts: list[Prompt], texts: list[str], *, tokens: list[list[int]]
-    ) -> list[Any]:
-        calls = list(map(RewardCall, prompts, texts, tokens))
-        units = [
-            [calls] if takes_lists(function) else [[call] for call in calls]
-            for function in functions.values()
-        ]
-        judged = [
-            await asyncio.gather(*(judge_unit(function, unit) for unit in own_units))
-            for function, own_units in zip(functions.values(), units, strict=True)
-        ]
-        rows = zip(*(itertools.chain(*results) for results in judged), strict=True)
-        return [_add_parts(list(functions), row, weights) for row in rows]
-
-    async def judge_one(prompt: Prompt, text: str, *, tokens: list[int]) -> Any:
-        (value,) = await judge_lists([prompt], [text], tokens=[tokens])
-        return value
-
-    batched = any(map(takes_lists, functions.values()))
-    combined: RewardFunction = judge_lists if batched else judge_one
-    combined.batched = batched  # type: ignore[attr-defined]
-    if any(map(is_async, functions.values())):
-        return combined
-
-    @functools.wraps(combined)
-    def begin(*arguments: Any, **named: Any) -> Any:  # one call at a time, which `judge` awaits
-        return combined(*arguments, **named)
-
-    return begin
+make_reward_function = functools.cache(RewardFunction)
 
 
-def _add_parts(names: list[str], judged: Sequence[Outcome], weights: list[float]) -> Any:
-    """Return the dict of a weighted sum, None without a term, or the ValueError of a failed one."""
-    parts: Numbers = {}
-    total = 0.0
-    for name, result, weight in zip(names, judged, weights, strict=True):
-        if result == NOT_APPLICABLE:
-            continue
-        if isinstance(result, str) or result[2] is not None:
-            reason = result if isinstance(result, str) else "token_rewards need a single function"
-            return ValueError(f"{name}: {reason}")
-        total += weight * result[0]
-        parts |= {name: result[0]} | {
-            f"{name}.{part}": value for part, value in result[1].items() if part != "reward"
-        }
-    return {"reward": total, **parts} if parts else None
-
-
-def takes_lists(function: RewardFunction) -> bool:
-    """Whether the function is marked by `function.batched = True`.
-
-    Such a function maps (list of prompts, list of texts) to a list of rewards.
-    """
-    return bool(getattr(function, "batched", False))
-
-
-@functools.cache
-def takes_tokens(function: RewardFunction) -> bool:
-    """Whether the function has a parameter `tokens`."""
-    try:
-        return "tokens" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin without a signature
-        return False
-
-
-def call_function(function: RewardFunction, calls: list[RewardCall]) -> Any:
-    """Call the function on these responses.
-
-    Lists where it takes lists, and `tokens` where it has such a parameter.
-    """
-    prompts: Any = [c.prompt for c in calls]
-    texts: Any = [c.text for c in calls]
-    tokens: Any = [c.tokens for c in calls]
-    if not takes_lists(function):
-        prompts, texts, tokens = prompts[0], texts[0], tokens[0]
-    named = {"tokens": tokens} if takes_tokens(function) else {}
-    return function(prompts, texts, **named)
-
-
-def check_results(function: RewardFunction, value: Any, calls: list[RewardCall]) -> list[Outcome]:
-    """Check the return value of one call, by response: the reward, or an error."""
-    if takes_lists(function):
-        return split_results(value, calls)
-    return [check_or_explain(value, len(calls[0].tokens))]
-
-
-def call(function: RewardFunction, prompt: Prompt, text: str, tokens: list[int]) -> Judged:
+def call(function: Callable[..., Any], prompt: Prompt, text: str, tokens: list[int]) -> Judged:
     """Judge one response here, awaiting the function when it is async.
 
     Raises the function's exception, and ValueError for an unusable return value.
     """
     calls = [RewardCall(prompt, text, tokens)]
-    value = await_value(call_function(function, calls))
-    if not takes_lists(function):
+    reward_function = make_reward_function(function)
+    value = await_value(reward_function.call(calls))
+    if not reward_function.batched:
         return check_value(value, len(tokens))
     (result,) = split_results(value, calls)
     if isinstance(result, str):
@@ -345,7 +330,7 @@ def build_reply(
     function: RewardFunction, unit: RewardUnit, value: Any, began: float, log: FailureLog
 ) -> RewardReply:
     """Build the reply to a call that returned `value`, and log its unusable results."""
-    results = check_results(function, value, unit.calls)
+    results = function.check(value, unit.calls)
     for call_, value in zip(unit.calls, results, strict=True):
         if isinstance(value, str):
             log.note(call_.prompt, call_.text, value)
@@ -370,7 +355,7 @@ def judge(function: RewardFunction, unit: RewardUnit, log: FailureLog) -> Reward
     """Call the function now. Any exception, an exit included, fails only this call."""
     began = time.monotonic()
     try:
-        value = await_value(call_function(function, unit.calls))
+        value = await_value(function.call(unit.calls))
         return build_reply(function, unit, value, began, log)
     except BaseException as error:
         return build_failure_reply(unit, error, began, log)
@@ -387,7 +372,7 @@ async def judge_later(
 
     async def judge_guarded() -> RewardReply:
         try:
-            value = await call_function(function, unit.calls)
+            value = await function.call(unit.calls)
             return build_reply(function, unit, value, began, log)
         except JudgeBudgetSpent as error:  # every further call would fail the same way
             return RewardReply("broken", unit.id, [], str(error), began, time.monotonic())
@@ -417,9 +402,9 @@ def serve(wire: socket.socket) -> None:
     except ConfigError as error:
         wire.sendall(encode_reply(RewardReply("broken", why=str(error))))
         return
-    window = setup.reward.concurrency if is_async(function) else 1
-    wire.sendall(encode_reply(RewardReply("ready", batched=takes_lists(function), window=window)))
-    if is_async(function):
+    window = setup.reward.concurrency if function.is_async else 1
+    wire.sendall(encode_reply(RewardReply("ready", batched=function.batched, window=window)))
+    if function.is_async:
         asyncio.run(_serve_async(wire, function, setup))
         return
     decode = msgspec.msgpack.Decoder(list[RewardUnit]).decode

@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from actors import reward_worker, rewards
-from actors.reward_worker import RewardCall, RewardUnit, judge_later
+from actors.reward_worker import RewardCall, RewardFunction, RewardUnit, judge_later
 from actors.rewards import RewardRunner, judge_all
 from actors.scorers import deadline_pause
 from actors.scorers import judge as judges
@@ -314,7 +314,9 @@ def test_a_call_is_ended_unless_it_waits_for_its_turn(monkeypatch: pytest.Monkey
             clock = SimpleNamespace(monotonic=runner.get_loop().time)
             monkeypatch.setattr(reward_worker, "time", clock)
             monkeypatch.setattr(deadline_pause, "time", clock)
-            return runner.run(judge_later(endless, unit, deadline_s, FailureLog(""))).kind
+            return runner.run(
+                judge_later(RewardFunction(endless), unit, deadline_s, FailureLog(""))
+            ).kind
 
     assert kind("turn", 2.0) == "ok" and kind("never", 0.1) == "hung"
     assert kind("spent", 9) == "broken"

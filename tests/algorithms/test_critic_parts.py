@@ -15,7 +15,7 @@ from learner_step_kit import weights
 from shared_reward import digit
 
 from actors import rewards
-from actors.reward_worker import call, takes_tokens
+from actors.reward_worker import RewardFunction, call
 from asyncrl.algorithms import loss
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError, DamagedDataError
@@ -342,7 +342,9 @@ def test_a_function_with_a_parameter_for_them_is_given_the_token_ids() -> None:
     assert per_token[0] == 1.0 and all(x != x for x in per_token[1:]) and len(per_token) == 3
     assert call(later, p, "ab", [5, 6]) == (11.0, {}, None)
     assert call(lambda prompt, text: len(text), p, "ab", [5, 6, 7]) == (2.0, {}, None)
-    assert not takes_tokens(min) and takes_tokens(digit)  # a callable without a signature
+    assert (
+        not RewardFunction(min).takes_tokens and RewardFunction(digit).takes_tokens
+    )  # a callable without a signature
 
 
 def test_in_a_run_with_prompts_and_a_reward_of_ones_own(

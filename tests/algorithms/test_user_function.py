@@ -17,7 +17,7 @@ import pytest
 from process_kit import SMALL, demo_command, run_command
 
 from actors import reward_worker
-from actors.reward_worker import RewardCall, RewardUnit
+from actors.reward_worker import RewardCall, RewardFunction, RewardUnit
 from actors.rewards import RewardRunner, check_reward_process, judge_all
 from actors.scorers import user_function
 from actors.scorers.user_function import adapt_function
@@ -233,7 +233,7 @@ def test_the_log_has_a_failed_call_from_the_function_on(
     umask = os.umask(0o002)
     try:
         unit = RewardUnit(3, [RewardCall(SUM, "\ud800", [5])])
-        reply = reward_worker.judge(own["fails"], unit, log)
+        reply = reward_worker.judge(RewardFunction(own["fails"]), unit, log)
     finally:
         os.umask(umask)
     lines = [line_of(text) for text in ("return helper", "return {}")]
@@ -276,7 +276,7 @@ def test_a_full_log_takes_no_more(tmp_path: Path) -> None:
 def test_the_place_of_an_error_is_outside_libraries(own: dict[str, Any]) -> None:
     def why(function: Any, text: str = "no JSON") -> str:
         unit = RewardUnit(3, [RewardCall(SUM, text, [5])])
-        return reward_worker.judge(function, unit, user_function.FailureLog("")).why
+        return reward_worker.judge(RewardFunction(function), unit, user_function.FailureLog("")).why
 
     line = line_of('json.loads(text)["score"]')
     assert why(own["parses"]) == (
@@ -357,7 +357,8 @@ def test_what_trls_form_lacks_is_named() -> None:
     )
 
     unit = RewardUnit(3, [RewardCall(SUM, "a", [5])])
-    reply = reward_worker.judge(adapt_function(asks, "m:f", ()), unit, user_function.FailureLog(""))
+    function = RewardFunction(adapt_function(asks, "m:f", ()))
+    reply = reward_worker.judge(function, unit, user_function.FailureLog(""))
     assert reply.why.endswith(" unit, answer (task.columns renames)"), "no place in the user's code"
 
     def trains(completions: Any, trainer_state: Any) -> list[float]:

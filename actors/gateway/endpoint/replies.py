@@ -43,55 +43,40 @@ def build_answer(
     decode: decodes token ids
     created: the time in the answer, in seconds since 1970
     """
-    if parsed.kind == "ids":
-        return _encode(_build_tokens_body(parsed, node, name))
-    if parsed.kind in ("messages", "responses"):
-        return _build_translated(parsed, node, name, created, decode)
-    if parsed.kind == "chat":
-        body = _build_chat_choice(parsed, node, decode)
-        kind = "chat.completion" + ".chunk" * parsed.stream
-    else:
-        body = _build_text_choice(parsed, node, decode)
-        kind = "text_completion"
-    body |= _build_versions(node)
-    if parsed.token_ids:
-        body["token_ids"] = node.ids.tolist()
-        body["prompt_token_ids"] = node.prompt_ids.tolist()
-    head = {"id": name, "object": kind, "created": created, "model": parsed.model}
     usage = count_usage(len(node.prompt_ids), len(node.ids))
+    if parsed.kind == "ids":
+        return _encode(_build_tokens_body(parsed, node, name) | {"usage": usage})
+    choice = _build_choice(parsed, node, decode)
+    head: JsonObject = {"id": name, "model": parsed.model, "created": created}
+    if parsed.kind in ("messages", "responses"):
+        completion = (choice["message"], choice["finish_reason"], usage, head)
+        if parsed.kind == "messages":
+            sampled = decode(node.ids.tolist())
+            stop = next((stop for stop in parsed.stop if stop in sampled), "")
+            body = anthropic.build_response(*completion, stop)
+            split = anthropic.split_events
+        else:
+            body = responses.build_response(*completion)
+            split = responses.split_events
+        if not parsed.stream:
+            return _encode(body)
+        return b"".join(
+            f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
+            for event in split(body)
+        )
+    choice |= _build_versions(node)
+    if parsed.token_ids:
+        choice["token_ids"] = node.ids.tolist()
+        choice["prompt_token_ids"] = node.prompt_ids.tolist()
+    head["object"] = "text_completion"
+    if parsed.kind == "chat":
+        head["object"] = "chat.completion" + ".chunk" * parsed.stream
     if not parsed.stream:
-        return _encode({**head, "choices": [body], "usage": usage})
-    chunks = [{**head, "choices": [choice]} for choice in _split_choice(parsed, body)]
+        return _encode({**head, "choices": [choice], "usage": usage})
+    chunks = [{**head, "choices": [part]} for part in _split_choice(choice)]
     if parsed.usage:
         chunks.append({**head, "choices": [], "usage": usage})
-    return b"".join(b"data: " + _encode(part) + b"\n\n" for part in chunks) + DONE
-
-
-def _build_translated(
-    parsed: ParsedRequest, node: CallNode, name: str, created: int, decode: Text
-) -> bytes:
-    """Do the same as `build_answer` for /v1/messages and /v1/responses."""
-    choice = _build_chat_choice(parsed, node, decode)
-    completion = (
-        choice["message"],
-        choice["finish_reason"],
-        count_usage(len(node.prompt_ids), len(node.ids)),
-    )
-    head = {"id": name, "model": parsed.model, "created": created}
-    if parsed.kind == "messages":
-        sampled = decode([int(token) for token in node.ids])
-        stop = next((stop for stop in parsed.stop if stop in sampled), "")
-        body = anthropic.build_response(*completion, head, stop)
-        split = anthropic.split_events
-    else:
-        body = responses.build_response(*completion, head)
-        split = responses.split_events
-    if not parsed.stream:
-        return _encode(body)
-    return b"".join(
-        f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
-        for event in split(body)
-    )
+    return b"".join(b"data: " + _encode(chunk) + b"\n\n" for chunk in chunks) + DONE
 
 
 def _build_versions(node: CallNode) -> JsonObject:
@@ -115,10 +100,17 @@ def describe_token(text: str, logprob: float | None) -> JsonObject:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> JsonObject:
+def _build_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> JsonObject:
+    """Build the choice of a text completion, or of a chat completion in the form of OpenAI."""
     answer = node.answer
     assert answer is not None
-    # in the form of OpenAI's API, where arguments are text
+    choice: JsonObject = {"index": 0, "logprobs": None, "finish_reason": node.finish}
+    tokens = [decode([token]) for token in node.ids.tolist()] if parsed.logprobs else []
+    if parsed.kind == "text":
+        choice["text"] = answer["content"]
+        if parsed.logprobs:
+            choice["logprobs"] = build_columns(tokens, node.logprobs.tolist())
+        return choice
     message: Message = {"role": "assistant", "content": answer["content"], "refusal": None}
     if "reasoning_content" in answer:
         message["reasoning_content"] = answer["reasoning_content"]
@@ -130,34 +122,13 @@ def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> J
             if not isinstance(function["arguments"], str):
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
             message["tool_calls"].append({**call, "function": function})
-    finish: str = node.finish
-    if finish == "stop" and message.get("tool_calls"):
-        finish = "tool_calls"
-    choice: JsonObject = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
+        if node.finish == "stop":
+            choice["finish_reason"] = "tool_calls"
     if parsed.logprobs:
-        tokens = [decode([int(token)]) for token in node.ids]
-        choice["logprobs"] = {
-            "content": [
-                describe_token(token, float(logprob)) | {"top_logprobs": []}
-                for token, logprob in zip(tokens, node.logprobs, strict=True)
-            ],
-            "refusal": None,
-        }
-    return choice
-
-
-def _build_text_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> JsonObject:
-    assert node.answer is not None
-    choice: JsonObject = {
-        "index": 0,
-        "text": node.answer["content"],
-        "logprobs": None,
-        "finish_reason": node.finish,
-    }
-    if parsed.logprobs:
-        tokens = [decode([int(token)]) for token in node.ids]
-        choice["logprobs"] = build_columns(tokens, node.logprobs.tolist())
-    return choice
+        pairs = zip(tokens, node.logprobs.tolist(), strict=True)
+        content = [describe_token(*pair) | {"top_logprobs": []} for pair in pairs]
+        choice["logprobs"] = {"content": content, "refusal": None}
+    return choice | {"message": message}
 
 
 def build_columns(tokens: list[str], logprobs: list[Any], likely: Any = None) -> JsonObject:
@@ -171,56 +142,43 @@ def build_columns(tokens: list[str], logprobs: list[Any], likely: Any = None) ->
 
 
 def _build_tokens_body(parsed: ParsedRequest, node: CallNode, name: str) -> JsonObject:
+    tokens = node.ids.tolist()
+    content = [
+        # as vLLM writes it
+        {"token": f"token_id:{token}", "token_id": token, "logprob": value, "top_logprobs": []}
+        for token, value in zip(tokens, node.logprobs.tolist(), strict=True)
+    ]
     choice: JsonObject = {
         "index": 0,
         "finish_reason": node.finish,
-        "token_ids": node.ids.tolist(),
-        "logprobs": None,
-        **_build_versions(node),
+        "token_ids": tokens,
+        "logprobs": {"content": content} if parsed.logprobs else None,
     }
-    if parsed.logprobs:
-        choice["logprobs"] = {
-            "content": [
-                {
-                    "token": f"token_id:{int(token)}",  # as vLLM writes it
-                    "token_id": int(token),
-                    "logprob": float(logprob),
-                    "top_logprobs": [],
-                }
-                for token, logprob in zip(node.ids, node.logprobs, strict=True)
-            ]
-        }
     return {
         "request_id": name,
-        "choices": [choice],
+        "choices": [choice | _build_versions(node)],
         "prompt_token_ids": node.prompt_ids.tolist() if parsed.token_ids else None,
-        "usage": count_usage(len(node.prompt_ids), len(node.ids)),
     }
 
 
-def _split_choice(parsed: ParsedRequest, choice: JsonObject) -> list[JsonObject]:
+def _split_choice(choice: JsonObject) -> list[JsonObject]:
     """Split a finished answer into the choices of a stream."""
-    extra: JsonObject = {
-        key: choice[key] for key in ("token_ids", "prompt_token_ids") if key in choice
-    }
-    last_choice: JsonObject = {
-        "index": 0,
-        "logprobs": None,
-        "finish_reason": choice["finish_reason"],
-        "weight_versions": choice["weight_versions"],
-    }
-    if parsed.kind == "text":
-        complete: JsonObject = {"index": 0, "text": choice["text"], "logprobs": choice["logprobs"]}
-        return [{**complete, "finish_reason": None, **extra}, {**last_choice, "text": ""}]
-    message = choice["message"]
-    delta: JsonObject = {"content": message["content"]}
-    if "reasoning_content" in message:
-        delta["reasoning_content"] = message["reasoning_content"]
-    if calls := message.get("tool_calls"):
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    unfinished: JsonObject = {"index": 0, "logprobs": None, "finish_reason": None}
+    beginning = {"index": 0, "logprobs": None, "finish_reason": None}
+    ending = {"index": 0, "logprobs": None, "finish_reason": choice["finish_reason"]}
+    ending["weight_versions"] = choice["weight_versions"]
+    left_out = ("message", "weight_versions")
+    complete = {key: value for key, value in choice.items() if key not in left_out}
+    complete["finish_reason"] = None
+    if "text" in choice:
+        return [complete, {**ending, "text": ""}]
+    delta = {**choice["message"]}
+    del delta["role"], delta["refusal"]
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [
+            {"index": index, **call} for index, call in enumerate(delta["tool_calls"])
+        ]
     return [
-        {**unfinished, "delta": {"role": "assistant", "content": "", "refusal": None}},
-        {**unfinished, "delta": delta, "logprobs": choice["logprobs"], **extra},
-        {**last_choice, "delta": {}},
+        {**beginning, "delta": {"role": "assistant", "content": "", "refusal": None}},
+        {**complete, "delta": delta},
+        {**ending, "delta": {}},
     ]
