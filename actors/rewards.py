@@ -393,27 +393,6 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
             self.workers += map(self.make, range(count, target_count))
 
 
-def check_reward_process(config: Config, responses: Responses = ()) -> list[RewardResult]:
-    """Start one reward process, judge (prompt, text, token ids) triples by it, and stop it.
-
-    A function that takes lists gets all of them in one call, whose failure is that of each. Returns
-    the results in order. Raises ConfigError when the process cannot start.
-    """
-    reward = msgspec.structs.replace(config.reward, workers=1)
-    pool = _RewardPool(msgspec.structs.replace(config, reward=reward))
-    pool.judges_again = False
-    try:
-        pool.inbox.extend(
-            _RewardJob((index, 0, 0), RewardCall(*response))
-            for index, response in enumerate(responses)
-        )
-        while len(pool.results) < len(responses) or not any(x.ready for x in pool.workers):
-            pool.step()
-        return sorted(result for _, result, _ in pool.results)  # by their keys, which differ
-    finally:
-        pool.end()
-
-
 class RewardRunner:
     """The rewards of a run: submits responses and polls their results.
 
@@ -554,6 +533,12 @@ class RewardRunner:
             results += self.poll()
         return sorted(results, key=lambda r: r[0])
 
+    def judge(self, responses: Responses) -> list[RewardResult]:
+        """Judge (prompt, text, token ids) triples; return results in order."""
+        for index, (prompt, text, tokens) in enumerate(responses):
+            self.submit((index, 0, 0), prompt, text, tokens)
+        return self.collect()
+
     def close(self) -> None:
         """End the processes."""
         if self.pool is not None:
@@ -563,12 +548,30 @@ class RewardRunner:
             runner.close()
 
 
+def check_reward_process(config: Config, responses: Responses = ()) -> list[RewardResult]:
+    """Judge (prompt, text, token ids) triples by one reward process; return results in order.
+
+    A function that takes lists gets all of them in one call, whose failure is that of each. Raises
+    ConfigError when the process cannot start.
+    """
+    reward = msgspec.structs.replace(config.reward, workers=1)
+    runner = RewardRunner(msgspec.structs.replace(config, reward=reward), None, parts={})
+    assert runner.pool is not None
+    runner.pool.judges_again = False
+    try:
+        results = runner.judge(responses)
+        while not any(process.ready for process in runner.processes):
+            time.sleep(REST_S)
+            runner.poll()
+        return results
+    finally:
+        runner.close()
+
+
 def judge_all(config: Config, task: Any, responses: Responses) -> list[RewardResult]:
     """Judge (prompt, text, token ids) triples as a run would; return results in order."""
     runner = RewardRunner(config, task)
     try:
-        for index, (prompt, text, tokens) in enumerate(responses):
-            runner.submit((index, 0, 0), prompt, text, tokens)
-        return runner.collect()
+        return runner.judge(responses)
     finally:
         runner.close()
