@@ -63,6 +63,7 @@ class CallNode:
     finish: Literal["stop", "length"] = "stop"
     # the messages of its prompt: their digest, the session's own answers among them, the tools
     chain: bytes = b""
+    chains: Sequence[bytes] = ()  # the digest before each message, until it is added to the tree
     ours: dict[int, CallNode] = field(default_factory=dict)  # message index -> the call it answers
     tools: Tools = ()
     # the text of its prompt: characters, digest
@@ -73,6 +74,7 @@ class CallNode:
     # chat.py: length, digest and closing of the turn
     rendered_turn: tuple[int, bytes, str] | None = None
     # until it is answered
+    fork_cause: str = ""  # the cause to count if it begins a training sequence
     stream_key: int = 0  # its random stream; 0 is the stream of a sample without an agent
     max_new_tokens: int = 0
     run_bound: bool = False  # max_new_tokens comes from the run or the session, not from the client
@@ -285,11 +287,12 @@ class CallTree:
         """Count the training sequences, with those of open calls."""
         return sum(1 for _ in find_row_starts(self.nodes))
 
-    def add(self, node: CallNode, chains: Sequence[bytes] = ()) -> None:
+    def add(self, node: CallNode) -> None:
         """Add a placed call and the chains of its messages."""
         self.nodes.append(node)
         self.placed += 1
-        self.known_chains.update(chains[1:])
+        self.known_chains.update(node.chains[1:])
+        node.chains = ()
 
     def set_answer(self, node: CallNode, answer: Message) -> None:
         """Set the parsed answer of a call; requests that contain it continue the node."""

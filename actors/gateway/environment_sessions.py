@@ -76,7 +76,7 @@ class SingleCompletions(LocalSource):
         session = self.gateway.begin_session(grant, sample, first=first)
         now = time.monotonic()
         try:
-            call = session.place_ids(session.own_prompt, now=now)
+            call = session.place(ids=session.own_prompt, now=now)
         except CallRefused as refused:  # a prompt that is empty or too long
             session.fail(str(refused))
         else:

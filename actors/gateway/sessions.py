@@ -14,13 +14,14 @@ All methods are called from one thread.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
@@ -75,18 +76,6 @@ class SessionLimits:
     fork: Literal["row", "end"] = "row"
 
 
-class Composed(NamedTuple):
-    """The prompt of a call, rendered by the template and encoded by the tokenizer."""
-
-    parent: CallNode | None
-    tail: ndarray  # int32 [P]: what follows the parent's turn; without a parent, all
-    text: str | None  # None: of a call by token ids
-    fork_cause: str  # the cause to count if the call begins a training sequence
-    match: MessageMatch | None = None  # of a call by messages
-    ours: Mapping[int, CallNode] = MappingProxyType({})  # message index -> the call it answers
-    tools: Tools = ()
-
-
 @dataclass(eq=False)
 class HarnessRequest:
     """One request of the harness with its retries, over one or more connections."""
@@ -98,6 +87,7 @@ class HarnessRequest:
     lost: bool = False  # its connection closed before the answer was written
     answer: bytes | None = None
     refused: CallRefused | None = None  # why there is none
+    placed: asyncio.Event = field(default_factory=asyncio.Event)  # set when the call is, or refused
 
 
 @dataclass
@@ -183,102 +173,116 @@ class Session:
 
     # ---- calls -----------------------------------------------------------------------------------
 
-    def place_messages(
+    def place(
         self,
         *,
-        messages: Messages,
-        tools: Tools = (),
         now: float,
-        aside: bool = False,
-        **options: Any,
+        max_new_tokens: int = 0,
+        stop: Sequence[str] = (),
+        images: Blobs = MappingProxyType({}),
+        **prompt: Any,
     ) -> CallNode:
-        """Place a call by messages: find its parent call and compose its prompt.
-
-        options: of `accept`
+        """Place a call at once; prompt: arguments of `draft`, the others are those of `accept`.
 
         Raises CallRefused and the composer's errors.  The session is unchanged then.
         """
         self.check_may_call(now)
-        composed = self.draft(messages, tools, aside)()
-        return self.accept(composed, now=now, aside=aside, **options)
-
-    def place_ids(
-        self, ids: ndarray, *, now: float, aside: bool = False, **options: Any
-    ) -> CallNode:
-        """Place a call by token ids int32 [P], P >= 1, as `place_messages` does.
-
-        It continues the node with the longest ids that they begin with.
-        """
-        self.check_may_call(now)
-        return self.accept(self.draft_ids(ids, aside)(), now=now, aside=aside, **options)
+        call = self.draft(**prompt)()
+        return self.accept(call, now=now, max_new_tokens=max_new_tokens, stop=stop, images=images)
 
     def draft(
-        self, messages: Messages, tools: Tools = (), aside: bool = False
-    ) -> Callable[[], Composed]:
-        """Find the call that a call by messages continues.
+        self,
+        messages: Messages = (),
+        tools: Tools = (),
+        *,
+        text: str | None = None,
+        ids: ndarray | None = None,
+        aside: bool = False,
+    ) -> Callable[[], CallNode]:
+        """Find the call that a call continues: by its messages, a text without template, or ids.
+
+        ids: int32 [P], P >= 1.  It continues the call with the longest ids that they begin with.
 
         Returns the function that composes its prompt by the template and the tokenizer.  It takes
         long for a long prompt, and may run in another thread.  Until `accept`, no other call of the
-        session may be drafted.  Raises ValueError as `join_text` does.
+        session may be drafted.  Raises CallRefused, and ValueError as `join_text` does.
         """
-        match = self.tree.find(messages, aside)
-        return partial(self._run_composer, partial(self._compose, match, messages, tools))
+        if ids is not None:
+            ids = np.ascontiguousarray(ids, np.int32)
+            parent = self.tree.find_ids(ids, aside)
+            tail = ids if parent is None else ids[len(parent.build_token_ids()) :]
+            self.composer.require_text(tail)
+            cause = "ids" if parent is None else "branch"
+            return partial(CallNode, -1, parent, tail, aside, fork_cause=cause)
+        if text is not None:
+            answered = (node for node in self.tree.nodes if node.is_answered and not node.chain)
+            texts = [node for node in answered if node.text_digest]
+            texts.sort(key=lambda node: (-node.text_length, -node.number))
+            compose = partial(self._compose_text, texts, text, aside)
+        else:
+            match = self.tree.find(messages, aside)
+            compose = partial(self._compose, match, messages, tools, aside)
+        return partial(self._run_composer, compose)
 
-    def draft_text(self, text: str) -> Callable[[], Composed]:
-        """Do the same as `draft` for a call by text without a template."""
-        answered = (node for node in self.tree.nodes if node.is_answered and not node.chain)
-        texts = [node for node in answered if node.text_digest]
-        texts.sort(key=lambda node: (-node.text_length, -node.number))
-        return partial(self._run_composer, partial(self._compose_text, texts, text))
-
-    def draft_ids(self, ids: ndarray, aside: bool = False) -> Callable[[], Composed]:
-        """Do the same as `draft` for a call by token ids.  Raises CallRefused."""
-        ids = np.ascontiguousarray(ids, np.int32)
-        parent = self.tree.find_ids(ids, aside)
-        tail = ids if parent is None else ids[len(parent.build_token_ids()) :]
-        self.composer.require_text(tail)
-        return partial(Composed, parent, tail, None, "ids" if parent is None else "branch")
-
-    def _run_composer(self, compose: Callable[[], Composed]) -> Composed:
+    def _run_composer(self, compose: Callable[[], CallNode]) -> CallNode:
         try:
             return compose()
         except CallRefused as refused:
             self.shortened = self.shortened or refused.code == TOO_LONG
             raise
 
-    def _compose(self, match: MessageMatch, messages: Messages, tools: Tools) -> Composed:
-        for index, node in match.candidates:
-            ours = match.map_own_answers((index, node))
+    def _compose(
+        self, match: MessageMatch, messages: Messages, tools: Tools, aside: bool
+    ) -> CallNode:
+        for index, parent in match.candidates:
+            ours = match.map_own_answers((index, parent))
             restored = restore_own_answers(messages, ours)
             text = self.composer.write(restored, tools)
-            tail = self.composer.follow(node, restored, index, text)
+            tail = self.composer.follow(parent, restored, index, text)
             if tail is not None:
-                fork_cause = find_row_start_reason(match, node, tools)
-                return Composed(node, tail, text, fork_cause, match=match, ours=ours, tools=tools)
-        ours = match.map_own_answers(next(iter(match.candidates), None))
-        text = self.composer.write(restore_own_answers(messages, ours), tools)
-        tail = self.composer.encode(text)
-        fork_cause = find_row_start_reason(match, None, tools)
-        return Composed(None, tail, text, fork_cause, match=match, ours=ours, tools=tools)
+                call = self._make_call(parent, tail, text, aside)
+                break
+        else:
+            ours = match.map_own_answers(next(iter(match.candidates), None))
+            text = self.composer.write(restore_own_answers(messages, ours), tools)
+            call = self._make_call(None, self.composer.encode(text), text, aside)
+        call.fork_cause = find_row_start_reason(match, call.parent, tools)
+        call.chains, call.chain, call.ours = match.chains, match.chains[-1], ours
+        call.tools = tools
+        return call
 
-    def _compose_text(self, texts: Sequence[CallNode], text: str) -> Composed:
+    def _compose_text(self, texts: Sequence[CallNode], text: str, aside: bool) -> CallNode:
         for node in texts:
             if (suffix := self.composer.cut_sampled(node, text)) is not None:
                 tail = self.composer.encode_suffix(node, suffix)
-                return Composed(node, tail, text, "branch")
-        return Composed(None, self.composer.encode(text, begins=True), text, "text")
+                return self._make_call(node, tail, text, aside, "branch")
+        tail = self.composer.encode(text, begins=True)
+        return self._make_call(None, tail, text, aside, "text")
+
+    def _make_call(
+        self, parent: CallNode | None, tail: ndarray, text: str, aside: bool, cause: str = ""
+    ) -> CallNode:
+        return CallNode(
+            -1,
+            parent,
+            tail,
+            aside,
+            fork_cause=cause,
+            text_length=len(text),
+            text_digest=compute_text_digest(text),
+            images=self.composer.find_images(text, tail),
+        )
 
     def accept(
         self,
-        composed: Composed,
+        node: CallNode,
         *,
         now: float,
         max_new_tokens: int = 0,
         stop: Sequence[str] = (),
-        aside: bool = False,
         images: Blobs = MappingProxyType({}),
     ) -> CallNode:
-        """Add a call with a composed prompt.
+        """Add a drafted call, whose prompt is composed.
 
         max_new_tokens: the client's limit, or 0 for the run's
         images: digest -> blob of the request's images
@@ -286,15 +290,8 @@ class Session:
         Raises CallRefused, also when the session has ended since the call was drafted.
         """
         self.check_may_call(now)
-        tail = np.ascontiguousarray(composed.tail, np.int32)
-        node = CallNode(self.tree.placed, composed.parent, tail, aside)
-        match = composed.match
-        if match is not None:
-            node.chain, node.ours = match.chains[-1], dict(composed.ours)
-            node.tools = composed.tools
-        if (text := composed.text) is not None:
-            node.text_length, node.text_digest = len(text), compute_text_digest(text)
-            node.images = self.composer.find_images(text, tail)
+        node.number = self.tree.placed
+        node.tail = np.ascontiguousarray(node.tail, np.int32)
         # the images that are new to the session, whose number and bytes are limited
         new_images = {name: images[name] for name in node.images if name in images}
         if unknown := set(node.images) - new_images.keys() - self.images.keys():
@@ -314,8 +311,8 @@ class Session:
         self._limit_call(node, max_new_tokens, stop, now)
         self.images |= new_images
         if self.tree.starts_row(node) and self.tree.count_rows():
-            self.tree.forks[composed.fork_cause] += 1
-        self.tree.add(node, match.chains if match else ())
+            self.tree.forks[node.fork_cause] += 1
+        self.tree.add(node)
         self.open_calls[node.number] = node
         self.calls += 1
         self.call_at = self.active_at = now
@@ -741,14 +738,12 @@ class SessionPlayer:
         if self.templated:
             new_messages = [{"role": "user", "content": obs}] if isinstance(obs, str) else obs
             self.history = [*self.history, *new_messages]
-            return session.place_messages(
-                messages=self.history, tools=tools, now=now, aside=self.game > 0
-            )
+            return session.place(messages=self.history, tools=tools, now=now, aside=self.game > 0)
         text = obs if isinstance(obs, str) else "".join(str(x.get("content", "")) for x in obs)
         ids = session.composer.encode(text, begins=self.last_node is None)
         if self.last_node is not None:
             ids = np.concatenate([self.last_node.build_token_ids(), ids])
-        return session.place_ids(ids, now=now, aside=self.game > 0)
+        return session.place(ids=ids, now=now, aside=self.game > 0)
 
     def on_answer(self, node: CallNode) -> None:
         """Append an answer to the player's history."""

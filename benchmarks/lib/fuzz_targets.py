@@ -350,7 +350,7 @@ class Calls:
 
     def _drawn(self, message: m.CallResult) -> None:
         opened = self.scripted.open()
-        call = opened.session.place_ids([3, 4, 5], now=0.0, max_new_tokens=4)
+        call = opened.session.place(ids=[3, 4, 5], now=0.0, max_new_tokens=4)
         ids = np.frombuffer(message.tokens, "<i4")
         logprobs = np.frombuffer(message.logprobs, "<f4")
         opened.session.on_result(
@@ -440,7 +440,7 @@ class Web:
             self._anew()
         self.requests += 1
         answer = await self.connections.serve(data.replace(b"{session}", self.name, 1))
-        tasks = [*self.app.drawing.values()]
+        tasks = [*self.app.answering.values()]
         if tasks and (await asyncio.wait(tasks, timeout=30))[1]:
             raise AssertionError("a request that never ends")
         self._check_samples()

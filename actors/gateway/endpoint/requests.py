@@ -322,7 +322,7 @@ class ParsedRequest:
     model: str
     messages: list[Message] = field(default_factory=list)
     tools: list[Any] = field(default_factory=list)
-    text: str = ""
+    text: str | None = None
     ids: np.ndarray | None = None  # int32 [P]
     max_new_tokens: int = 0  # 0: as many as the run allows
     stop: tuple[str, ...] = ()

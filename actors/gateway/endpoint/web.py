@@ -33,6 +33,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from actors.gateway.call_tree import CallNode
 from actors.gateway.endpoint import replies
 from actors.gateway.endpoint.requests import PREFIX, Kind, ParsedRequest, decode_body, parse_request
 from actors.gateway.recovery.session_journal import OpenedSession
@@ -65,8 +66,7 @@ class WebApp:
 
     def __init__(self, service: SessionApi) -> None:
         self.service = service
-        self.placing: dict[HarnessRequest, asyncio.Task[None]] = {}
-        self.drawing: dict[HarnessRequest, asyncio.Task[None]] = {}
+        self.answering: dict[HarnessRequest, asyncio.Task[None]] = {}
         self.threads = ThreadPoolExecutor(THREADS, "prompts")
         session, call = self._make_session_route, self._make_call_route
         # tried in this order: the frequent ones first
@@ -239,12 +239,13 @@ class WebApp:
                         digest, retry=repeats > 0, key=headers.get("idempotency-key", "")
                     )
                     if harness_request.call is None:
-                        if harness_request not in self.placing:
-                            placing = self._place(opened, harness_request, parsed, len(body))
-                            self.placing[harness_request] = asyncio.create_task(placing)
-                        # retries wait for the same task, and a connection that closes must not
-                        # cancel it
-                        await asyncio.shield(self.placing[harness_request])
+                        if harness_request not in self.answering:
+                            answering = self._answer(opened, harness_request, parsed, len(body))
+                            self.answering[harness_request] = asyncio.create_task(answering)
+                        await harness_request.placed.wait()
+                if harness_request.call is None:
+                    assert harness_request.refused is not None
+                    raise harness_request.refused
             except CallRefused as refused:
                 session.refusals.add(refused)
                 raise
@@ -278,65 +279,18 @@ class WebApp:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
-    async def _place(
+    async def _answer(
         self,
         opened: OpenedSession,
         harness_request: HarnessRequest,
         parsed: ParsedRequest,
         size: int,
     ) -> None:
-        """Compose the call's prompt and begin its sampling.
-
-        The calls of a session are composed one after another in the order of their requests,
-        because each may continue the earlier ones.  Raises CallRefused.
-        """
-        session, now = opened.session, self.service.current_time
+        """Place a call, sample it and keep its answer for all of its connections."""
+        session = opened.session
         try:
-            self._require_running()
-            session.check_may_call(now())
-            session.composing += 1
-            try:
-                async with opened.composing:
-                    if parsed.ids is not None:
-                        draft = session.draft_ids(parsed.ids, parsed.aside)
-                    elif parsed.kind == "text":
-                        draft = session.draft_text(parsed.text)
-                    else:
-                        draft = session.draft(parsed.messages, parsed.tools, parsed.aside)
-                    composed = await self._run_in_thread(size, draft)
-            finally:
-                session.composing -= 1
-            # no await since the lock's release: the next call is drafted after this is accepted
-            call = session.accept(
-                composed,
-                now=now(),
-                max_new_tokens=parsed.max_new_tokens,
-                stop=parsed.stop,
-                aside=parsed.aside,
-                images=parsed.images,
-            )
-            call.grammar = parsed.grammar
-            harness_request.call = call
-        except BaseException as error:
-            if isinstance(error, CallRefused) and error.param == "messages":
-                # a session does not know the API of the request
-                error.param = PROMPT_PARAMS.get(parsed.kind, "messages")
-            session.forget(harness_request)
-            self.service.on_change(session)
-            raise
-        finally:
-            del self.placing[harness_request]
-        self.drawing[harness_request] = asyncio.create_task(
-            self._draw(opened, harness_request, parsed)
-        )
-
-    async def _draw(
-        self, opened: OpenedSession, harness_request: HarnessRequest, parsed: ParsedRequest
-    ) -> None:
-        """Sample the call and keep its answer for all of its connections."""
-        session, call = opened.session, harness_request.call
-        assert call is not None
-        try:
+            call = harness_request.call = await self._place(opened, parsed, size)
+            harness_request.placed.set()
             node = await self.service.draw(session, call)
             if node is None:
                 raise CallRefused(
@@ -350,12 +304,50 @@ class WebApp:
             opened.file.append_answer(session, harness_request)
         except Exception as error:
             refused = harness_request.refused = as_refusal(error)
+            if refused.param == "messages":  # a session does not know the API of the request
+                refused.param = PROMPT_PARAMS.get(parsed.kind, "messages")
             session.forget(harness_request)  # the same request again is a new one
-            session.refusals.add(refused)
+            if harness_request.call is not None:
+                session.refusals.add(refused)
+            self.service.on_change(session)
             if refused is not error:
                 raise
         finally:
-            self.drawing.pop(harness_request, None)
+            harness_request.placed.set()
+            del self.answering[harness_request]
+
+    async def _place(self, opened: OpenedSession, parsed: ParsedRequest, size: int) -> CallNode:
+        """Compose a call's prompt and add the call to its session.
+
+        The calls of a session are composed one after another in the order of their requests,
+        because each may continue the earlier ones.  Raises CallRefused.
+        """
+        session, now = opened.session, self.service.current_time
+        self._require_running()
+        session.check_may_call(now())
+        session.composing += 1
+        try:
+            async with opened.composing:
+                draft = session.draft(
+                    parsed.messages,
+                    parsed.tools,
+                    text=parsed.text,
+                    ids=parsed.ids,
+                    aside=parsed.aside,
+                )
+                composed = await self._run_in_thread(size, draft)
+        finally:
+            session.composing -= 1
+        # no await since the lock's release: the next call is drafted after this is accepted
+        call = session.accept(
+            composed,
+            now=now(),
+            max_new_tokens=parsed.max_new_tokens,
+            stop=parsed.stop,
+            images=parsed.images,
+        )
+        call.grammar = parsed.grammar
+        return call
 
     async def _reply(
         self,
@@ -395,7 +387,7 @@ class WebApp:
                 head = {"content-type": "text/event-stream", "cache-control": "no-cache"}
                 await send_head(200, head)
                 await send_part(replies.KEEP_ALIVE)
-            while (task := self.drawing.get(harness_request)) is not None:
+            while (task := self.answering.get(harness_request)) is not None:
                 await asyncio.wait(
                     (task, connection.closed),
                     timeout=KEEP_ALIVE_S if stream else None,
@@ -541,6 +533,6 @@ class Endpoint(HttpServer):
     async def stop(self) -> None:
         """Close all connections and cancel the open calls."""
         await super().stop()
-        for task in [*self.web.placing.values(), *self.web.drawing.values()]:
+        for task in self.web.answering.values():
             task.cancel()
         self.web.threads.shutdown(wait=False, cancel_futures=True)

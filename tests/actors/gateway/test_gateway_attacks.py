@@ -237,7 +237,7 @@ def test_a_session_that_ends_while_its_prompt_is_composed_draws_nothing(served: 
         slow.leave.set()
         assert asked.result().status_code == 410
     assert len(served.service.drawn) == drawn and not opened.session.open_calls
-    assert served.do(lambda: not opened.session.requests and not served.endpoint.web.placing)
+    assert served.do(lambda: not opened.session.requests and not served.endpoint.web.answering)
 
 
 def test_a_retry_joins_a_call_whose_prompt_is_being_composed(served: Served) -> None:

@@ -145,7 +145,7 @@ class Play:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def ask(self, messages: list[dict[str, Any]], **more: Any) -> Any:
-        return self.session.place_messages(messages=normalize_messages(messages), now=0.0, **more)
+        return self.session.place(messages=normalize_messages(messages), now=0.0, **more)
 
     def draw(self, call: Any, ids: list[int], finish: str) -> dict[str, Any]:
         spans = [VersionSpan(Label(1, 0), "d", 0, len(ids), Label(1, 0))]
@@ -376,16 +376,16 @@ def test_a_session_past_midnight_keeps_its_date() -> None:
 def test_text_without_a_template_goes_on_from_its_answer() -> None:
     play = Play(ZOO["chatml"])
     end = play.tokenizer.convert_tokens_to_ids("</s>")
-    first = play.session.accept(play.session.draft_text("1+1=")(), now=0.0)
+    first = play.session.accept(play.session.draft(text="1+1=")(), now=0.0)
     play.draw(first, [*play.characters("low"), end], "stop")
-    second = play.session.accept(play.session.draft_text("1+1=lower")(), now=0.0)
+    second = play.session.accept(play.session.draft(text="1+1=lower")(), now=0.0)
     assert second.parent is first
     answered = [*play.characters("low"), end]
     assert second.prompt_ids.tolist() == [*play.encode("1+1="), *answered, *play.encode("er")]
     play.draw(second, play.characters("x"), "length")
-    third = play.session.accept(play.session.draft_text("1+1=lowerx!")(), now=0.0)
+    third = play.session.accept(play.session.draft(text="1+1=lowerx!")(), now=0.0)
     assert third.parent is second
-    assert play.session.accept(play.session.draft_text("1+1=slow")(), now=0.0).parent is None
+    assert play.session.accept(play.session.draft(text="1+1=slow")(), now=0.0).parent is None
     assert play.session.tree.forks == {"text": 1}
 
 

@@ -152,7 +152,7 @@ def test_random_forests_train_each_drawn_token_once_behind_the_ids_it_saw(seed: 
             key=lambda c: (len(c.whole), c.aside == aside, c.number),
             default=None,
         )
-        call = made.place_ids(ids(*prompt), now=0.0, aside=aside)
+        call = made.place(ids=ids(*prompt), now=0.0, aside=aside)
         assert call.prompt_ids.tolist() == list(prompt)
         assert call.build_token_ids().dtype == np.int32, "before its answer, too"
         above = call.parent
@@ -171,13 +171,13 @@ def test_random_forests_train_each_drawn_token_once_behind_the_ids_it_saw(seed: 
 
 def test_versions_and_keys_of_a_row_stay_with_their_tokens() -> None:
     made = session()
-    first = made.place_ids(ids(4, 5), now=0.0)
+    first = made.place(ids=ids(4, 5), now=0.0)
     spans = [
         VersionSpan(Label(1, 0), "a", 0, 1, Label(1, 0)),
         VersionSpan(Label(1, 2), "b", 1, 3, Label(1, 0)),
     ]
     made.on_result(first, ids(6, 7, 8), np.zeros(3, np.float32), spans, "stop")
-    answer(made, made.place_ids(ids(4, 5, 6, 7, 8, 9, 9), now=0.0), ids(1), number=3)
+    answer(made, made.place(ids=ids(4, 5, 6, 7, 8, 9, 9), now=0.0), ids(1), number=3)
     (row,) = made.build_training_rows()
     assert row.spans == [*spans, VersionSpan(Label(1, 3), "d3", 5, 6, Label(1, 3))]
     assert row.segments == [("model", 0, 3), ("context", 3, 5), ("model", 5, 6)]
@@ -186,7 +186,7 @@ def test_versions_and_keys_of_a_row_stay_with_their_tokens() -> None:
 def test_forks_are_counted_by_cause() -> None:
     made = session()
     for prompt in ((1,), (2,), (1, 5), (1, 5, 6), (1, 5, 7)):
-        answer(made, made.place_ids(ids(*prompt), now=0.0), ids(5))
+        answer(made, made.place(ids=ids(*prompt), now=0.0), ids(5))
     # (1, 5) goes on from the first call, (1, 5, 7) branches from it too
     assert made.tree.forks == {"ids": 1, "branch": 2} and len(made.build_training_rows()) == 4
 
@@ -201,17 +201,17 @@ def test_a_call_by_text_begins_a_sequence_or_goes_on_behind_an_answer() -> None:
             find_images=lambda text, ids: (),
         )
     )
-    first = made.draft_text("ab")()
+    first = made.draft(text="ab")()
     assert (first.parent, first.tail.tolist(), first.fork_cause) == (None, [1, 2], "text")
     call = made.accept(first, now=0.0)
     node = made.on_result(call, np.array([5]), np.zeros(1), [], "stop")
     assert node is not None and (node.text_length, node.chain) == (2, b"")
     assert call.prompt_ids.dtype == node.ids.dtype == np.int32 and node.logprobs.dtype == np.float32
-    assert made.place_ids(np.array([7, 8]), now=0.0).prompt_ids.dtype == np.int32
-    later = made.draft_text("abcde")()
+    assert made.place(ids=np.array([7, 8]), now=0.0).prompt_ids.dtype == np.int32
+    later = made.draft(text="abcde")()
     assert (later.parent, later.tail.tolist(), later.fork_cause) == (node, [2], "branch")
-    other = made.draft_text("x")()
-    assert (other.parent, other.tail.tolist(), other.text) == (None, [1, 1], "x")
+    other = made.draft(text="x")()
+    assert (other.parent, other.tail.tolist(), other.text_length) == (None, [1, 1], 1)
 
 
 def test_a_prompt_that_is_too_long_cuts_the_sample_and_another_refusal_does_not() -> None:
@@ -225,15 +225,15 @@ def test_a_prompt_that_is_too_long_cuts_the_sample_and_another_refusal_does_not(
 
         made = session(composer=SimpleNamespace(encode=refuse))
         with pytest.raises(CallRefused):
-            made.draft_text("x")()
+            made.draft(text="x")()
         assert made.finish == finish
 
 
 def test_a_session_describes_itself() -> None:
     made = session(replace(FREE, deadline_s=100.0), opened=10.0)
-    answer(made, made.place_ids(ids(1), now=11.0), ids(5, 6), number=2)
-    answer(made, made.place_ids(ids(2), now=11.0, aside=True), ids(7))
-    made.place_ids(ids(1, 5, 6, 7), now=11.0)
+    answer(made, made.place(ids=ids(1), now=11.0), ids(5, 6), number=2)
+    answer(made, made.place(ids=ids(2), now=11.0, aside=True), ids(7))
+    made.place(ids=ids(1, 5, 6, 7), now=11.0)
     described = {
         **{"session": "7.1.3", "state": "open", "calls": 3, "open_calls": 1, "tokens": 3},
         **{"aside": 1, "rows": 1, "forks": {}, "versions": ["1.0", "1.2"], "limit": ""},
@@ -253,7 +253,7 @@ def test_a_session_describes_itself() -> None:
 def test_streams_depend_on_the_prompt_and_its_repetition_alone() -> None:
     def keys(order: list[tuple[int, ...]]) -> list[int]:
         made = session(own_prompt=ids(1, 2))
-        return [made.place_ids(ids(*prompt), now=0.0).stream_key for prompt in order]
+        return [made.place(ids=ids(*prompt), now=0.0).stream_key for prompt in order]
 
     own, other = (1, 2), (1, 3)
     assert keys([own])[0] == 0
@@ -264,7 +264,7 @@ def test_streams_depend_on_the_prompt_and_its_repetition_alone() -> None:
 
 def refused(made: Session, prompt: np.ndarray, now: float = 0.0) -> CallRefused:
     with pytest.raises(CallRefused) as caught:
-        made.place_ids(prompt, now=now)
+        made.place(ids=prompt, now=now)
     return caught.value
 
 
@@ -279,9 +279,9 @@ def refused(made: Session, prompt: np.ndarray, now: float = 0.0) -> CallRefused:
 )
 def test_a_limit_ends_the_calls_before_the_reward(limits: SessionLimits, limit: str) -> None:
     made = session(limits)
-    answer(made, made.place_ids(ids(1), now=0.0), ids(5, 5))
+    answer(made, made.place(ids=ids(1), now=0.0), ids(5, 5))
     if limit != "fork":
-        answer(made, made.place_ids(ids(2), now=1.0), ids(5, 5))
+        answer(made, made.place(ids=ids(2), now=1.0), ids(5, 5))
     said = refused(made, ids(3), now=10.0)
     assert (said.status, said.code) == (400, "session_limit")
     assert str(said) == f"session 7.1.3 has reached agent.{limit}: send its reward within 30 s"
@@ -296,7 +296,7 @@ def test_a_limit_ends_the_calls_before_the_reward(limits: SessionLimits, limit: 
 
 def test_no_reward_after_a_limit_fails_the_session() -> None:
     made = session(replace(FREE, deadline_s=100.0))
-    call = made.place_ids(ids(1), now=0.0)
+    call = made.place(ids=ids(1), now=0.0)
     made.tick(99.9)
     assert not made.cuts and made.next_deadline() == ("agent.deadline_s", 100.0)
     made.tick(100.0)
@@ -314,11 +314,11 @@ def test_no_reward_after_a_limit_fails_the_session() -> None:
 
 def test_a_long_context_is_refused_and_ends_nothing() -> None:
     made = session(replace(FREE, context=4))
-    answer(made, made.place_ids(ids(1, 2), now=0.0), ids(5, 5), finish="length")
+    answer(made, made.place(ids=ids(1, 2), now=0.0), ids(5, 5), finish="length")
     said = refused(made, ids(1, 2, 5, 5))
     assert (said.status, said.code, said.param) == (400, "context_length_exceeded", "messages")
     assert made.calls == 1 and made.finish == "length"
-    call = made.place_ids(ids(9, 9), now=0.0)
+    call = made.place(ids=ids(9, 9), now=0.0)
     assert call.max_new_tokens == 2 and call.run_bound
     answer(made, call, ids(5))
     assert made.finish == "stop"
@@ -326,33 +326,33 @@ def test_a_long_context_is_refused_and_ends_nothing() -> None:
 
 def test_how_long_an_answer_may_be_and_whose_limit_that_is() -> None:
     made = session(replace(FREE, context=20, max_tokens=12))
-    mine = made.place_ids(ids(1), now=0.0, max_new_tokens=3)
+    mine = made.place(ids=ids(1), now=0.0, max_new_tokens=3)
     assert (mine.max_new_tokens, mine.run_bound) == (3, False)
     answer(made, mine, ids(5, 5, 5), finish="length")
     assert made.finish == "stop"  # the client asked for no more
-    runs = made.place_ids(ids(2), now=0.0, max_new_tokens=30)
+    runs = made.place(ids=ids(2), now=0.0, max_new_tokens=30)
     assert (runs.max_new_tokens, runs.run_bound) == (9, True)  # the ticket's max_new_tokens
     answer(made, runs, ids(5, 5, 5, 5), finish="length")
     assert made.finish == "length"
-    assert made.place_ids(ids(3), now=0.0).max_new_tokens == 5  # of max_tokens
+    assert made.place(ids=ids(3), now=0.0).max_new_tokens == 5  # of max_tokens
 
 
 def test_calls_at_once_are_bounded_and_that_ends_nothing() -> None:
     made = session(replace(FREE, parallel=2))
-    calls = [made.place_ids(ids(1), now=0.0) for _ in range(2)]
+    calls = [made.place(ids=ids(1), now=0.0) for _ in range(2)]
     said = refused(made, ids(1))
     assert (said.status, said.code) == (429, "parallel_calls")
     assert str(said) == (
         "session 7.1.3 has 2 calls at once, agent.parallel = 2: wait for one of them"
     )
     answer(made, calls[0], ids(5))
-    made.place_ids(ids(1), now=0.0)
+    made.place(ids=ids(1), now=0.0)
 
 
 def test_calls_at_once_never_draw_more_than_the_session_may() -> None:
     made = session(replace(FREE, max_tokens=12))
-    first = made.place_ids(ids(1), now=0.0)
-    assert (first.max_new_tokens, made.place_ids(ids(1), now=0.0).max_new_tokens) == (9, 3)
+    first = made.place(ids=ids(1), now=0.0)
+    assert (first.max_new_tokens, made.place(ids=ids(1), now=0.0).max_new_tokens) == (9, 3)
     said = refused(made, ids(1))
     assert (said.status, said.code) == (429, "parallel_calls")
     # what they leave may yet be drawn
@@ -360,13 +360,13 @@ def test_calls_at_once_never_draw_more_than_the_session_may() -> None:
         "the open calls of session 7.1.3 may use up agent.max_tokens = 12: wait for one of them"
     )
     answer(made, first, ids(5))
-    assert made.place_ids(ids(1), now=0.0).max_new_tokens == 8
+    assert made.place(ids=ids(1), now=0.0).max_new_tokens == 8
 
 
 def test_an_idle_harness_is_gone_one_that_beats_or_waits_is_not() -> None:
     made = session(replace(FREE, idle_s=10.0))
     made.active_at = 5.0
-    call = made.place_ids(ids(1), now=14.0)
+    call = made.place(ids=ids(1), now=14.0)
     made.tick(100.0)
     assert made.state == "open" and made.next_deadline() == ("", NEVER)  # it waits for us
     answer(made, call, ids(5), now=100.0)
@@ -381,7 +381,7 @@ def test_equal_bodies_are_draws_of_their_own_and_a_retry_joins() -> None:
     votes = [made.register_request(b"same") for _ in range(3)]
     assert len(set(map(id, votes))) == 3
     for vote in votes:
-        vote.call = made.place_ids(ids(1), now=0.0)
+        vote.call = made.place(ids=ids(1), now=0.0)
     made.on_connection_closed(votes[1], now=1.0)
     assert made.register_request(b"same", retry=True) is votes[1]
     assert votes[1].call.alone_since == NEVER and votes[1].connections == 1
@@ -395,7 +395,7 @@ def test_equal_bodies_are_draws_of_their_own_and_a_retry_joins() -> None:
 def test_a_retry_of_an_answered_request_gets_the_stored_bytes() -> None:
     made = session()
     first = made.register_request(b"same")
-    first.call = made.place_ids(ids(1), now=0.0)
+    first.call = made.place(ids=ids(1), now=0.0)
     first.answer = b"bytes"
     made.on_connection_closed(first, now=1.0, sent=True)
     assert made.register_request(b"same", retry=True) is first
@@ -417,7 +417,7 @@ def test_an_idempotency_key_names_a_request_and_a_refused_one_is_forgotten() -> 
 def test_a_call_whose_client_is_gone_lingers_is_cut_and_its_node_stays() -> None:
     made = session()
     request = made.register_request(b"same")
-    call = request.call = made.place_ids(ids(1), now=0.0)
+    call = request.call = made.place(ids=ids(1), now=0.0)
     made.on_connection_closed(request, now=5.0)
     made.tick(64.9)
     assert not made.cuts
@@ -433,7 +433,7 @@ def test_a_call_whose_client_is_gone_lingers_is_cut_and_its_node_stays() -> None
 def test_a_client_that_comes_back_saves_its_call() -> None:
     made = session()
     request = made.register_request(b"same")
-    request.call = made.place_ids(ids(1), now=0.0)
+    request.call = made.place(ids=ids(1), now=0.0)
     made.on_connection_closed(request, now=5.0)
     assert made.register_request(b"same", retry=True) is request
     made.tick(1000.0)
@@ -442,7 +442,7 @@ def test_a_client_that_comes_back_saves_its_call() -> None:
 
 def test_a_reward_is_said_once_and_may_be_repeated() -> None:
     made = session()
-    answer(made, made.place_ids(ids(1), now=0.0), ids(5))
+    answer(made, made.place(ids=ids(1), now=0.0), ids(5))
     made.set_reward(1.0, {"style": 0.5}, now=1.0)
     made.set_reward(1.0, {"style": 0.5}, now=2.0)
     for value, parts in ((0.0, {"style": 0.5}), (1.0, {})):
@@ -466,8 +466,8 @@ def test_a_reward_is_said_once_and_may_be_repeated() -> None:
 )
 def test_a_reward_that_is_none_is_refused_and_the_session_stays_open(said: tuple) -> None:
     made = session()
-    answer(made, made.place_ids(ids(1), now=0.0), ids(5))
-    answer(made, made.place_ids(ids(1), now=0.0, aside=True), ids(5))
+    answer(made, made.place(ids=ids(1), now=0.0), ids(5))
+    answer(made, made.place(ids=ids(1), now=0.0, aside=True), ids(5))
     with pytest.raises(CallRefused) as caught:
         made.set_reward(*said, now=0.0)
     assert caught.value.status == 422 and made.state == "open"
@@ -476,9 +476,9 @@ def test_a_reward_that_is_none_is_refused_and_the_session_stays_open(said: tuple
 
 def test_what_shares_leave_of_a_reward_is_the_last_trained_calls_never_an_excluded_ones() -> None:
     made = session()
-    answer(made, made.place_ids(ids(1), now=0.0), ids(5))
-    answer(made, made.place_ids(ids(1, 5, 2), now=0.0), ids(6))
-    answer(made, made.place_ids(ids(1, 5, 2, 6, 3), now=0.0, aside=True), ids(7))
+    answer(made, made.place(ids=ids(1), now=0.0), ids(5))
+    answer(made, made.place(ids=ids(1, 5, 2), now=0.0), ids(6))
+    answer(made, made.place(ids=ids(1, 5, 2, 6, 3), now=0.0, aside=True), ids(7))
     made.set_reward(1.0, calls={0: 0.25}, now=0.0)
     (row,) = made.build_training_rows()
     given = np.frombuffer(row.token_rewards, "<f4")
@@ -490,8 +490,8 @@ def test_what_shares_leave_of_a_reward_is_the_last_trained_calls_never_an_exclud
 
 def test_calls_that_still_draw_are_cut_and_waited_for() -> None:
     made = session()
-    answer(made, made.place_ids(ids(1), now=0.0), ids(5))
-    late = made.place_ids(ids(2), now=0.0)
+    answer(made, made.place(ids=ids(1), now=0.0), ids(5))
+    late = made.place(ids=ids(2), now=0.0)
     made.set_reward(1.0, now=0.0)
     assert made.cuts == [late] and not made.is_complete
     answer(made, late, ids(6, 6), finish="length")
@@ -502,21 +502,21 @@ def test_calls_that_still_draw_are_cut_and_waited_for() -> None:
 def test_the_rewards_of_calls_sit_on_their_last_tokens_and_sum_to_the_whole() -> None:
     made = session()
     for prompt in ((1,), (1, 5, 5), (1, 5, 5, 5, 5), (9,)):
-        answer(made, made.place_ids(ids(*prompt), now=0.0), ids(5, 5))
+        answer(made, made.place(ids=ids(*prompt), now=0.0), ids(5, 5))
     made.set_reward(1.0, calls={0: 0.25, 2: 0.5}, now=0.0)
     nothing = float("nan")
     want = [[nothing, 0.25, nothing, nothing, nothing, 0.5], [nothing, 0.25]]
     for row, rewards in zip(made.build_training_rows(), want, strict=True):
         np.testing.assert_array_equal(np.frombuffer(row.token_rewards, "<f4"), rewards)
     plain = session()
-    answer(plain, plain.place_ids(ids(1), now=0.0), ids(5, 5))
+    answer(plain, plain.place(ids=ids(1), now=0.0), ids(5, 5))
     plain.set_reward(1.0, now=0.0)
     assert plain.build_training_rows()[0].token_rewards == b""
 
 
 def test_judged_by_the_run_or_failed() -> None:
     made = session()
-    answer(made, made.place_ids(ids(1), now=0.0), ids(5))
+    answer(made, made.place(ids=ids(1), now=0.0), ids(5))
     assert made.judge(now=0.0) and not made.judge(now=1.0) and refused(made, ids(1)).status == 410
     made.on_judged(SessionOutcome(0.5, {}))
     assert made.is_complete and not made.judge(now=2.0)
@@ -532,12 +532,12 @@ def test_judged_by_the_run_or_failed() -> None:
 
 def test_an_adopted_session_goes_on_under_the_new_attempt() -> None:
     made = session()
-    answer(made, made.place_ids(ids(1), now=0.0), ids(5))
+    answer(made, made.place(ids=ids(1), now=0.0), ids(5))
     sampling = SamplingSettings(max_new_tokens=2)
     granted = msgspec.structs.replace(TICKET, attempt=9, samples=[1], sampling=sampling)
     made.resume_under(granted)
     assert (made.key, made.ticket_key, made.name) == ((7, 1, 9), (7, 9), "7.1.3")
-    call = made.place_ids(ids(1, 5), now=0.0)
+    call = made.place(ids=ids(1, 5), now=0.0)
     assert call.max_new_tokens == 2
     answer(made, call, ids(5, 6))
     made.resume_under(msgspec.structs.replace(granted, attempt=11))
@@ -549,7 +549,7 @@ def test_an_adopted_session_goes_on_under_the_new_attempt() -> None:
 
 def test_a_call_is_answered_only_once() -> None:
     made = session()
-    call = made.place_ids(ids(1), now=0.0)
+    call = made.place(ids=ids(1), now=0.0)
     answer(made, call, ids(5))
     with pytest.raises(ProtocolError, match=r"^session 7\.1\.3: call 0 was answered before$"):
         answer(made, call, ids(5))

@@ -197,7 +197,7 @@ def test_a_session_has_a_bound_of_images() -> None:
     blobs = {name: bytes(images.MOST_SESSION_BYTES // 2 + 1) for name in NAMES[:2]}
     text = "".join(f"\ue002{name}\ue003" for name in NAMES[:2])
     with pytest.raises(CallRefused) as refused:
-        session.accept(session.draft_text(text)(), now=0.0, images=blobs)
+        session.accept(session.draft(text=text)(), now=0.0, images=blobs)
     error = refused.value
     assert (error.status, error.code, error.param) == (400, "too_many_images", "messages")
     assert str(error) == (
@@ -207,7 +207,7 @@ def test_a_session_has_a_bound_of_images() -> None:
     assert not session.images and not session.tree.nodes
     many = f"\ue002{NAMES[0]}\ue003" * 65
     with pytest.raises(CallRefused, match="65 images in a prompt"):
-        session.accept(session.draft_text(many)(), now=0.0, images={NAMES[0]: picture(0)})
+        session.accept(session.draft(text=many)(), now=0.0, images={NAMES[0]: picture(0)})
 
 
 def test_a_model_of_text_refuses_images() -> None:
@@ -230,7 +230,7 @@ def test_a_restored_session_has_its_images(tmp_path: Path) -> None:
     at = Label(1, 0)
     for number, text in enumerate((f"\ue002{NAMES[0]}\ue003a", f"\ue002{NAMES[0]}\ue003b")):
         request = session.register_request(str(number).encode())
-        composed = session.draft_text(text)()
+        composed = session.draft(text=text)()
         request.call = session.accept(composed, now=6.0, images={NAMES[0]: picture(0)})
         ids = np.array([5, 6], np.int32)
         spans = [m.VersionSpan(at, "d", 0, 2, at)]

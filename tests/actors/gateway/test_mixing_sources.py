@@ -38,7 +38,7 @@ class Session:
         self.refused: CallRefused | None = None
         self.judged = True
 
-    def place_ids(self, ids: Any, *, now: float) -> str:
+    def place(self, ids: Any, *, now: float) -> str:
         assert now > 0
         if self.refused is not None:
             raise self.refused

@@ -161,7 +161,7 @@ def test_ids_of_calls_and_defaults_of_requests() -> None:
     assert prefix | {"messages": "msg_", "responses": "resp_"} == PREFIX
     defaults = {"ids": None, "max_new_tokens": 0, "stop": (), "ignored": (), "images": {}}
     flags = dict.fromkeys(("aside", "stream", "usage", "logprobs", "token_ids"), False)
-    texts = {"messages": [], "tools": [], "text": "", "grammar": ""}
+    texts = {"messages": [], "tools": [], "text": None, "grammar": ""}
     made = {"kind": "chat", "model": "m", **texts, **flags, **defaults}
     assert asdict(ParsedRequest("chat", "m")) == made
     limited = refusal("text", {"prompt": [9]}, {"vocabulary": 9})

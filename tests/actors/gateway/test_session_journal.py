@@ -54,7 +54,7 @@ class Recorded:
     def answer(self, body: bytes, messages: list[Any], text: str, **more: Any) -> dict[str, Any]:
         """One call: placed, sampled, kept."""
         request = self.session.register_request(body)
-        call = self.session.place_messages(messages=messages, now=6.0, **more)
+        call = self.session.place(messages=messages, now=6.0, **more)
         request.call = call
         ids = np.array([*self.tokens.convert_tokens_to_ids(list(text)), self.ends[1]], np.int32)
         spans = [m.VersionSpan(AT, "d", 0, 1, AT), m.VersionSpan(AT, "e", 1, len(ids), AT)]
@@ -128,9 +128,7 @@ def test_a_restored_session_is_the_one_that_was_kept(tmp_path: Path) -> None:
     # the next call goes on behind the same one, from the same stream
     talk.append({"role": "user", "content": "more"})
     for messages, tools in ((talk, [TOOL]), ([USER], [])):
-        old, new = (
-            each.place_messages(messages=messages, tools=tools, now=9.0) for each in (before, after)
-        )
+        old, new = (each.place(messages=messages, tools=tools, now=9.0) for each in (before, after))
         assert (new.number, new.stream_key) == (old.number, old.stream_key)
         assert new.prompt_ids.tolist() == old.prompt_ids.tolist()
         above, earlier = new.parent, old.parent
@@ -171,7 +169,7 @@ def test_the_end_of_a_run_removes_what_was_kept_of_its_sessions(tmp_path: Path) 
 def test_a_call_that_was_open_does_not_count_in_a_restored_session(tmp_path: Path) -> None:
     """The agent repeats it, which agent.max_calls must permit."""
     recorded = Recorded(tmp_path)
-    recorded.session.place_messages(messages=[USER], now=5.0)
+    recorded.session.place(messages=[USER], now=5.0)
     recorded.answer(b"a", [{**USER, "content": "else"}], "one")
     after = recorded.new_session()
     restore(after, read_records(recorded.file.path), 8.0)
@@ -227,7 +225,7 @@ class Process:
         """One call and its answer, as the endpoint serves it."""
         session, door = opened.session, self.door
         request = session.register_request(body)
-        request.call = session.accept(session.draft_text("ab=")(), now=door.current_time())
+        request.call = session.accept(session.draft(text="ab=")(), now=door.current_time())
         drawing = asyncio.create_task(door.draw(session, request.call))
         await asyncio.sleep(0)
         (number,) = self.gateway.calls
@@ -277,7 +275,7 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
         assert door.begun == {(1, 0, None), (1, 1, None)} and opened.seed == going.seed
         assert opened.session.register_request(b"y", retry=True).answer == b"answer"
         waiting = opened.session.accept(
-            opened.session.draft_text("ab=1")(), now=door.current_time()
+            opened.session.draft(text="ab=1")(), now=door.current_time()
         )
         drawing = asyncio.create_task(door.draw(opened.session, waiting))
         await asyncio.sleep(0)
