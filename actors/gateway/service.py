@@ -240,14 +240,10 @@ class CallRouter:
 
 
 class PlacedCall(NamedTuple):
-    """A call that the generators are to sample, and its session.
-
-    Its request is at the router, or waits until the session has a valid ticket.
-    """
+    """A call that the generators are to sample, and its session."""
 
     session: Session
     call: CallNode
-    request: m.GenerationCall
 
 
 class WaitCause(NamedTuple):
@@ -511,8 +507,8 @@ class Gateway(TicketHolder):
                     or len(self.list_parked_sessions()) > self.config.agent.sessions
                 ):
                     self.drop(session)
-                else:
-                    self.park(session)
+                else:  # its calls must not be sampled by the weights of the old epoch
+                    self.withdraw_calls(session)
             if not grant.live:
                 self.close_ticket(name)
 
@@ -534,20 +530,13 @@ class Gateway(TicketHolder):
             if session.ticket.kind == "train" and self.is_expired(session.ticket)
         ]
 
-    def park(self, session: Session) -> None:
-        """Take the session's calls back until its session has a new ticket.
-
-        They must not be sampled by the weights of the old epoch.  They get new numbers, because
-        results for the old numbers may be on their way.
-        """
-        for number, placed in list(self.calls.items()):
-            if placed.session is not session:
-                continue
-            del self.calls[number]
-            self.router.forget(number)
-            self.numbers += 1
-            request = replace(placed.request, id=self.numbers)
-            self.calls[self.numbers] = placed._replace(request=request)
+    def withdraw_calls(self, session: Session) -> None:
+        """Take the session's calls back from the generators, whose results for them are ignored."""
+        for call in session.open_calls.values():
+            if call.request:
+                del self.calls[call.request]
+                self.router.forget(call.request)
+                call.request = 0
 
     # ---- sessions --------------------------------------------------------------------------------
 
@@ -578,13 +567,9 @@ class Gateway(TicketHolder):
             session.resume_under(new_grant.ticket)
             self.get_source(session.ticket).on_progress(session, session.ticket)
             new_grant.live.add(number)
-            for call_number, placed in self.calls.items():
-                if placed.session is session and call_number not in self.router.open:
-                    self.submit_call(placed.request, new_grant.ticket)
-
-    def submit_call(self, call: m.GenerationCall, ticket: m.Ticket) -> None:
-        """Submit a call, with the minimum version of its session's current ticket."""
-        self.router.submit(replace(call, min_version=ticket.min_version))
+            for call in session.open_calls.values():
+                if not call.request:
+                    self.ask(session, call)
 
     def open_sessions(self) -> None:
         """Have the source begin sessions, and note that this process waits without one."""
@@ -666,21 +651,22 @@ class Gateway(TicketHolder):
     def drop(self, session: Session) -> None:
         """Remove a session; the tokens that it sampled stay counted with its ticket."""
         self.get_source(session.ticket).on_drop(session)
-        for number, placed in list(self.calls.items()):
-            if placed.session is session:
-                self.router.forget(number)
-                del self.calls[number]
         self.judged.pop(session.key, None)
         del self.sessions[session.number]
+        self.withdraw_calls(session)
         grant = self.held[session.ticket_key]
         grant.live.discard(session.number)
         grant.tokens += session.current_attempt_tokens
 
     def ask(self, session: Session, call: CallNode) -> None:
-        """Ask the generators to sample a call."""
-        self.numbers += 1
+        """Ask the generators to sample a call, now or when its sample is granted again."""
         ticket = session.ticket
-        request = m.GenerationCall(
+        if self.is_expired(ticket):
+            return
+        self.numbers += 1
+        call.request = self.numbers
+        self.calls[self.numbers] = PlacedCall(session, call)
+        generation_call = m.GenerationCall(
             id=self.numbers,
             ticket=ticket.ticket,
             sample=session.sample,
@@ -695,9 +681,7 @@ class Gateway(TicketHolder):
             grammar=call.grammar,
             images=call.list_images(),
         )
-        self.calls[self.numbers] = PlacedCall(session, call, request)
-        if not self.is_expired(ticket):
-            self.submit_call(request, ticket)
+        self.router.submit(generation_call)
 
     def submit(self, session: Session) -> None:
         """Submit the last answer of a "judging" session to the reward runner, once."""
@@ -751,11 +735,12 @@ class Gateway(TicketHolder):
             self.log_change(escape_line(line))
 
     def on_result(self, message: m.CallResult) -> None:
+        """Use the result of a call, unless the call was withdrawn."""
+        if (placed := self.calls.pop(message.id, None)) is not None:
+            self.end_call(*placed, message)
+
+    def end_call(self, session: Session, call: CallNode, message: m.CallResult) -> None:
         """Record the tokens of a call in its session and pass the answer to the source."""
-        placed = self.calls.pop(message.id, None)
-        if placed is None:
-            return
-        session, call, _ = placed
         count, routed = len(message.tokens) // 4, None
         if message.routed:
             # the first ones define the shape of the model's routers, which all others must have
@@ -794,10 +779,11 @@ class Gateway(TicketHolder):
         for session in list(self.sessions.values()):
             while session.cuts:  # without an engine a call ends now, without tokens
                 call = session.cuts.pop()
-                numbers = (number for number, placed in self.calls.items() if placed.call is call)
-                number = next(numbers, None)
-                if number is not None and self.router.cancel(number):
-                    self.on_result(m.CallResult(number, b"", b"", [], "length"))
+                if call.number not in session.open_calls:
+                    continue
+                if not call.request or self.router.cancel(call.request):
+                    self.calls.pop(call.request, None)
+                    self.end_call(session, call, m.CallResult(0, b"", b"", [], "length"))
             if self.is_expired(session.ticket):
                 # no ticket resumes a session whose group has its samples, or was dropped
                 deadline = max(session.opened + session.limits.deadline_s, self.epoch_since)

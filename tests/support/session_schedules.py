@@ -31,6 +31,7 @@ from schedules import LEASE_S, Broken, World, need
 from actors import schedule as ticket_schedule
 from actors import ticket_holder
 from actors.gateway import call_tree, environment_sessions, service
+from actors.gateway.call_tree import CallNode
 from actors.gateway.environment_pool import EnvironmentPlace
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
 from actors.gateway.sessions import Session
@@ -137,9 +138,9 @@ class Gateway(service.Gateway):
             self.answered.setdefault(session, []).extend(mine)
         super().on_result(message)
 
-    def submit_call(self, call: m.GenerationCall, ticket: m.Ticket) -> None:
-        self.world.placed[call.id] = ticket.attempt
-        super().submit_call(call, ticket)
+    def ask(self, session: Session, call: CallNode) -> None:
+        super().ask(session, call)
+        self.world.placed[call.request] = session.ticket.attempt
 
     def deliver(self, session: Session) -> None:
         before = len(self.outbox.fresh)
@@ -600,25 +601,28 @@ def every_row(start: Any, follower: Any, shares: Any) -> m.TrainingSequence:
     return ROW(chain[0], dict(itertools.pairwise(chain)) | dict(follower), shares)
 
 
-def placed_at_any(self: service.Gateway, call: m.GenerationCall, ticket: m.Ticket) -> None:
+def placed_at_any(self: service.CallRouter, call: m.GenerationCall) -> None:
     """The minimum version holds for a session's first call alone."""
-    least = ticket.min_version
+    least = call.min_version
     least = least if call.stream == 0 else Label(least.epoch, 0)
-    self.router.submit(msgspec.structs.replace(call, min_version=least))
+    SUBMIT(self, msgspec.structs.replace(call, min_version=least))
+
+
+SUBMIT = service.CallRouter.submit
 
 
 def drawn_at_once(self: service.Gateway, session: Session) -> None:
     """Calls of a session whose ticket is over are drawn by whatever weights there are."""
-    PARK(self, session)
-    announced = self.schedule.announced
-    assert announced is not None
-    for number in [x for x, each in self.calls.items() if each.session is session]:
-        call = self.calls[number].request
-        self.world.placed[call.id] = session.ticket.attempt
-        self.router.submit(msgspec.structs.replace(call, min_version=announced.label))
+    WITHDRAW(self, session)
+    announced, ticket = self.schedule.announced, session.ticket
+    if announced is not None and session.number in self.sessions:
+        session.ticket = msgspec.structs.replace(ticket, min_version=announced.label)
+        for call in session.open_calls.values():
+            self.ask(session, call)
+        session.ticket = ticket
 
 
-PARK = service.Gateway.park
+WITHDRAW = service.Gateway.withdraw_calls
 
 
 def uncounted(self: Session, ticket: m.Ticket) -> None:
@@ -646,12 +650,12 @@ TIGHT: dict[str, Any] = {"limits": (0,)}
 AUTO: dict[str, Any] = {"limits": (1, 2, 3, 4), "ess_floor": 0.5, "steps": 12}
 RULES = {
     "every_call": Rule(
-        (service.Gateway, "submit_call", placed_at_any),
+        (service.CallRouter, "submit", placed_at_any),
         "versions late|asked for",
         {"slow": True, "fault": "kill_generator", **TIGHT},
     ),
     "wait_for_adoption": Rule(
-        (service.Gateway, "park", drawn_at_once),
+        (service.Gateway, "withdraw_calls", drawn_at_once),
         "versions late|asked for",
         {"fault": "kill_learner"},
     ),

@@ -356,10 +356,9 @@ def test_sessions_of_an_earlier_epoch_go_on_under_the_next_grant(world: MakeWorl
     for epoch in (2, 3):
         source = m.WeightsSource(epoch, "here", "", "")
         gateway.announce(m.PolicyAnnouncement(Label(epoch, 1), "d", source))
-        assert len(gateway.list_parked_sessions()) == 2 and not gateway.router.open
-    numbers = set(gateway.calls)
+        assert len(gateway.list_parked_sessions()) == 2
+        assert not gateway.router.open and not gateway.calls
     gateway.announce(gateway.schedule.announced)
-    assert set(gateway.calls) == numbers, "a repeated announcement changes nothing"
     assert gateway.free_sessions == 256 and gateway.list_progress() == [(11, 1, 3)]
     gateway.renewed = 0.0
     gateway.renew()
