@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -275,18 +275,9 @@ class CallTree:
         ]
         return max(beginnings)[-1] if beginnings else None
 
-    def starts_row(self, new_node: CallNode) -> bool:
-        """Whether a call that is not among the nodes yet would begin a training sequence."""
-        if new_node.aside:
-            return False
-        ancestor = find_trained_ancestor(new_node.parent)
-        return ancestor is None or any(
-            find_trained_ancestor(node.parent) is ancestor for node in self.nodes if not node.aside
-        )
-
-    def count_rows(self) -> int:
-        """Count the training sequences, with those of open calls."""
-        return sum(1 for _ in find_row_starts(self.nodes))
+    def count_rows(self, new_node: CallNode | None = None) -> int:
+        """Count the training sequences, with those of open calls, and of one that is not added."""
+        return len(find_rows([*self.nodes, new_node] if new_node else self.nodes))
 
     def add(self, node: CallNode) -> None:
         """Add a placed call and the chains of its messages."""
@@ -311,20 +302,22 @@ def find_trained_ancestor(node: CallNode | None) -> CallNode | None:
     return node
 
 
-def find_row_starts(nodes: Sequence[CallNode]) -> Iterator[CallNode]:
-    """Yield the nodes that begin a training sequence, in call order.
+def find_rows(nodes: Sequence[CallNode]) -> list[list[CallNode]]:
+    """Split the trained nodes into training sequences, in the order of their first nodes.
 
-    These are trained roots, and all trained children of a node but the first.
+    A node continues the sequence that ends with its nearest trained ancestor.  Trained roots begin
+    one, and so do all trained children of a node but the first.
     """
-    continued: set[CallNode] = set()
+    rows = []
+    rows_by_end: dict[CallNode | None, list[CallNode]] = {}
     for node in sorted(nodes, key=lambda node: node.number):
-        if node.aside:
-            continue
-        ancestor = find_trained_ancestor(node.parent)
-        if ancestor is None or ancestor in continued:
-            yield node
-        else:
-            continued.add(ancestor)
+        if not node.aside:
+            row = rows_by_end.pop(find_trained_ancestor(node.parent), [])
+            if not row:
+                rows.append(row)
+            row.append(node)
+            rows_by_end[node] = row
+    return rows
 
 
 def build_rows(
@@ -334,22 +327,13 @@ def build_rows(
 
     rewards: call number -> the call's share of the reward
     """
-    answered = [node for node in nodes if node.is_answered]
-    follower: dict[CallNode, CallNode] = {}
-    for node in sorted(answered, key=lambda node: node.number):
-        if not node.aside and (ancestor := find_trained_ancestor(node.parent)) is not None:
-            follower.setdefault(ancestor, node)
-    return tuple(_make_row(start, follower, rewards) for start in find_row_starts(answered))
+    rows = find_rows([node for node in nodes if node.is_answered])
+    return tuple(_make_row(path, rewards) for path in rows)
 
 
-def _make_row(
-    root: CallNode, follower: Mapping[CallNode, CallNode], shares: Mapping[int, float]
-) -> TrainingSequence:
-    """Build the training sequence that begins at `root` and follows first children."""
-    path = [root]
-    while (following := follower.get(path[-1])) is not None:
-        path.append(following)
-    prompt = root.prompt_ids
+def _make_row(path: Sequence[CallNode], shares: Mapping[int, float]) -> TrainingSequence:
+    """Build a training sequence of its calls."""
+    prompt = path[0].prompt_ids
     tokens = path[-1].build_token_ids()[len(prompt) :]
     logprobs = np.zeros(len(tokens), np.float32)
     mask = np.zeros(len(tokens), np.uint8)

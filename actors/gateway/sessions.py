@@ -310,8 +310,6 @@ class Session:
             )
         self._limit_call(node, max_new_tokens, stop, now)
         self.images |= new_images
-        if self.tree.starts_row(node) and self.tree.count_rows():
-            self.tree.forks[node.fork_cause] += 1
         self.tree.add(node)
         self.open_calls[node.number] = node
         self.calls += 1
@@ -365,11 +363,13 @@ class Session:
                     f"{limits.max_tokens}: wait for one of them",
                 )
             limit = min(limit, remaining)
-        if self.tree.starts_row(node) and (row_count := self.tree.count_rows()):
+        row_count = self.tree.count_rows()
+        if self.tree.count_rows(node) > row_count > 0:
             if limits.fork == "end":
                 raise self._reach_limit("fork", now)
             if limits.rows and row_count >= limits.rows:
                 raise self._reach_limit("rows", now)
+            self.tree.forks[node.fork_cause] += 1
         node.stop = tuple(stop)
         digest = xxhash.xxh3_128_digest(prompt.tobytes())
         node.run_bound = not 0 < requested_tokens < limit

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import sys
 import tempfile
@@ -593,12 +592,9 @@ class Unjudged(Store):
         return bool(sample.adopted) or super().may_train(sample, lag, limit)
 
 
-def every_row(start: Any, follower: Any, shares: Any) -> m.TrainingSequence:
+def every_row(path: Any, shares: Any) -> m.TrainingSequence:
     """`call_tree._make_row`, with all that the row's first call continues trained in it again."""
-    chain = [start]
-    while chain[0].parent is not None:
-        chain.insert(0, chain[0].parent)
-    return ROW(chain[0], dict(itertools.pairwise(chain)) | dict(follower), shares)
+    return ROW([*path[0].path[:-1], *path], shares)
 
 
 def placed_at_any(self: service.CallRouter, call: m.GenerationCall) -> None:
