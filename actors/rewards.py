@@ -176,6 +176,9 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
         self.thread = threading.Thread(target=self.run, name="rewards", daemon=True)
         self.batch = settings.batch
         self.log = f"; reward.log: {run_dir / LOG}" if run_dir else ""
+        self.judge = settings.judge
+        self.account = run_dir / ACCOUNT if run_dir is not None and self.judge.url else None
+        self.fresh: list[_RewardJob] = []  # for the inbox, at the next poll of their results
         self.inbox: deque[_RewardJob] = deque()
         # each with the end of its call
         self.results: deque[tuple[_RewardJob, RewardResult, float]] = deque()
@@ -401,7 +404,7 @@ class RewardRunner:
     `reward.workers` processes (at least 1) or, with "auto", in as many as pay off; a judge or a
     reward model has one. run_dir: where a judge's replies and spending are kept.
 
-    Evaluation sets and tasks with rewards of their own have runners of their own, which start with
+    Evaluation sets and tasks with rewards of their own have pools of their own, which start with
     their first sample. A judge among them has its own RUN/judges/NAME. parts: their configs by
     name; None: those of `config`.
     """
@@ -415,33 +418,45 @@ class RewardRunner:
     ) -> None:
         self.task = task
         self.run_dir = run_dir
+        self.config = config
         self.parts = resolve_reward_configs(config) if parts is None else parts
-        self.runners: dict[str, RewardRunner] = {}
+        self.pools: dict[str, _RewardPool | None] = {}  # by the name of a part; None: in place
         self.done: list[RewardResult] = []
-        self.fresh: list[_RewardJob] = []
         self.judged = 0
         self.waited_s = 0.0  # from submission to result, summed over responses
         self.called_s = 0.0  # inside the function, summed
         self.waiting = 0  # submitted, not yet returned by `poll`
         # receives each call in a process: name, began, ended, responses
         self.timed: Callable[[str, float, float, int], None] | None = None
-        settings = config.reward
-        self.judge = settings.judge
-        self.account = run_dir / ACCOUNT if run_dir is not None and self.judge.url else None
-        self.pool: _RewardPool | None = None
-        if settings.uses_reward_processes or settings.workers not in ("auto", 0):
-            self.pool = _RewardPool(config, run_dir)
-            self.pool.thread.start()
+        self.pool = self._find_pool("")
+
+    def _find_pool(self, name: str) -> _RewardPool | None:
+        """Find or start the processes of a part; None: its rewards run in place."""
+        if name not in self.pools:
+            config, folder = self.parts.get(name, self.config), self.run_dir
+            settings = config.reward
+            if name and folder is not None:
+                folder = folder / "judges" / name if settings.judge.url else None
+            self.pools[name] = None
+            if settings.uses_reward_processes or settings.workers not in ("auto", 0):
+                if folder is not None:
+                    folder.mkdir(parents=True, exist_ok=True)
+                pool = self.pools[name] = _RewardPool(config, folder)
+                pool.thread.start()
+        return self.pools[name]
 
     @property
     def processes(self) -> list[_RewardProcess]:
-        return self.pool.workers if self.pool is not None else []
+        return [process for pool in self.list_pools() for process in pool.workers]
+
+    def list_pools(self) -> list[_RewardPool]:
+        """List the pools that have started."""
+        return [pool for pool in self.pools.values() if pool is not None]
 
     @property
     def is_working(self) -> bool:
         """Whether the feeding threads make progress, so that waiting calls will end."""
-        is_stuck = self.pool is not None and time.monotonic() - self.pool.turned >= STUCK_S
-        return not is_stuck and all(runner.is_working for runner in self.runners.values())
+        return all(time.monotonic() - pool.turned < STUCK_S for pool in self.list_pools())
 
     def collect_metrics(self) -> Numbers:
         """Return metrics: sums since the start, and the current state.
@@ -449,21 +464,22 @@ class RewardRunner:
         Empty when rewards are judged in place.
         """
         sums = Counter[str]()
-        if self.pool is not None:
+        for pool in self.list_pools():
+            sums.update(
+                {"reward/batches": pool.batches, "reward/failed_batches": pool.failed_batches}
+            )
+            if pool.account is not None:
+                sums.update(read_totals(pool.account, pool.judge))
+        if sums:
             sums.update(
                 {
                     "reward/judged": self.judged,
                     "reward/waited_s": self.waited_s,
                     "reward/called_s": self.called_s,
-                    "reward/batches": self.pool.batches,
-                    "reward/failed_batches": self.pool.failed_batches,
                     "reward/queue": self.waiting,
                     "reward/workers": len(self.processes),
-                    **(read_totals(self.account, self.judge) if self.account is not None else {}),
                 }
             )
-        for runner in self.runners.values():
-            sums.update(runner.collect_metrics())
         return dict(sums)
 
     def submit(self, key: Key, prompt: Prompt, text: str, tokens: list[int]) -> None:
@@ -473,20 +489,8 @@ class RewardRunner:
         """
         self.waiting += 1
         name = prompt.split if prompt.split in self.parts else prompt.task
-        # a set or a task with a reward of its own has a runner of its own, which counts its
-        # processes and calls by itself
-        if (config := self.parts.get(name)) is not None:
-            if name not in self.runners:
-                folder = None
-                if self.run_dir is not None and config.reward.judge.url:
-                    folder = self.run_dir / "judges" / name
-                    folder.mkdir(parents=True, exist_ok=True)
-                self.runners[name] = RewardRunner(config, self.task, folder, {})
-                self.runners[name].timed = self.timed
-            self.runners[name].submit(key, prompt, text, tokens)
-            return
-        if self.pool is not None:
-            self.fresh.append(_RewardJob(key, RewardCall(prompt, text, tokens), time.monotonic()))
+        if (pool := self._find_pool(name if name in self.parts else "")) is not None:
+            pool.fresh.append(_RewardJob(key, RewardCall(prompt, text, tokens), time.monotonic()))
             return
         try:
             result = call(self.task.reward, prompt, text, tokens)
@@ -497,17 +501,17 @@ class RewardRunner:
 
     def poll(self) -> list[RewardResult]:
         """Return the finished results. Raises ConfigError when no process can start."""
-        if (pool := self.pool) is not None:
+        for pool in self.list_pools():
             if isinstance(pool.error, AsyncrlError):
                 raise pool.error
             if pool.error is not None:
                 raise AsyncrlError(
                     f"the thread that feeds the reward processes {describe_exception(pool.error)}"
                 ) from pool.error
-            if self.fresh:
-                pool.inbox.extend(self.fresh)
+            if pool.fresh:
+                pool.inbox.extend(pool.fresh)
                 pool.wake_up()
-                self.fresh = []
+                pool.fresh = []
             while pool.spans:
                 began, ended, responses = pool.spans.popleft()
                 self.called_s += ended - began
@@ -518,10 +522,7 @@ class RewardRunner:
                 self.judged += 1
                 self.waited_s += ended - job.submitted_at
                 self.done.append(result)
-        results = self.done
-        for runner in self.runners.values():
-            results += runner.poll()
-        self.done = []
+        results, self.done = self.done, []
         self.waiting -= len(results)
         return results
 
@@ -541,11 +542,9 @@ class RewardRunner:
 
     def close(self) -> None:
         """End the processes."""
-        if self.pool is not None:
-            self.pool.end()
-            self.pool = None
-        for runner in self.runners.values():
-            runner.close()
+        for pool in self.list_pools():
+            pool.end()
+        self.pools = {}
 
 
 def check_reward_process(config: Config, responses: Responses = ()) -> list[RewardResult]:
