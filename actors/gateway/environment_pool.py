@@ -67,10 +67,7 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
     )
 
     def __init__(self, agent: AgentConfig, *, judged: bool = False, name: str = "") -> None:
-        opponents = sorted({agent.choose_opponent("train"), agent.choose_opponent("eval")} - {""})
-        setup = msgspec.msgpack.encode(
-            EnvironmentSetup(agent.env, agent.tools, opponents, agent.args, judged)
-        )
+        setup = msgspec.msgpack.encode(EnvironmentSetup(agent, judged))
         super().__init__(
             name or agent.source_name,
             lambda _: _EnvironmentProcess(setup, agent.python),

@@ -23,7 +23,7 @@ from msgspec import Struct
 from actors.gateway.hubs import stepped, tools
 from actors.gateway.hubs.tools import LONGEST, ToolLoop
 from actors.reward_worker import check_number
-from asyncrl.config.agents import RANDOM, SELF
+from asyncrl.config.agents import RANDOM, SELF, AgentConfig
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Numbers, Prompt
@@ -37,15 +37,9 @@ Observation = str | list[JsonObject]
 
 
 class EnvironmentSetup(Struct, frozen=True):
-    """The first message: agent.env, agent.tools, a game's opponents and agent.args.
+    """The first message; judged: the config names a reward."""
 
-    judged: the config names a reward
-    """
-
-    env: str
-    tools: list[str]
-    opponents: list[str] = []
-    args: JsonObject = {}
+    agent: AgentConfig
     judged: bool = False
 
 
@@ -65,7 +59,7 @@ class EnvironmentOperation(Struct, frozen=True, array_like=True):
     seed: int = 0
     attempt: int = 1
     first: bool = True
-    opponent: str = ""  # one of EnvironmentSetup's
+    opponent: str = ""  # one of the agent's
 
 
 class EnvironmentEvent(Struct, frozen=True, array_like=True):
@@ -142,22 +136,18 @@ def check_observation(obs: Any) -> Observation:
     raise ValueError(f"an observation must be text or a list of messages, not {type(obs).__name__}")
 
 
-def read_sides(env: Any) -> dict[str, Any]:
-    """Read `asked` and `told` of an EnvironmentEvent, for a two-player game."""
-    is_match = isinstance(env, games.GameMatch)
-    return {"asked": env.asked, "told": list(env.opponent_moves)} if is_match else {}
-
-
 class EnvironmentHost:
     """The environments of this process, one for each of its sessions."""
 
     def __init__(self, setup: EnvironmentSetup) -> None:
-        players = 2 if setup.opponents else 1
-        self.make_environment = resolve(setup.env, players, setup.args) if setup.env else None
-        games.check(self.make_environment, setup.env, setup.opponents)
-        self.opponents = {path: resolve_opponent(path) for path in setup.opponents}
-        imported_tools = [(path, resolve(path)) for path in setup.tools]
-        self.make_tools = tools.load(imported_tools, setup.args, judged=setup.judged)
+        agent = setup.agent
+        opponents = sorted({agent.choose_opponent("train"), agent.choose_opponent("eval")} - {""})
+        players = 2 if opponents else 1
+        self.make_environment = resolve(agent.env, players, agent.args) if agent.env else None
+        games.check(self.make_environment, agent.env, opponents)
+        self.opponents = {path: resolve_opponent(path) for path in opponents}
+        imported_tools = [(path, resolve(path)) for path in agent.tools]
+        self.make_tools = tools.load(imported_tools, agent.args, judged=setup.judged)
         self.sessions: dict[int, Any] = {}
 
     def apply(self, op: EnvironmentOperation) -> EnvironmentEvent | None:
@@ -168,64 +158,59 @@ class EnvironmentHost:
         try:
             if op.kind == "end":
                 env = self.sessions.pop(op.session, None)
-                if env is not None and hasattr(env, "close"):
+                if hasattr(env, "close"):
                     env.close()
                 return None
-            if self.make_environment is None:
-                if op.kind == "reset":
-                    assert op.prompt is not None
-                    # tools begin with the prompt, and run until an answer calls none of them
-                    loop: ToolLoop = self.make_tools()
-                    self.sessions[op.session] = loop
-                    obs = check_observation(loop.reset(op.prompt))
-                    return EnvironmentEvent(
-                        op.session, "ok", obs, tools=loop.schemas, pays=loop.pays
-                    )
-                loop = self.sessions[op.session]
-                messages = loop.run_calls(op.message or {}) if op.kind == "step" else []
-                if messages:
-                    return EnvironmentEvent(op.session, "ok", messages)
-                if not loop.pays:
-                    return EnvironmentEvent(op.session, "ok", ended=True, judge=True)
-                reward = check_number(loop.compute_reward(), "the reward of get_reward")
-                return EnvironmentEvent(
-                    op.session, "ok", reward=reward, ended=True, truncated=op.kind == "score"
-                )
-            return self._reset(op) if op.kind == "reset" else self._step(op)
+            run = self._run_environment if self.make_environment else self._run_tools
+            return EnvironmentEvent(op.session, "ok", **run(op))
         except BaseException as error:
             self.sessions.pop(op.session, None)
             reason = f"the environment {describe_exception(error)} in {op.kind}"
             return EnvironmentEvent(op.session, "failed", why=reason) if op.kind != "end" else None
 
-    def _reset(self, op: EnvironmentOperation) -> EnvironmentEvent:
-        assert self.make_environment is not None
-        env = self.make_environment()
-        if op.opponent:
-            env = games.GameMatch(env, op.opponent, self.opponents[op.opponent])
-        self.sessions[op.session] = env
-        options = {"prompt": op.prompt, "attempt": op.attempt, "first": op.first}
-        obs, info = env.reset(seed=op.seed, options=options)
-        tools = list((info or {}).get("tools", []))
-        obs = check_observation(obs)
-        return EnvironmentEvent(op.session, "ok", obs, tools=tools, **read_sides(env))
+    def _run_tools(self, op: EnvironmentOperation) -> JsonObject:
+        """Begin with the prompt, and run tools until an answer calls none of them."""
+        if op.kind == "reset":
+            assert op.prompt is not None
+            loop: ToolLoop = self.make_tools()
+            self.sessions[op.session] = loop
+            obs = check_observation(loop.reset(op.prompt))
+            return {"obs": obs, "tools": loop.schemas, "pays": loop.pays}
+        loop = self.sessions[op.session]
+        if op.kind == "step" and (messages := loop.run_calls(op.message or {})):
+            return {"obs": messages}
+        if not loop.pays:
+            return {"ended": True, "judge": True}
+        reward = check_number(loop.compute_reward(), "the reward of get_reward")
+        return {"reward": reward, "ended": True, "truncated": op.kind == "score"}
 
-    def _step(self, op: EnvironmentOperation) -> EnvironmentEvent:
-        env = self.sessions[op.session]
-        obs, reward, terminated, truncated, info = env.step(op.text)
-        parts = {
-            str(k): check_number(v, str(k)) for k, v in ((info or {}).get("parts") or {}).items()
-        }
-        ended = bool(terminated or truncated)
-        return EnvironmentEvent(
-            op.session,
-            "ok",
-            obs="" if ended else check_observation(obs),
-            reward=check_number(reward, "the reward"),
-            ended=ended,
-            truncated=bool(truncated),
-            parts=parts,
-            **read_sides(env),
-        )
+    def _run_environment(self, op: EnvironmentOperation) -> JsonObject:
+        result: JsonObject
+        if op.kind == "reset":
+            assert self.make_environment is not None
+            env = self.make_environment()
+            if op.opponent:
+                env = games.GameMatch(env, op.opponent, self.opponents[op.opponent])
+            self.sessions[op.session] = env
+            options = {"prompt": op.prompt, "attempt": op.attempt, "first": op.first}
+            obs, info = env.reset(seed=op.seed, options=options)
+            tools = list((info or {}).get("tools", []))
+            result = {"obs": check_observation(obs), "tools": tools}
+        else:
+            env = self.sessions[op.session]
+            obs, reward, terminated, truncated, info = env.step(op.text)
+            parts = ((info or {}).get("parts") or {}).items()
+            ended = bool(terminated or truncated)
+            result = {
+                "parts": {str(name): check_number(value, str(name)) for name, value in parts},
+                "obs": "" if ended else check_observation(obs),
+                "reward": check_number(reward, "the reward"),
+                "ended": ended,
+                "truncated": bool(truncated),
+            }
+        if isinstance(env, games.GameMatch):
+            result |= {"asked": env.asked, "told": list(env.opponent_moves)}
+        return result
 
 
 def serve(wire: socket.socket) -> None:
@@ -244,7 +229,7 @@ def serve(wire: socket.socket) -> None:
     try:
         environments = EnvironmentHost(setup)
     except BaseException as error:
-        source = f"agent.env = {setup.env}" if setup.env else f"agent.tools = {setup.tools}"
+        source = setup.agent.source_name
         why = (
             f"{source}: importing it {describe_exception(error)}; write module:name or file.py:name"
         )

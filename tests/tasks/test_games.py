@@ -211,9 +211,14 @@ def test_a_class_is_checked_before_a_session_begins() -> None:
         check(Longer, "x", [])
 
 
+def host(env: str, opponent: str = "", eval_opponent: str = "") -> EnvironmentHost:
+    agent = AgentConfig(env=env, opponent=opponent, eval_opponent=eval_opponent)
+    return EnvironmentHost(EnvironmentSetup(agent))
+
+
 def test_a_process_of_environments_plays_it() -> None:
-    names = ["agent_envs:answers", "random", "self"]
-    made = EnvironmentHost(EnvironmentSetup("agent_envs:Longer", [], names))
+    made = host("agent_envs:Longer", "agent_envs:answers", "random")
+    made.opponents["self"] = None
 
     def begun(opponent: str, seed: int, kind: str = "") -> EnvironmentEvent | None:
         prompt = Prompt(0, "ab=", meta={"kind": kind})
@@ -227,7 +232,7 @@ def test_a_process_of_environments_plays_it() -> None:
     assert begun("self", 1) == EnvironmentEvent(1, "ok", "ab=", asked=1)
     assert step("a") == EnvironmentEvent(1, "ok", "1=")
     assert step("a") == EnvironmentEvent(1, "ok", "1=", asked=1)
-    assert begun(names[0], 1) == EnvironmentEvent(1, "ok", "2=", told=[("ab=", "cc")])
+    assert begun("agent_envs:answers", 1) == EnvironmentEvent(1, "ok", "2=", told=[("ab=", "cc")])
     assert step("bb") == EnvironmentEvent(1, "ok", "3=", told=[("2=", "ccc")])
     got = step("")
     assert got is not None and got.kind == "failed"
@@ -240,16 +245,16 @@ def test_a_process_of_environments_plays_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "opponents", "said"),
+    ("env", "opponent", "said"),
     [
-        ("agent_envs:Talks", ["self"], "agent.env = agent_envs:Talks has no turn"),
-        ("agent_envs:Longer", [], "agent_envs:Longer is a two-player game"),
-        ("agent_envs:Longer", ["no_such:f"], "the opponent no_such:f: importing it raised Module"),
+        ("agent_envs:Talks", "self", "agent.env = agent_envs:Talks has no turn"),
+        ("agent_envs:Longer", "", "agent_envs:Longer is a two-player game"),
+        ("agent_envs:Longer", "no_such:f", "the opponent no_such:f: importing it raised Module"),
     ],
 )
-def test_the_unplayable_is_said_at_the_import(env: str, opponents: list[str], said: str) -> None:
+def test_the_unplayable_is_said_at_the_import(env: str, opponent: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        EnvironmentHost(EnvironmentSetup(env, [], opponents))
+        host(env, opponent)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +270,7 @@ def test_the_unplayable_is_said_at_the_import(env: str, opponents: list[str], sa
 def test_a_process_says_why_it_cannot_begin(env: str, why: str) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(frame(msgspec.msgpack.encode(EnvironmentSetup(env, []))))
+        ours.sendall(frame(msgspec.msgpack.encode(EnvironmentSetup(AgentConfig(env=env)))))
         serve(theirs)
         (length,) = struct.unpack(">I", ours.recv(4))
         got = msgspec.msgpack.decode(ours.recv(length), type=EnvironmentEvent)
@@ -314,7 +319,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_game_of_two_by_one_line(cards: None) -> None:
     before = random.getstate()
-    made = EnvironmentHost(EnvironmentSetup("textarena:Cards-v0", [], ["random", "self"]))
+    made = host("textarena:Cards-v0", "random", "self")
     assert random.getstate() == before
     op = EnvironmentOperation(1, "reset", prompt=Prompt(0, "0"), seed=6, opponent="self")
     got = made.apply(op)
@@ -347,7 +352,7 @@ def test_the_number_of_players_is_told_at_once(cards: None) -> None:
     with pytest.raises(
         ConfigError, match="with 1 player: AssertionError: two players, received 1; a"
     ):
-        EnvironmentHost(EnvironmentSetup("textarena:Cards-v0", []))
+        host("textarena:Cards-v0")
 
 
 def test_the_real_games() -> None:
@@ -653,11 +658,11 @@ def test_sessions_of_one_process_have_a_luck_of_their_own(dice: list[str]) -> No
 
 
 def test_one_line_of_config(dice: list[str]) -> None:
-    made = EnvironmentHost(EnvironmentSetup("textarena:Dice-v0", []))
+    made = host("textarena:Dice-v0")
     got = made.apply(EnvironmentOperation(3, "reset", prompt=Prompt(0, "0"), seed=5))
     assert got is not None and got.kind == "ok" and str(got.obs).startswith("Roll.\n")
     with pytest.raises(ConfigError, match=r"^agent.env = textarena:Chess-v9: Environment .* not f"):
-        EnvironmentHost(EnvironmentSetup("textarena:Chess-v9", []))
+        host("textarena:Chess-v9")
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,16 +67,11 @@ def test_a_process_is_told_what_it_plays(monkeypatch: pytest.MonkeyPatch) -> Non
     more = {"workers": 2, "python": "/opt/python", "step_s": 7.0}
     agent = AgentConfig(env="m:E", args={"a": 1}, **players, **more)
     pool = EnvironmentPool(agent, judged=True)
-    opponents = sorted({agent.choose_opponent("train"), agent.choose_opponent("eval")})
-    assert len(opponents) == 2
-    setup = EnvironmentSetup("m:E", [], opponents, {"a": 1}, True)
-    assert made == [(setup, "/opt/python")] * 2 and pool.workers == ["process"] * 2
-    assert (pool.named, pool.call_s) == ("agent.env = m:E", 7.0)
-    pool = EnvironmentPool(AgentConfig(tools=["m:t"], opponent="self"), name="part a")
-    assert made[-1] == (EnvironmentSetup("", ["m:t"], ["self"], {}, False), "")
-    assert pool.named == "part a"
-    EnvironmentPool(AgentConfig(env="m:E"))
-    assert made[-1][0].opponents == []
+    assert made == [(EnvironmentSetup(agent, True), "/opt/python")] * 2
+    assert pool.workers == ["process"] * 2 and (pool.named, pool.call_s) == ("agent.env = m:E", 7.0)
+    agent = AgentConfig(tools=["m:t"], opponent="self")
+    pool = EnvironmentPool(agent, name="part a")
+    assert made[-1] == (EnvironmentSetup(agent, False), "") and pool.named == "part a"
 
 
 def test_a_session_begins_in_the_process_with_the_fewest() -> None:

@@ -12,6 +12,7 @@ from actors.gateway.environment_worker import (
     EnvironmentSetup,
 )
 from actors.gateway.hubs.tools import LONGEST, ToolLoop, build_row, build_schema, load
+from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
@@ -29,9 +30,8 @@ def apply(host: EnvironmentHost, *op: Any, **more: Any) -> EnvironmentEvent:
 
 
 def test_a_class_keeps_its_state_between_the_calls_and_pays() -> None:
-    host = EnvironmentHost(
-        EnvironmentSetup("", ["agent_envs:add", "agent_envs:Account"], args={"fee": 1})
-    )
+    agent = AgentConfig(tools=["agent_envs:add", "agent_envs:Account"], args={"fee": 1})
+    host = EnvironmentHost(EnvironmentSetup(agent))
     first = apply(host, 1, "reset", prompt=GOAL)
     assert first.pays and first.obs == [
         {"role": "user", "content": "Save. (goal 7, tags ['a'])"}  # a number and a list again
@@ -58,7 +58,7 @@ def test_a_class_keeps_its_state_between_the_calls_and_pays() -> None:
 
 
 def test_without_get_reward_the_configs_reward_judges() -> None:
-    host = EnvironmentHost(EnvironmentSetup("", ["agent_envs:Ledger"], judged=True))
+    host = EnvironmentHost(EnvironmentSetup(AgentConfig(tools=["agent_envs:Ledger"]), True))
     assert not apply(host, 1, "reset", prompt=GOAL).pays
     event = apply(host, 1, "step", message={"content": "done"})
     assert event.ended and event.judge
