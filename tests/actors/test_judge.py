@@ -59,6 +59,7 @@ from asyncrl.supervise.summary import find_judge_totals as judged_of
 from asyncrl.tasks import get_task
 
 QUESTION = Prompt(7, "1+1=", "2")
+Judged = Callable[..., list[tuple[float, str]]]
 
 
 class Server(ThreadingHTTPServer):
@@ -148,7 +149,7 @@ def config(server: Server, function: str = "", deadline_s: float = 3600.0, **mor
 
 
 @pytest.fixture
-def judged(server: Server, tmp_path: Path) -> Iterator[Callable[..., list[tuple[float, str]]]]:
+def judged(server: Server, tmp_path: Path) -> Iterator[Judged]:
     made: list[RewardRunner] = []
 
     def judge(*texts: str, function: str = "", **more: Any) -> list[tuple[float, str]]:
@@ -165,10 +166,7 @@ def judged(server: Server, tmp_path: Path) -> Iterator[Callable[..., list[tuple[
 
 
 def test_a_judge_that_has_to_be_asked_again(
-    server: Server,
-    judged: Callable[..., list[tuple[float, str]]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    server: Server, judged: Judged, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """429, 500, no word; grades that are none; each answer once."""
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
@@ -256,9 +254,7 @@ def test_the_report_has_a_plot_of_the_judge_where_there_is_one(tmp_path: Path) -
     assert judged_of(rows) == {"requests": 6.0} and judged_of([{"step": 1}]) == {}
 
 
-def test_the_budget_ends_the_run(
-    server: Server, judged: Callable[..., list[tuple[float, str]]], tmp_path: Path
-) -> None:
+def test_the_budget_ends_the_run(server: Server, judged: Judged, tmp_path: Path) -> None:
     assert judged("a", "b", budget_requests=2) == [(7.5, "")] * 2
     with pytest.raises(ConfigError, match=r"budget_requests: 2 for the whole run, 2 are spent"):
         judged("c", budget_requests=2)
@@ -324,10 +320,7 @@ def test_a_call_is_ended_unless_it_waits_for_its_turn(monkeypatch: pytest.Monkey
 
 
 def test_a_function_may_ask_the_judge(
-    server: Server,
-    judged: Callable[..., list[tuple[float, str]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Server, judged: Judged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own.py").write_text(
         "async def reward(prompt, text, judge):\n"

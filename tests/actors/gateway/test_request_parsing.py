@@ -15,12 +15,7 @@ from gateway_kit import build_policy
 
 from actors.gateway.call_tree import CallNode, canonicalize_arguments
 from actors.gateway.endpoint import replies, requests
-from actors.gateway.endpoint.requests import (
-    PREFIX,
-    ParsedRequest,
-    decode_body,
-    parse_request,
-)
+from actors.gateway.endpoint.requests import PREFIX, ParsedRequest, decode_body, parse_request
 from actors.gateway.endpoint.requests import REFUSED as REFUSED_OPTIONS
 from actors.gateway.refusals import CallRefused
 from asyncrl.contract.messages import SamplingSettings, VersionSpan
