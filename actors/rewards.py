@@ -133,8 +133,8 @@ def next_pool_size(workers: int, cores: int, idle: float, rate: float, previous_
 
     >>> next_pool_size(1, 8, 6.0, 10.0, 0.0), next_pool_size(2, 8, 5.0, 19.0, 10.0)
     (2, 4)
-    >>> next_pool_size(4, 8, 1.2, 37.0, 19.0)
-    5
+    >>> next_pool_size(4, 8, 1.2, 37.0, 19.0), next_pool_size(6, 8, 6.0, 80.0, 40.0)
+    (5, 8)
     >>> next_pool_size(2, 8, 5.0, 11.0, 10.0), next_pool_size(2, 8, 0.3, 19.0, 10.0)
     (2, 2)
     """

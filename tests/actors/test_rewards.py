@@ -26,7 +26,7 @@ from actors.reward_worker import (
     check_value,
     split_results,
 )
-from actors.rewards import RewardResult, RewardRunner, _RewardPool, next_pool_size
+from actors.rewards import RewardResult, RewardRunner, _RewardPool
 from asyncrl.config import load
 from asyncrl.config.tree import TaskConfig as TaskConfig
 from asyncrl.contract import importing
@@ -485,15 +485,6 @@ def test_how_a_pool_shares_out_its_work() -> None:
     pool.workers, pool.queue = [full], deque(jobs)
     pool._feed()
     assert not full.units and len(pool.queue) == 6
-
-
-def test_a_pool_grows_as_long_as_that_pays() -> None:
-    assert next_pool_size(1, 8, 6.0, 10.0, 0.0) == 2, "twice as many"
-    assert next_pool_size(2, 8, 6.0, 20.0, 10.0) == 4, "twice as many"
-    assert next_pool_size(4, 8, 1.9, 40.0, 20.0) == 5, "but no more than cores are idle"
-    assert next_pool_size(6, 8, 6.0, 80.0, 40.0) == 8, "nor than there are"
-    assert next_pool_size(2, 8, 6.0, 12.0, 10.0) == 2, "the last time did not pay"
-    assert next_pool_size(2, 8, 0.4, 20.0, 10.0) == 2, "no core is idle"
 
 
 def test_reward_processes_end_with_their_generator(runner: MakeRewardRunner) -> None:
