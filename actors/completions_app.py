@@ -220,7 +220,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.work: deque[tuple[Callable[[], None], Future[Any]]] = deque()
+        self.work: deque[tuple[Callable[[Future[Any]], None], Future[Any]]] = deque()
         self.futures: dict[Key, Future[Completion]] = {}
         self.news = threading.Condition()
         self.closing = False
@@ -230,31 +230,29 @@ class EngineThread:
 
     def complete(self, request: CompletionRequest) -> Future[Completion]:
         """Queue a completion to generate; its key must differ from those of open requests."""
-        future: Future[Completion] = Future()
 
-        def add() -> None:
+        def add(future: Future[Completion]) -> None:
             self.engine.add([request])
             self.futures[request.key] = future
 
-        self._submit(add, future)
-        return future
+        return self._submit(add)
 
     def score(self, prompts: Sequence[np.ndarray], most_likely: int) -> Future[list[PromptScores]]:
         """Queue token sequences to score; see `Engine.score`."""
-        future: Future[list[PromptScores]] = Future()
-        self._submit(lambda: future.set_result(self.engine.score(prompts, most_likely)), future)
-        return future
+        return self._submit(
+            lambda future: future.set_result(self.engine.score(prompts, most_likely))
+        )
 
     def cancel(self, keys: Sequence[Key]) -> None:
         """Abort completions, for example of a closed connection."""
 
-        def abort() -> None:
+        def abort(_: Future[None]) -> None:
             self.engine.abort(keys)
             for key in keys:
                 if future := self.futures.pop(key, None):
                     future.set_exception(CancelledError())
 
-        self._submit(abort, Future())
+        self._submit(abort)
 
     def close(self) -> None:
         """End the thread. Open requests fail."""
@@ -263,15 +261,17 @@ class EngineThread:
             self.news.notify()
         self.thread.join()
 
-    def _submit(self, work: Callable[[], None], future: Future[Any]) -> None:
+    def _submit(self, work: Callable[[Future[Any]], None]) -> Future[Any]:
+        future: Future[Any] = Future()
         # a closed connection cancels what it waits for: the thread's result must find it open
         future.set_running_or_notify_cancel()
         with self.news:
             if self.error is not None or self.closing:
                 future.set_exception(self._build_end_error())
-                return
-            self.work.append((work, future))
-            self.news.notify()
+            else:
+                self.work.append((work, future))
+                self.news.notify()
+        return future
 
     def _build_end_error(self) -> AsyncrlError:
         return AsyncrlError(f"the engine has ended: {self.error or 'closed'}")
@@ -282,7 +282,7 @@ class EngineThread:
                 while self.work:
                     work, future = self.work.popleft()
                     try:
-                        work()
+                        work(future)
                     except BaseException as error:
                         future.set_exception(error)
                         if not isinstance(error, AsyncrlError):  # which is of this request alone

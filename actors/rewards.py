@@ -288,7 +288,6 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
                 else:
                     self.results.append((job, RewardResult(job.key, *result, ""), reply.ended))
         elif reply.kind == "hung":
-            self.hangs += 1
             hang = self.hang_text.format(limit_s=self.call_s)
             self._blame(jobs, RewardFailure("data", hang), reply.ended)
         else:

@@ -176,7 +176,6 @@ class WorkerPool(ABC, Generic[_Worker, _Reply]):
         self.call_s = call_s
         self.start_s = max(GRACE_S, call_s)
         self.exit_s = 0.0  # seconds that workers get to exit when the pool closes
-        self.hangs = 0  # workers that passed the deadline of their work
         self.lost_starts = 0  # workers in a row that were lost before they were ready
         self.workers = [make(index) for index in range(count)]
 
@@ -227,7 +226,6 @@ class WorkerPool(ABC, Generic[_Worker, _Reply]):
                 code = worker.kill(EXIT_S if worker.ready else 0.0)
                 self.replace(worker, f"{self.subject} ended ({describe_exit(code)})")
             elif time.monotonic() > self.compute_deadline(worker):
-                self.hangs += worker.ready
                 limit_s = self.call_s if worker.ready else self.start_s
                 self.replace(worker, self.hang_text.format(limit_s=limit_s), hung=True)
 

@@ -93,11 +93,11 @@ NODE_FIELDS = (
 )
 
 
-class CallRecord(Struct, frozen=True, array_like=True):
-    """A call and its answer.
+ARRAYS = {"tail": "<i4", "ids": "<i4", "logprobs": "<f4"}  # little-endian in a record
 
-    tail and ids are int32, logprobs float32, all little-endian.
-    """
+
+class CallRecord(Struct, frozen=True, array_like=True):
+    """A call and its answer."""
 
     number: int
     parent: int | None
@@ -174,9 +174,6 @@ class SessionFile:
         node = request.call
         call = CallRecord(
             parent=None if node.parent is None else node.parent.number,
-            tail=node.tail.astype("<i4").tobytes(),
-            ids=node.ids.astype("<i4").tobytes(),
-            logprobs=node.logprobs.astype("<f4").tobytes(),
             ours={index: own.number for index, own in node.ours.items()},
             message=node.answer,
             body=request.body,
@@ -185,6 +182,7 @@ class SessionFile:
             support=b"" if node.support is None else node.support.encode(),
             routed=b"" if node.routed is None else node.routed.encode(),
             **{name: getattr(node, name) for name in NODE_FIELDS},
+            **{name: getattr(node, name).astype(kind).tobytes() for name, kind in ARRAYS.items()},
         )
         new_images = {name: session.images[name] for name in node.images if name not in self.images}
         self.images.update(new_images)
@@ -260,12 +258,13 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> None:
             parent = None if call_record.parent is None else nodes[call_record.parent]
             node = CallNode(
                 parent=parent,
-                tail=np.frombuffer(call_record.tail, "<i4").astype(np.int32),
-                ids=np.frombuffer(call_record.ids, "<i4").astype(np.int32),
-                logprobs=np.frombuffer(call_record.logprobs, "<f4").astype(np.float32),
                 support=SampledSupport.decode(call_record.support, len(call_record.ids) // 4),
                 ours={index: nodes[number] for index, number in call_record.ours.items()},
                 **{name: getattr(call_record, name) for name in NODE_FIELDS},
+                **{
+                    name: np.frombuffer(getattr(call_record, name), kind).astype(kind[1:])
+                    for name, kind in ARRAYS.items()
+                },
             )
             if call_record.routed:
                 node.routed = RoutedExperts.decode(call_record.routed, node.own_reads)
