@@ -88,39 +88,15 @@ def test_plain_requests_of_both_routes() -> None:
 
 
 def test_every_option_that_is_followed() -> None:
-    found = order(
-        prompt="ab",
-        max_completion_tokens=3,
-        max_tokens=9,
-        temperature=0,
-        top_p=0.5,
-        top_k=4,
-        n=2,
-        seed=7,
-        stop=["x", "yz"],
-        echo=True,
-        logprobs=2,
-        **dict.fromkeys(("user", "store", "metadata", "stream_options", "best_of"), 1),
-        **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0),
-        stream=False,
-        repetition_penalty=1,
-        logit_bias={},
-        tools=[],
-        response_format={"type": "text"},
-        suffix=None,
-    )
-    assert fields(found) == {
-        "prompts": [[47, 48]],
-        "max_new_tokens": 3,
-        "temperature": 0,
-        "top_p": 0.5,
-        "top_k": 4,
-        "count": 2,
-        "seed": 7,
-        "stop": ("x", "yz"),
-        "echo": True,
-        "most_likely": 2,
-    }
+    kept = {"temperature": 0, "top_p": 0.5, "top_k": 4, "seed": 7, "echo": True}
+    other = {"n": 2, "stop": ["x", "yz"], "logprobs": 2, "max_tokens": 9}
+    neutral = {"stream": False, "repetition_penalty": 1, "logit_bias": {}, "tools": []}
+    neutral |= {"response_format": {"type": "text"}, "suffix": None}
+    neutral |= dict.fromkeys(("user", "store", "metadata", "stream_options", "best_of"), 1)
+    neutral |= dict.fromkeys(("presence_penalty", "frequency_penalty"), 0)
+    found = order(prompt="ab", max_completion_tokens=3, **kept, **other, **neutral)
+    expected = {"prompts": [[47, 48]], "max_new_tokens": 3, "count": 2, "stop": ("x", "yz")}
+    assert fields(found) == kept | expected | {"most_likely": 2}
     assert order(prompt="ab", max_tokens=0, echo=True, logprobs=0).most_likely == 0
     assert order(prompt="ab", logprobs=False).most_likely is None
     assert order(prompt="ab", logprobs=True).most_likely == 1

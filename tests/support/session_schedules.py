@@ -546,17 +546,8 @@ class SessionWorld(World):
 
     def run(self, most: int = 400_000) -> int:
         calm: list[Callable[[], bool]] = [
-            self.turn,
-            self.post,
-            self.environment,
-            self.engine_reads,
-            self.engine_loads,
-            self.draw,
-            self.serving,
-            self.ask,
-            self.train,
-            self.commit,
-            self.checkpoint,
+            *(self.turn, self.post, self.environment, self.engine_reads, self.engine_loads),
+            *(self.draw, self.serving, self.ask, self.train, self.commit, self.checkpoint),
         ]
         weights = [self.r.choice((1, 1, 3)) for _ in calm]
         weights[calm.index(self.engine_loads)] = self.load_share

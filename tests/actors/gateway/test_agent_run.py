@@ -359,13 +359,8 @@ def test_kills_journal_and_replay_keep_the_allowed_tokens(tmp_path: Path) -> Non
     sets = [
         *SETS,
         *PATIENT,
-        "name=form",
-        "generators=2",
-        "staleness.max_lag=2",
-        "learner.steps=6",
-        "learner.checkpoint_every=1",
-        "durability.mode=disk",
-        "record.split_every=1",
+        *("name=form", "generators=2", "staleness.max_lag=2", "learner.steps=6"),
+        *("learner.checkpoint_every=1", "durability.mode=disk", "record.split_every=1"),
         "weights.in_flight=recompute_kv",
     ]
     words = [word for each in sets for word in ("--set", each)]

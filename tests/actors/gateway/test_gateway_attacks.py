@@ -305,15 +305,9 @@ def test_a_session_names_no_file_and_no_other_route(served: Served) -> None:
     name = opened.session.name
     host, port = served.url.removeprefix("http://").split(":")
     for path in (
-        f"/s/{name}/../{name}",
-        f"/s/{name}/%2e%2e/{name}",
-        f"/s/{name}//reward",
-        f"/s/{name}/reward/",
-        f"/s/%00{name}",
-        "/s/",
-        "/s//reward",
-        f"/asyncrl/v1/sessions/{name}",
-        "/../../etc/passwd",
+        *(f"/s/{name}/../{name}", f"/s/{name}/%2e%2e/{name}", f"/s/{name}//reward"),
+        *(f"/s/{name}/reward/", f"/s/%00{name}", "/s/", "/s//reward"),
+        *(f"/asyncrl/v1/sessions/{name}", "/../../etc/passwd"),
         f"/s/{name}/v1/models/../../reward",
     ):
         head = f"POST {path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {opened.key}\r\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -456,12 +457,9 @@ def test_a_reward_is_said_once_and_may_be_repeated() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        (float("nan"), {}, {}),
-        (float("inf"), {}, {}),
-        (0.0, {"a": float("nan")}, {}),
-        (0.0, {}, {0: float("nan")}),
-        (0.0, {}, {1: 1.0}),  # an aside
-        (0.0, {}, {7: 1.0}),
+        *((value, {}, {}) for value in (math.nan, math.inf)),
+        (0.0, {"a": math.nan}, {}),
+        *((0.0, {}, shares) for shares in ({0: math.nan}, {1: 1.0}, {7: 1.0})),  # 1: an aside
     ],
 )
 def test_a_reward_that_is_none_is_refused_and_the_session_stays_open(said: tuple) -> None:

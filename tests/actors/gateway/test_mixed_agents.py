@@ -169,22 +169,11 @@ def test_a_run_keeps_its_shares_when_its_gateway_is_killed(model: Path, tmp_path
     sets = (
         *PATIENT,
         *SETS,
-        f"model.path={str(model)!r}",
-        "model.warm_start=false",
-        f"runs={str(tmp_path)!r}",
-        "name='r'",
-        f"seed={RUN_SEED}",
-        f"learner.steps={steps}",
-        "learner.groups=4",
-        "learner.group_size=2",
-        "generator.slots=32",
-        "evaluation.every=0",
-        "evaluation.final_prompts=6",
-        "evaluation.ood_prompts=0",
-        "record.samples_every=1",
-        "record.samples=0",
-        "agent.deadline_s=7200.0",
-        "wires.lease_s=3600.0",
+        *(f"model.path={str(model)!r}", "model.warm_start=false", f"runs={str(tmp_path)!r}"),
+        *("name='r'", f"seed={RUN_SEED}", f"learner.steps={steps}", "learner.groups=4"),
+        *("learner.group_size=2", "generator.slots=32", "evaluation.every=0"),
+        *("evaluation.final_prompts=6", "evaluation.ood_prompts=0", "record.samples_every=1"),
+        *("record.samples=0", "agent.deadline_s=7200.0", "wires.lease_s=3600.0"),
     )
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/demo.toml", "--json"]
     argv += [word for item in sets for word in ("--set", item)]

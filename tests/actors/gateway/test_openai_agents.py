@@ -118,17 +118,10 @@ def worked(program: Any, endpoint: Endpoint) -> int:
 
 
 def test_the_policy_is_scored_and_what_the_endpoint_refuses_fails(program: Any) -> None:
-    endpoint = Endpoint(
-        (200, "#341"),
-        (200, "#340"),
-        (200, "MaxTurnsExceeded"),
-        (200, "ModelBehaviorError"),
-        (400, "session_limit"),
-        (400, "context_length_exceeded"),
-        (410, "gone"),
-        (200, "#0"),  # its reward is refused
-        (200, "#341"),
-    )
+    replies = ["#341", "#340", "MaxTurnsExceeded", "ModelBehaviorError"]
+    refusals = [(400, "session_limit"), (400, "context_length_exceeded"), (410, "gone")]
+    # the reward of the last but one is refused
+    endpoint = Endpoint(*((200, x) for x in replies), *refusals, (200, "#0"), (200, "#341"))
     assert worked(program, endpoint) == 6
     failed = {"failed": "Error code: 400 - no more"}
     assert endpoint.ended == [

@@ -459,24 +459,12 @@ def test_an_environment_of_verifiers_is_trained_on_by_its_name(
     write_environment(tmp_path, name)
     sets = (
         *PATIENT,
-        f"seed={RUN_SEED}",
-        "name=sums",
-        "model.path=m",
-        f"agent.python={python_of(python)!r}",
+        *(f"seed={RUN_SEED}", "name=sums", "model.path=m", f"agent.python={python_of(python)!r}"),
         "agent.workers=1",  # each imports the package for itself
-        "agent.step_s=3600.0",
-        "agent.idle_s=3600.0",
-        "agent.deadline_s=7200.0",
-        "wires.lease_s=3600.0",
-        "learner.steps=2",
-        "learner.groups=2",
-        "learner.group_size=4",
-        "generator.max_new_tokens=8",
-        "generator.context=64",
-        "evaluation.every=0",
-        "evaluation.final_prompts=4",
-        "record.samples_every=1",
-        "record.samples=0",
+        *("agent.step_s=3600.0", "agent.idle_s=3600.0", "agent.deadline_s=7200.0"),
+        *("wires.lease_s=3600.0", "learner.steps=2", "learner.groups=2", "learner.group_size=4"),
+        *("generator.max_new_tokens=8", "generator.context=64", "evaluation.every=0"),
+        *("evaluation.final_prompts=4", "record.samples_every=1", "record.samples=0"),
     )
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "sums.toml", "--json"]
     argv += [word for item in sets for word in ("--set", item)]
