@@ -47,7 +47,10 @@ def build_answer(
     if parsed.kind == "ids":
         return _encode(_build_tokens_body(parsed, node, name) | {"usage": usage})
     choice = _build_choice(parsed, node, decode)
-    head: JsonObject = {"id": name, "model": parsed.model, "created": created}
+    kind = "text_completion"
+    if parsed.kind == "chat":
+        kind = "chat.completion" + ".chunk" * parsed.stream
+    head = {"id": name, "object": kind, "created": created, "model": parsed.model}
     if parsed.kind in ("messages", "responses"):
         completion = (choice["message"], choice["finish_reason"], usage, head)
         if parsed.kind == "messages":
@@ -68,9 +71,6 @@ def build_answer(
     if parsed.token_ids:
         choice["token_ids"] = node.ids.tolist()
         choice["prompt_token_ids"] = node.prompt_ids.tolist()
-    head["object"] = "text_completion"
-    if parsed.kind == "chat":
-        head["object"] = "chat.completion" + ".chunk" * parsed.stream
     if not parsed.stream:
         return _encode({**head, "choices": [choice], "usage": usage})
     chunks = [{**head, "choices": [part]} for part in _split_choice(choice)]
@@ -102,33 +102,33 @@ def describe_token(text: str, logprob: float | None) -> JsonObject:
 
 def _build_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> JsonObject:
     """Build the choice of a text completion, or of a chat completion in the form of OpenAI."""
-    answer = node.answer
+    answer, finish = node.answer, str(node.finish)
     assert answer is not None
-    choice: JsonObject = {"index": 0, "logprobs": None, "finish_reason": node.finish}
+    logprobs: JsonObject | None = None
     tokens = [decode([token]) for token in node.ids.tolist()] if parsed.logprobs else []
     if parsed.kind == "text":
-        choice["text"] = answer["content"]
         if parsed.logprobs:
-            choice["logprobs"] = build_columns(tokens, node.logprobs.tolist())
-        return choice
-    message: Message = {"role": "assistant", "content": answer["content"], "refusal": None}
-    if "reasoning_content" in answer:
-        message["reasoning_content"] = answer["reasoning_content"]
-    if calls := answer.get("tool_calls"):
-        message["content"] = answer["content"] or None
-        message["tool_calls"] = []
-        for call in calls:
-            function = dict(call["function"])
-            if not isinstance(function["arguments"], str):
-                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-            message["tool_calls"].append({**call, "function": function})
-        if node.finish == "stop":
-            choice["finish_reason"] = "tool_calls"
-    if parsed.logprobs:
-        pairs = zip(tokens, node.logprobs.tolist(), strict=True)
-        content = [describe_token(*pair) | {"top_logprobs": []} for pair in pairs]
-        choice["logprobs"] = {"content": content, "refusal": None}
-    return choice | {"message": message}
+            logprobs = build_columns(tokens, node.logprobs.tolist())
+        content: JsonObject = {"text": answer["content"]}
+    else:
+        message: Message = {"role": "assistant", "content": answer["content"], "refusal": None}
+        content = {"message": message}
+        if "reasoning_content" in answer:
+            message["reasoning_content"] = answer["reasoning_content"]
+        if calls := answer.get("tool_calls"):
+            message["content"] = answer["content"] or None
+            message["tool_calls"] = []
+            for call in calls:
+                function = dict(call["function"])
+                if not isinstance(function["arguments"], str):
+                    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+                message["tool_calls"].append({**call, "function": function})
+            finish = "tool_calls" if finish == "stop" else finish
+        if parsed.logprobs:
+            pairs = zip(tokens, node.logprobs.tolist(), strict=True)
+            described = [describe_token(*pair) | {"top_logprobs": []} for pair in pairs]
+            logprobs = {"content": described, "refusal": None}
+    return {"index": 0, **content, "logprobs": logprobs, "finish_reason": finish}
 
 
 def build_columns(tokens: list[str], logprobs: list[Any], likely: Any = None) -> JsonObject:
@@ -164,14 +164,13 @@ def _build_tokens_body(parsed: ParsedRequest, node: CallNode, name: str) -> Json
 def _split_choice(choice: JsonObject) -> list[JsonObject]:
     """Split a finished answer into the choices of a stream."""
     beginning = {"index": 0, "logprobs": None, "finish_reason": None}
-    ending = {"index": 0, "logprobs": None, "finish_reason": choice["finish_reason"]}
-    ending["weight_versions"] = choice["weight_versions"]
-    left_out = ("message", "weight_versions")
-    complete = {key: value for key, value in choice.items() if key not in left_out}
-    complete["finish_reason"] = None
+    names = ("finish_reason", "weight_versions")
+    ending = {**beginning, **{name: choice[name] for name in names}}
+    ids = {name: choice[name] for name in ("token_ids", "prompt_token_ids") if name in choice}
     if "text" in choice:
-        return [complete, {**ending, "text": ""}]
-    delta = {**choice["message"]}
+        complete = {name: choice[name] for name in ("index", "text", "logprobs")}
+        return [{**complete, "finish_reason": None, **ids}, {**ending, "text": ""}]
+    delta = dict(choice["message"])
     del delta["role"], delta["refusal"]
     if "tool_calls" in delta:
         delta["tool_calls"] = [
@@ -179,6 +178,6 @@ def _split_choice(choice: JsonObject) -> list[JsonObject]:
         ]
     return [
         {**beginning, "delta": {"role": "assistant", "content": "", "refusal": None}},
-        {**complete, "delta": delta},
+        {**beginning, "logprobs": choice["logprobs"], "delta": delta, **ids},
         {**ending, "delta": {}},
     ]

@@ -256,15 +256,14 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> None:
         if (call_record := record.call) is not None:
             # put the call back into the tree, behind its parent, with the answer for a retry
             parent = None if call_record.parent is None else nodes[call_record.parent]
+            fields: dict[str, Any] = {name: getattr(call_record, name) for name in NODE_FIELDS}
+            for name, kind in ARRAYS.items():
+                fields[name] = np.frombuffer(getattr(call_record, name), kind).astype(kind[1:])
             node = CallNode(
                 parent=parent,
                 support=SampledSupport.decode(call_record.support, len(call_record.ids) // 4),
                 ours={index: nodes[number] for index, number in call_record.ours.items()},
-                **{name: getattr(call_record, name) for name in NODE_FIELDS},
-                **{
-                    name: np.frombuffer(getattr(call_record, name), kind).astype(kind[1:])
-                    for name, kind in ARRAYS.items()
-                },
+                **fields,
             )
             if call_record.routed:
                 node.routed = RoutedExperts.decode(call_record.routed, node.own_reads)
