@@ -110,17 +110,15 @@ def noted() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_answers_are_judged_in_other_processes(runner: MakeRewardRunner) -> None:
-    got = judge(runner("mine:reward", workers=2), "2", "3", "parts", "tokens")
+def test_answers_are_judged_in_other_processes_and_each_failure_is_named(
+    runner: MakeRewardRunner,
+) -> None:
+    r = runner("mine:reward", workers=2)
+    got = judge(r, "2", "3", "parts", "tokens")
     assert [r[1] for r in got] == [1.0, 0.0, 0.5, 1.0]
     assert got[2][2] == {"reward": 0.5, "format": 1.0} and got[3][3] == [0.25, 0.75]
     assert [r[4] for r in got] == [""] * 4
-
-
-def test_what_raises_or_returns_no_number_is_a_failure(runner: MakeRewardRunner) -> None:
-    got = judge(
-        runner("mine:reward"), "raise", "nan", "inf", "none", "word", "nameless", "few", "2"
-    )
+    got = judge(r, "raise", "nan", "inf", "none", "word", "nameless", "few", "2")
     words = ("no such thing", "nan", "inf", "NoneType", "str", "without `reward`", "list of 2")
     for r, word in zip(got, words, strict=False):
         assert r[4].startswith("data: ") and word in r[4]
@@ -192,6 +190,9 @@ def test_a_function_that_takes_lists_async_or_not(runner: MakeRewardRunner) -> N
     assert sum(n for *_, n in spans) == 3 and all(a <= b for a, b, _ in spans)
     both = judge(runner("mine:both", batch=4), *["abc"] * 12)
     assert [x[1] for x in both] == [3.0] * 12 and max(x[2]["together"] for x in both) == 4
+    # each call waits until three are under way; more than three never are
+    got = judge(runner("mine:three", concurrency=3), *["a"] * 20)
+    assert [x[4] for x in got] == [""] * 20 and max(x[2]["peak"] for x in got) == 3
 
 
 def test_lists_are_checked_by_answer_and_a_wrong_length_fails_all(runner: MakeRewardRunner) -> None:
@@ -241,12 +242,6 @@ def test_a_reply_for_other_answers_is_invalid(runner: MakeRewardRunner) -> None:
     assert worker.invalid == "1 results for 0 responses"
     assert [x[1] for x in judge(r, "2", "3")] == [1.0, 0.0]
     assert r.processes[0] is not worker and not pool.error
-
-
-def test_async_calls_are_under_way_together_and_bounded(runner: MakeRewardRunner) -> None:
-    """Each call waits until three are under way; more than three never are."""
-    got = judge(runner("mine:three", concurrency=3), *["a"] * 20)
-    assert [x[4] for x in got] == [""] * 20 and max(x[2]["peak"] for x in got) == 3
 
 
 @pytest.mark.parametrize(

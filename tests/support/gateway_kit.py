@@ -21,15 +21,8 @@ from asyncrl.contract.messages import Prompt, SamplingSettings, Ticket, VersionS
 from asyncrl.contract.versions import Label
 from asyncrl.transport.http_server import ListenAddress
 
-SPECIAL = [
-    "</s>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-]
+SPECIAL = ["</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>"]
+SPECIAL += ["<|end_header_id|>", "<|eot_id|>"]
 CHARACTERS = sorted(set("".join(map(chr, range(32, 127))) + "\n"))
 MERGES = [("l", "o"), ("lo", "w"), ("\n", "\n"), ("e", "r"), (" ", "a")]
 
@@ -73,13 +66,13 @@ class Scripted:
         limits: SessionLimits,
         parser: Parser | None = None,
         tokens: Any = None,
-        **request_policy: Any,
+        **policy: Any,
     ) -> None:
         self.run_key = "the-runs-key"
         self.is_over = self.is_ending = False
         self.tokenizer = tokens or tokenizer(CHATML)
         stop = self.tokenizer.convert_tokens_to_ids([self.tokenizer.eos_token, "<|im_end|>"])
-        self.request_policy = build_policy(stops=stop, **request_policy)
+        self.request_policy = build_policy(stops=stop, **policy)
         self.chat = ChatFormat(self.tokenizer, stop, parser=parser)
         self.limits = limits
         self.sessions: dict[str, OpenedSession] = {}

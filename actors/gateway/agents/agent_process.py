@@ -52,7 +52,7 @@ from asyncrl.contract.importing import import_function
 from asyncrl.contract.messages import Prompt
 from asyncrl.contract.printable import describe_exception, get_first_line
 from asyncrl.transport import worker_pool
-from asyncrl.transport.worker_pool import FRAME_BYTES, frame, read_frame
+from asyncrl.transport.worker_pool import FRAME_BYTES, frame
 
 Function = Callable[[Prompt, SessionAccess], Any]
 
@@ -363,7 +363,8 @@ class SessionRunner:
 
 def serve(wire: socket.socket) -> None:
     """Run sessions until the other side closes the socket."""
-    if (payload := read_frame(wire.makefile("rb"))) is None:
+    size = int.from_bytes(wire.recv(4, socket.MSG_WAITALL), "big")
+    if not (payload := wire.recv(size, socket.MSG_WAITALL)):  # and none of the orders behind it
         return
     setup = msgspec.msgpack.decode(payload, type=AgentSetup)
     agent, log = setup.agent, AgentLog(Path(setup.log))

@@ -403,20 +403,9 @@ def playing(processes: None, tmp_path: Path) -> Iterator[Any]:
 def test_a_program_reads_its_task_but_never_the_answer(playing: Any, tmp_path: Path) -> None:
     found = playing(f'cp "$ASYNCRL_TASK" {tmp_path}/file; cat > {tmp_path}/stdin; echo 0.5')
     assert found.play(seat(3, "ab")) == [SessionResult(3, "scored", 0.5)]
-    expected = {
-        "id": 3,
-        "text": "ab",
-        "messages": [{"role": "user"}],
-        "meta": {"level": "3"},
-        "split": "eval",
-        "images": [],
-        "session": "s3",
-        "seed": 5,
-        "attempt": 2,
-        "first": False,
-        "deadline_s": 60.0,
-        "model": "m",
-    }
+    prompt = {"id": 3, "text": "ab", "messages": [{"role": "user"}], "meta": {"level": "3"}}
+    own = {"session": "s3", "seed": 5, "attempt": 2, "first": False, "deadline_s": 60.0}
+    expected = {**prompt, "split": "eval", "images": [], **own, "model": "m"}
     for name in ("file", "stdin"):
         assert json.loads((tmp_path / name).read_text()) == expected, name
 

@@ -106,9 +106,6 @@ def test_a_session_remembers_what_was_refused(served: Served) -> None:
         "the session ended without an answer; 3 of its calls were refused, the last one with "
         "invalid_json: the body is not JSON"
     )
-
-
-def test_a_failure_tells_what_was_refused_before_it(served: Served) -> None:
     opened = served.do(served.service.open)
     assert post(served, opened, "/v1/chat/completions", {"messages": GO, "n": 3}).status_code == 400
     assert post(served, opened, "/end", {"failed": "gave up"}).status_code == 200

@@ -376,16 +376,16 @@ def test_a_session_past_midnight_keeps_its_date() -> None:
 def test_text_without_a_template_goes_on_from_its_answer() -> None:
     play = Play(ZOO["chatml"])
     end = play.tokenizer.convert_tokens_to_ids("</s>")
-    first = play.session.accept(play.session.draft(text="1+1=")(), now=0.0)
+    first = play.session.place(text="1+1=", now=0.0)
     play.draw(first, [*play.characters("low"), end], "stop")
-    second = play.session.accept(play.session.draft(text="1+1=lower")(), now=0.0)
+    second = play.session.place(text="1+1=lower", now=0.0)
     assert second.parent is first
     answered = [*play.characters("low"), end]
     assert second.prompt_ids.tolist() == [*play.encode("1+1="), *answered, *play.encode("er")]
     play.draw(second, play.characters("x"), "length")
-    third = play.session.accept(play.session.draft(text="1+1=lowerx!")(), now=0.0)
+    third = play.session.place(text="1+1=lowerx!", now=0.0)
     assert third.parent is second
-    assert play.session.accept(play.session.draft(text="1+1=slow")(), now=0.0).parent is None
+    assert play.session.place(text="1+1=slow", now=0.0).parent is None
     assert play.session.tree.forks == {"text": 1}
 
 

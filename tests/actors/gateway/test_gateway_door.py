@@ -125,7 +125,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
         assert await door.lease("c", 0.0) is None  # agent.sessions
         # a call is drawn, an answer comes, the session is scored and delivered
         session = second.session
-        call = session.accept(session.draft(text="ab=")(), now=door.current_time())
+        call = session.place(text="ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(session, call))
         await asyncio.sleep(0)
         (number,) = gateway.calls
@@ -142,14 +142,14 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
         # the learner's next life: an open session waits, its call too, until its sample is granted
         third = await door.lease("c", 0.0)
         assert third is not None
-        call = third.session.accept(third.session.draft(text="ab=")(), now=door.current_time())
+        call = third.session.place(text="ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(third.session, call))
         await asyncio.sleep(0)
         (was,) = gateway.calls
         source = m.WeightsSource(2, "", "", "")
         gateway.announce(m.PolicyAnnouncement(Label(2, 0), "d", source))
         await asyncio.sleep(0)
-        assert not gateway.calls and not gateway.router.open  # drawn by nobody
+        assert not gateway.calls and was not in gateway.router.open  # drawn by nobody
         assert not drawing.done() and third.session.state == "open"
         granted, sample = third.session.attempt, third.session.sample
         again = msgspec.structs.replace(ticket(3), ticket=1, samples=[sample])
@@ -165,7 +165,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
             assert third.session.state == "open" and not door.on_progress.called
         assert third.session.adopted == [(granted, 0)] and door.find(third.session.name) is third
         # one that nothing adopts ends by its deadline, and whoever waits for it hears of that
-        call = third.session.accept(third.session.draft(text="ab=")(), now=door.current_time())
+        call = third.session.place(text="ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(third.session, call))
         await asyncio.sleep(0)
         gateway.announce(m.PolicyAnnouncement(Label(3, 0), "d", source))
@@ -303,7 +303,7 @@ def test_a_call_that_a_generator_refuses_is_answered_by_a_failure(gateway: servi
         gateway.accept_tickets([ticket(1)])
         opened = await door.lease("a", 0.0)
         assert opened is not None
-        call = opened.session.accept(opened.session.draft(text="ab=")(), now=door.current_time())
+        call = opened.session.place(text="ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(opened.session, call))
         await asyncio.sleep(0)
         (number,) = gateway.calls
@@ -365,9 +365,7 @@ def made(monkeypatch: pytest.MonkeyPatch, run_dir: Path, number: int) -> type[Ga
     (run_dir / "run_id").write_text("run")
     kind = type("Gateway", (Gateway,), {"number": number})
     monkeypatch.setattr(environment_sessions, "Gateway", kind)
-    monkeypatch.setattr(
-        environment_sessions, "gc", Mock()
-    )  # which would freeze this process's heap
+    monkeypatch.setattr(environment_sessions, "gc", Mock())  # it would freeze this process's heap
     return kind
 
 

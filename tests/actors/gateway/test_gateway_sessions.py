@@ -343,9 +343,8 @@ def test_calls_at_once_are_bounded_and_that_ends_nothing() -> None:
     calls = [made.place(ids=ids(1), now=0.0) for _ in range(2)]
     said = refused(made, ids(1))
     assert (said.status, said.code) == (429, "parallel_calls")
-    assert str(said) == (
-        "session 7.1.3 has 2 calls at once, agent.parallel = 2: wait for one of them"
-    )
+    why = "session 7.1.3 has 2 calls at once, agent.parallel = 2: wait for one of them"
+    assert str(said) == why
     answer(made, calls[0], ids(5))
     made.place(ids=ids(1), now=0.0)
 

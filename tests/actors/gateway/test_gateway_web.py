@@ -149,12 +149,15 @@ def test_a_stream_is_the_answer_in_chunks(served: Served) -> None:
             model="policy", messages=GO, stream=True, stream_options={"include_usage": True}
         )
     )
-    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    deltas = [choice.delta for choice in choices]
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == "so"
     (made,) = [each for delta in deltas for each in delta.tool_calls or []]
     assert made.index == 0 and made.function and made.function.name == "add"
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "tool_calls"
+    assert choices[-1].finish_reason == "tool_calls"
+    *others, versions = [choice.model_extra.get("weight_versions") for choice in choices]
+    assert not any(others) and versions[0]["version"] == "1.2"
     assert chunks[-1].usage and chunks[-1].usage.completion_tokens == len(f"so {call}") + 1
     assert len({chunk.id for chunk in chunks}) == 1
     # the client's own accumulation
@@ -206,12 +209,6 @@ def test_text_and_token_routes(served: Served) -> None:
     assert choice["weight_versions"] == [{"version": "1.2", "start": 0, "end": 3}]
     assert [each["token_id"] for each in choice["logprobs"]["content"]] == choice["token_ids"]
     assert choice["finish_reason"] == "length" and len(opened.session.build_training_rows()) == 1
-
-
-def test_the_last_chunk_of_a_stream_names_the_versions(served: Served) -> None:
-    parts = [*client(served)[0].chat.completions.create(model="policy", messages=GO, stream=True)]
-    named = [part.choices[0].model_extra.get("weight_versions") for part in parts]
-    assert named[:-1] == [None] * (len(parts) - 1) and named[-1][0]["version"] == "1.2"
 
 
 def test_stop_strings_and_lengths_cut(served: Served) -> None:

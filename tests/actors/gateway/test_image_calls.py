@@ -197,7 +197,7 @@ def test_a_session_has_a_bound_of_images() -> None:
     blobs = {name: bytes(images.MOST_SESSION_BYTES // 2 + 1) for name in NAMES[:2]}
     text = "".join(f"\ue002{name}\ue003" for name in NAMES[:2])
     with pytest.raises(CallRefused) as refused:
-        session.accept(session.draft(text=text)(), now=0.0, images=blobs)
+        session.place(text=text, now=0.0, images=blobs)
     error = refused.value
     assert (error.status, error.code, error.param) == (400, "too_many_images", "messages")
     assert str(error) == (
@@ -207,7 +207,7 @@ def test_a_session_has_a_bound_of_images() -> None:
     assert not session.images and not session.tree.nodes
     many = f"\ue002{NAMES[0]}\ue003" * 65
     with pytest.raises(CallRefused, match="65 images in a prompt"):
-        session.accept(session.draft(text=many)(), now=0.0, images={NAMES[0]: picture(0)})
+        session.place(text=many, now=0.0, images={NAMES[0]: picture(0)})
 
 
 def test_a_model_of_text_refuses_images() -> None:

@@ -193,7 +193,7 @@ def world(
 def answered(world: World, opened: Any) -> None:
     """A call of the session is drawn."""
     session = opened.session
-    call = session.accept(session.draft(text="ab=")(), now=world.door.current_time())
+    call = session.place(text="ab=", now=world.door.current_time())
     session.last = call
     logprob = np.zeros(1, np.float32)
     session.on_result(

@@ -266,7 +266,7 @@ def test_what_is_ignored_is_named_in_its_order() -> None:
 
 def test_a_conversation_of_responses_becomes_a_chat() -> None:
     function = {"name": "add", "arguments": "{}"}
-    described = {"name": "add", "description": "d", "parameters": {"a": 1}}
+    described, sub = {"name": "add", "description": "d", "parameters": {"a": 1}}, {"name": "sub"}
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"text": "b"}]},
         {"type": "reasoning", "id": "r", "summary": []},
@@ -280,16 +280,9 @@ def test_a_conversation_of_responses_becomes_a_chat() -> None:
         "input": items,
         "instructions": "be brief",
         "max_output_tokens": 7,
-        "tools": [
-            {"type": "function", **described},
-            {"type": "web_search"},
-            {"type": "function", "name": "sub"},
-        ],
-        "tool_choice": "auto",
-        "truncation": "disabled",
-        "previous_response_id": None,
-        "include": ["x"],
-        "temperature": 0.5,
+        "tools": [{"type": "web_search"}, *({"type": "function", **x} for x in (described, sub))],
+        **{"tool_choice": "auto", "truncation": "disabled", "previous_response_id": None},
+        **{"include": ["x"], "temperature": 0.5},
     }
 
     def call(number: int, name: str = "add") -> dict[str, Any]:
@@ -305,10 +298,7 @@ def test_a_conversation_of_responses_becomes_a_chat() -> None:
             {"role": "assistant", "content": "", "tool_calls": [call(3)]},
         ],
         "max_new_tokens": 7,
-        "tools": [
-            {"type": "function", "function": described},
-            {"type": "function", "function": {"name": "sub"}},
-        ],
+        "tools": [{"type": "function", "function": x} for x in (described, sub)],
         "ignored": ("temperature", "tools.web_search"),
     }
     assert "tools" not in parsed("responses", {**body, "tool_choice": "none"})

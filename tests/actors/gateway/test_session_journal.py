@@ -225,7 +225,7 @@ class Process:
         """One call and its answer, as the endpoint serves it."""
         session, door = opened.session, self.door
         request = session.register_request(body)
-        request.call = session.accept(session.draft(text="ab=")(), now=door.current_time())
+        request.call = session.place(text="ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(session, request.call))
         await asyncio.sleep(0)
         (number,) = self.gateway.calls
@@ -274,9 +274,7 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
         assert await door.lease("b", 0.0) is opened and opened.file is not None
         assert door.begun == {(1, 0, None), (1, 1, None)} and opened.seed == going.seed
         assert opened.session.register_request(b"y", retry=True).answer == b"answer"
-        waiting = opened.session.accept(
-            opened.session.draft(text="ab=1")(), now=door.current_time()
-        )
+        waiting = opened.session.place(text="ab=1", now=door.current_time())
         drawing = asyncio.create_task(door.draw(opened.session, waiting))
         await asyncio.sleep(0)
         assert not gateway.router.open
