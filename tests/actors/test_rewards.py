@@ -231,8 +231,6 @@ def test_a_child_that_returns_answers_nothing(function: str, runner: MakeRewardR
 
 
 def test_a_reply_for_other_answers_is_invalid(runner: MakeRewardRunner) -> None:
-    from actors.reward_worker import RewardReply
-
     r = runner("mine:reward")
     pool = r.pool
     assert pool is not None

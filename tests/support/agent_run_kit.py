@@ -13,24 +13,13 @@ model_dir = model_fixture(CalcTask.symbols, layers=1)
 
 def command(model_dir: Path, runs: Path, name: str, *sets: str) -> list[str]:
     small = [
-        f"model.path={str(model_dir)!r}",
-        f"runs={str(runs)!r}",
-        f"name={name!r}",
-        f"seed={RUN_SEED}",
-        "learner.groups=4",
-        "learner.group_size=4",
-        "evaluation.prompts=4",
-        "evaluation.final_prompts=4",
-        "evaluation.ood_prompts=2",
-        "record.samples_every=1",
+        *(f"model.path={str(model_dir)!r}", f"runs={str(runs)!r}", f"name={name!r}"),
+        *(f"seed={RUN_SEED}", "learner.groups=4", "learner.group_size=4", "evaluation.prompts=4"),
+        *("evaluation.final_prompts=4", "evaluation.ood_prompts=2", "record.samples_every=1"),
         "record.samples=0",
         # nothing here ends because a process stood still
-        "agent.step_s=3600.0",
-        "agent.idle_s=3600.0",
-        "agent.deadline_s=7200.0",
-        "wires.lease_s=3600.0",
-        "wires.connect_s=3600.0",
-        "watchdog.floor_s=3600.0",
+        *("agent.step_s=3600.0", "agent.idle_s=3600.0", "agent.deadline_s=7200.0"),
+        *("wires.lease_s=3600.0", "wires.connect_s=3600.0", "watchdog.floor_s=3600.0"),
         "watchdog.startup_s=3600.0",
     ]
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/calc.toml", "--json"]

@@ -26,7 +26,8 @@ from actors.gateway.environment_worker import (
     EnvironmentOperation,
     EnvironmentSetup,
 )
-from actors.gateway.hubs.tools import LONGEST, ToolLoop, build_row, build_schema, load
+from actors.gateway.hubs import tools
+from actors.gateway.hubs.tools import LONGEST, ToolLoop, build_row, build_schema
 from asyncrl.config import load
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
@@ -516,7 +517,7 @@ def add(a: int) -> str:
 
 
 def test_functions_share_a_loop_and_a_class_is_made_for_each_session() -> None:
-    make = load([("m:add", add)], {}, judged=True)
+    make = tools.load([("m:add", add)], {}, judged=True)
     assert make() is make() and list(make().tools) == ["add"]
 
     class Fee:
@@ -528,13 +529,13 @@ def test_functions_share_a_loop_and_a_class_is_made_for_each_session() -> None:
         def pay(self) -> int:
             return self.fee
 
-    make = load([("m:Fee", Fee), ("m:add", add)], {"fee": 3}, judged=True)
+    make = tools.load([("m:Fee", Fee), ("m:add", add)], {"fee": 3}, judged=True)
     one, other = make(), make()
     assert one is not other and list(one.tools) == ["add", "pay"]
     assert called(one, "pay", {})["content"] == "3"
     assert one.reset(Prompt(0, "a")) == [{"role": "user", "content": "a"}]
     with pytest.raises(TypeError):
-        load([("m:Fee", Fee)], {"cost": 3}, judged=True)
+        tools.load([("m:Fee", Fee)], {"cost": 3}, judged=True)
 
 
 def of(**methods: Callable[..., Any]) -> type:
@@ -560,5 +561,5 @@ PAYS = of(reset=begins, a=add, get_reward=add)
 def test_what_is_no_class_of_tools_is_refused(classes: list[type], judged: bool, why: str) -> None:
     found = [(f"m:{place}", kind) for place, kind in enumerate(classes)]
     with pytest.raises(ConfigError) as error:
-        load(found, {}, judged=judged)
+        tools.load(found, {}, judged=judged)
     assert str(error.value) == f"agent.tools: {why}"

@@ -51,19 +51,10 @@ def sessions_of(gateway: service.Gateway) -> SessionApi:
     return gateway.sources[""]
 
 
-def test_the_config_says_what_clients_may_ask_for(config: Config, tmp_path: Path) -> None:
-    (tmp_path / "run_id").write_text("run")
-    agent = AgentConfig(
-        serve=True, model="mine", other_models="train", sampling="refuse", forced="refuse"
-    )
-    gateway = service.Gateway(
-        msgspec.structs.replace(config, agent=agent), tmp_path, source=SessionApi
-    )
-    try:
-        policy = sessions_of(gateway).request_policy
-    finally:
-        gateway.socket.close()
-    assert policy.agent == agent and policy.stops == {*gateway.stops} and policy.stops
+def test_the_config_says_what_clients_may_ask_for(gateway: service.Gateway) -> None:
+    policy = sessions_of(gateway).request_policy
+    assert policy.agent is gateway.config.agent and policy.agent.serve
+    assert policy.stops == {*gateway.stops} and policy.stops
     assert policy.vocabulary == gateway.vocabulary > 0  # ids of the token route lie below it
 
 

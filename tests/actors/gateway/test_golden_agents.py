@@ -24,19 +24,10 @@ SETS = (
     f"seed={RUN_SEED}",
     "exact=true",
     "generator.top_p=0.9",  # the kept tokens come along, too
-    "model.path=m",
-    "model.warm_start=false",
-    "staleness.max_lag=0",
-    "learner.steps=2",
-    "learner.groups=1",
-    "learner.group_size=4",
-    "generator.slots=4",
-    "evaluation.every=0",
-    "evaluation.prompts=1",
-    "evaluation.final_prompts=1",
-    "evaluation.ood_prompts=1",
-    "record.samples_every=1",
-    "record.samples=0",
+    *("model.path=m", "model.warm_start=false", "staleness.max_lag=0", "learner.steps=2"),
+    *("learner.groups=1", "learner.group_size=4", "generator.slots=4", "evaluation.every=0"),
+    *("evaluation.prompts=1", "evaluation.final_prompts=1", "evaluation.ood_prompts=1"),
+    *("record.samples_every=1", "record.samples=0"),
     "wires.lease_s=3600",  # a sample that is drawn twice stands in the ledger twice
 )
 

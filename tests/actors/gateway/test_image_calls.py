@@ -230,8 +230,7 @@ def test_a_restored_session_has_its_images(tmp_path: Path) -> None:
     at = Label(1, 0)
     for number, text in enumerate((f"\ue002{NAMES[0]}\ue003a", f"\ue002{NAMES[0]}\ue003b")):
         request = session.register_request(str(number).encode())
-        composed = session.draft(text=text)()
-        request.call = session.accept(composed, now=6.0, images={NAMES[0]: picture(0)})
+        request.call = session.place(text=text, now=6.0, images={NAMES[0]: picture(0)})
         ids = np.array([5, 6], np.int32)
         spans = [m.VersionSpan(at, "d", 0, 2, at)]
         session.on_result(request.call, ids, np.zeros(2, np.float32), spans, "stop", now=7.0)

@@ -230,9 +230,7 @@ def environment_source() -> tuple[Any, Any, list[Any]]:
     """A source with one session, and what the events lead to, with the player that has the turn."""
     source = EnvironmentSource.__new__(EnvironmentSource)
     turns: list[Any] = []
-    session = SimpleNamespace(shortened=False)
-    last = SimpleNamespace(number=4)
-    session.number, session.last = 1, last
+    session = SimpleNamespace(shortened=False, number=1, last=SimpleNamespace(number=4))
     state = EnvironmentState("the reset")
     source.states = {1: state}
     source.gateway = SimpleNamespace(templated=True)
@@ -277,8 +275,7 @@ def test_each_process_of_agents_has_its_setup(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(http_gateway, "_AgentProcess", lambda setup: setup)
-    given: dict[str, Any] = {"env": "env:Env", "args": {"n": 1}, "env_pass": ["PATH"]}
-    agent = AgentConfig(function="mine:play", workers=2, at_once=5, **given)
+    agent = AgentConfig(function="mine:play", workers=2, at_once=5)
     made = {"agents": {"ask": agent}, "run_dir": tmp_path, "get_source_name": "named ".__add__}
     sessions: Any = SimpleNamespace(gateway=SimpleNamespace(**made))
     pool = AgentPool(sessions, "http://here", "ask")

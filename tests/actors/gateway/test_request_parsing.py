@@ -26,6 +26,7 @@ REFUSED = DATA / "refused_requests.jsonl"
 REPLIES = DATA / "replies.jsonl"
 RUN = SamplingSettings(max_new_tokens=9, temperature=1.0, top_p=0.5, top_k=7)
 GO = [{"role": "user", "content": "go"}]
+PLAIN = {"messages": GO}
 TOOL = {"type": "function", "function": {"name": "add"}}
 
 
@@ -104,7 +105,7 @@ def test_every_option_that_the_policy_cannot_follow_is_listed() -> None:
 def test_an_option_with_an_effect_that_the_policy_lacks_is_refused(name: str) -> None:
     neutral, others, why = OPTIONS_REFUSED[name]
     for value in (None, *neutral):
-        assert parsed("chat", {"messages": GO, name: value}) == {"messages": GO}, value
+        assert parsed("chat", {"messages": GO, name: value}) == PLAIN, value
     for value in others:
         found = refusal("chat", {"messages": GO, name: value}, {})
         message = f"{name}: {value!r} is not served: {why}"
@@ -122,16 +123,14 @@ def test_forms_without_an_effect_are_served_in_silence() -> None:
         "guided_json": [{}],
     }.items():
         for value in values:
-            assert parsed("chat", {"messages": GO, name: value}, forced="refuse") == {
-                "messages": GO
-            }
+            assert parsed("chat", {"messages": GO, name: value}, forced="refuse") == PLAIN
         other = {"type": "json"}
         assert parsed("chat", {"messages": GO, name: other})["ignored"] == (name,)
         found = refusal("chat", {"messages": GO, name: other}, {"forced": "refuse"})
         assert (found["code"], found["param"]) == ("unsupported_parameter", name)
         assert "agent.forced = refuse" in found["message"]
-    assert parsed("responses", {"input": "go", "text": {"format": text}}) == {"messages": GO}
-    assert parsed("messages", {"messages": GO, "output_config": {"format": {}}}) == {"messages": GO}
+    assert parsed("responses", {"input": "go", "text": {"format": text}}) == PLAIN
+    assert parsed("messages", {"messages": GO, "output_config": {"format": {}}}) == PLAIN
 
 
 @pytest.mark.parametrize("body", [b"", b"[", b"[]", b"\xff", b'"x"', b"[" * 100_000])
@@ -193,17 +192,17 @@ def parsed(kind: Any, body: dict[str, Any], **policy: Any) -> dict[str, Any]:
 
 
 def test_a_plain_request_of_each_api() -> None:
-    assert parsed("chat", {"messages": GO}) == {"messages": GO}
+    assert parsed("chat", {"messages": GO}) == PLAIN
     assert parsed("text", {"prompt": "a"}) == {"text": "a"}
     assert parsed("text", {"prompt": ["a"]}) == {"text": "a"}
     assert parsed("text", {"prompt": [[1, 2]]}) == {"ids": [1, 2]}
     assert parsed("text", {"prompt": [7]}) == {"ids": [7]}
     assert parsed("ids", {"token_ids": [0, 8]}, vocabulary=9) == {"ids": [0, 8]}
     assert parsed("ids", {"token_ids": [(1 << 31) - 1]}) == {"ids": [(1 << 31) - 1]}
-    assert parsed("messages", {"messages": GO, "tools": {}}) == {"messages": GO}
+    assert parsed("messages", {"messages": GO, "tools": {}}) == PLAIN
     plain = {"user": "me", "store": False, "stop_token_ids": [], "seed": None}
-    assert parsed("chat", {"messages": GO, **plain}) == {"messages": GO}
-    assert parsed("responses", {"input": "go"}) == {"messages": GO}
+    assert parsed("chat", {"messages": GO, **plain}) == PLAIN
+    assert parsed("responses", {"input": "go"}) == PLAIN
 
 
 def test_the_options_of_a_chat_that_are_followed() -> None:
@@ -226,15 +225,12 @@ def test_the_options_of_a_chat_that_are_followed() -> None:
         **dict.fromkeys(("aside", "stream", "usage", "logprobs", "token_ids"), True),
     }
     assert "aside" not in parsed("chat", body, other_models="train")
-    assert parsed("chat", {"messages": GO, "max_tokens": 5, "stop": "x"}) == {
-        **{"messages": GO, "max_new_tokens": 5, "stop": ("x",)}
-    }
-    assert parsed("chat", {"messages": GO, "tools": [TOOL], "tool_choice": "none"}) == {
-        "messages": GO
-    }
+    short = parsed("chat", {"messages": GO, "max_tokens": 5, "stop": "x"})
+    assert short == {**PLAIN, "max_new_tokens": 5, "stop": ("x",)}
+    assert parsed("chat", {"messages": GO, "tools": [TOOL], "tool_choice": "none"}) == PLAIN
     aside = {"messages": GO, "metadata": {"asyncrl": "aside", "other": 1}}
     assert parsed("chat", aside) == {"messages": GO, "aside": True}
-    assert parsed("chat", {"messages": GO, "metadata": {}}) == {"messages": GO}
+    assert parsed("chat", {"messages": GO, "metadata": {}}) == PLAIN
 
 
 def test_what_is_ignored_is_named_in_its_order() -> None:
@@ -254,7 +250,7 @@ def test_what_is_ignored_is_named_in_its_order() -> None:
     expected = ("temperature", "seed", "response_format", "tool_choice", "guided_regex", "nonsense")
     assert parsed("chat", body, stops=frozenset([2, 3]))["ignored"] == expected
     same = {"messages": GO, "temperature": 1, "top_p": 0.5, "top_k": 7}
-    assert parsed("chat", same, sampling="refuse") == {"messages": GO}
+    assert parsed("chat", same, sampling="refuse") == PLAIN
     inner = {"token_ids": [1], "sampling_params": {"max_tokens": 3, "logprobs": 0}, "max_tokens": 4}
     assert parsed("ids", inner) == {"ids": [1], "max_new_tokens": 4, "logprobs": True}
     assert parsed("text", {"prompt": "a", "logprobs": False}) == {"text": "a"}
@@ -368,12 +364,11 @@ def test_a_conversation_of_messages_becomes_a_chat() -> None:
         "ignored": ("thinking", "tools.web_search_1"),
     }
     plain = {"messages": GO, "thinking": {"type": "disabled"}, "tool_choice": {"type": "none"}}
-    assert parsed("messages", plain) == {"messages": GO}
+    assert parsed("messages", plain) == PLAIN
     forced = {"messages": GO, "tool_choice": {"type": "any"}, "output_config": {"effort": "low"}}
     assert parsed("messages", forced)["ignored"] == ("tool_choice", "output_config.effort")
-    assert parsed("messages", {"messages": GO, "system": "s"})["messages"][0] == {
-        **{"role": "system", "content": "s"}
-    }
+    (system, *_) = parsed("messages", {"messages": GO, "system": "s"})["messages"]
+    assert system == {"role": "system", "content": "s"}
 
 
 @pytest.mark.parametrize(
@@ -395,12 +390,8 @@ ANSWERS: dict[str, tuple[dict[str, Any], Any]] = {
     "cut": ({"role": "assistant", "content": ""}, "length"),
     "thought": ({"role": "assistant", "content": "so", "reasoning_content": "hm"}, "stop"),
     "calls": (
-        {
-            "role": "assistant",
-            "content": "",
-            "reasoning_content": "hm",
-            "tool_calls": [CALL, {**CALL, "id": "c2"}],
-        },
+        {"role": "assistant", "content": "", "reasoning_content": "hm"}
+        | {"tool_calls": [CALL, {**CALL, "id": "c2"}]},
         "stop",
     ),
 }
