@@ -164,9 +164,10 @@ def _build_tokens_body(parsed: ParsedRequest, node: CallNode, name: str) -> Json
 def _split_choice(choice: JsonObject) -> list[JsonObject]:
     """Split a finished answer into the choices of a stream."""
     beginning = {"index": 0, "logprobs": None, "finish_reason": None}
-    names = ("finish_reason", "weight_versions")
-    ending = {**beginning, **{name: choice[name] for name in names}}
-    ids = {name: choice[name] for name in ("token_ids", "prompt_token_ids") if name in choice}
+    ending = {**beginning, "finish_reason": choice["finish_reason"]}
+    ending["weight_versions"] = choice["weight_versions"]
+    names = ("token_ids", "prompt_token_ids")
+    ids: JsonObject = {name: choice[name] for name in names if name in choice}
     if "text" in choice:
         complete = {name: choice[name] for name in ("index", "text", "logprobs")}
         return [{**complete, "finish_reason": None, **ids}, {**ending, "text": ""}]
