@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,10 +21,12 @@ from torch import Tensor, cat
 
 from asyncrl.contract.messages import RoutingShape
 from asyncrl.contract.routed_experts import RoutedExperts
-from asyncrl.models import exact_operators, expert_layers
-from asyncrl.models.packed_attention import cut_queries
+from asyncrl.models import exact_operators
+from asyncrl.models.packed_attention import cut_queries, has_gpu_kernel
 from asyncrl.models.packed_forward import ModelLayout, find_kept_tokens, renormalize, rotate
+from asyncrl.models.policy import LazyWeights
 
+aten: Any = torch.ops.aten
 MASKED = -1e30
 BLOCK = 64  # steps between two searches for free columns; granularity of attention's columns
 SCORES = 1 << 24  # attention scores in memory while prompts are encoded: 64 MiB, plus copies
@@ -34,7 +36,7 @@ KeysAndValues = tuple[Tensor, Tensor]
 RoutedLayers = list[Tensor] | None  # receives the experts of each sparse layer; None: not recorded
 
 
-Turns = Tensor | KeysAndValues
+Turns = Tensor | list[Tensor]  # complex, or cos and sin [n, 1, d]
 
 
 class FusedWeights:
@@ -47,24 +49,26 @@ class FusedWeights:
     def __init__(self, lay: ModelLayout, positions: int, *, exact: bool = False) -> None:
         self.lay, hf = lay, lay.hf
         self.exact = exact
+        # attention reads each row's own keys alone, by torch's kernel
+        self.flash = not exact and has_gpu_kernel(hf.model.embed_tokens.weight, lay.head_dim)
         self.layers = len(hf.model.layers)
         self.dtype = hf.model.embed_tokens.weight.dtype
         self.tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
         self.device = hf.model.embed_tokens.weight.device
-        cos, sin = lay.compute_rope(torch.arange(positions, device=self.device))
-        self.cos = cos[:, 0].contiguous()
-        self.sin = sin[:, 0].contiguous()
-        self.eps = torch.tensor(lay.eps, device=cos.device)
-        half = lay.head_dim // 2
+        self.eps = torch.tensor(lay.eps, device=self.device)
+        self.positions = positions
         self.paired = self.dtype == torch.float32
-        self.turned = torch.complex(self.cos[:, :half].float(), self.sin[:, :half].float())
+        self.tables = [*lay.compute_rope(torch.arange(positions, device=self.device))]
+        if self.paired:
+            parts = (table[:, 0, : lay.head_dim // 2].contiguous() for table in self.tables)
+            self.tables = [torch.complex(*parts)]
         self.per_layer: list[dict[str, Tensor]] = [{} for _ in range(self.layers)]
         self.top: dict[str, Tensor] = {}
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Fuse `weights` (transformers' parameter names, on any device) into place."""
         lay = self.lay
-        weights = _WeightsOn(self.device, weights)
+        weights = LazyWeights(weights, lambda _, weight: weight.to(self.device))
         for i, store in enumerate(self.per_layer):
             fused = exact_operators.fuse_layer(lay, i, weights)
             if self.paired:
@@ -74,13 +78,8 @@ class FusedWeights:
 
     def compute_rotations(self, positions: Tensor) -> Turns:
         """Return the rotary factors for queries and keys at `positions` [n]."""
-        if self.paired:
-            return self.turned.index_select(0, positions)
-        dtype = self.dtype
-        return (
-            self.cos.index_select(0, positions).to(dtype),
-            self.sin.index_select(0, positions).to(dtype),
-        )
+        turns = [table.index_select(0, positions) for table in self.tables]
+        return turns[0] if self.paired else turns
 
     def project(self, i: int, x: Tensor, turns: Turns) -> tuple[Tensor, ...]:
         """Compute q (scaled), k, v [n, heads, d] of layer i from residuals x [n, H]."""
@@ -99,17 +98,9 @@ class FusedWeights:
 
         The ids of the experts [n, k] are appended to `routed`. replayed: see `expert_layers.route`.
         """
-        w = self.per_layer[i]
-        if self.exact:
-            return exact_operators.finish(self.lay, w, x, attended, replayed, routed)
-        x = torch.addmm(x, attended, w["o"])
-        if "router" in w:
-            assert self.lay.experts is not None
-            weights = expert_layers.ExpertWeights(w["router"], w["up"], w["down"])
-            h = self.normalize(x)
-            return x + expert_layers.apply(h, weights, self.lay.experts, replayed, routed)
-        gate, up = (self.normalize(x) @ w["up"]).chunk(2, -1)
-        return torch.addmm(x, F.silu(gate).mul_(up), w["down"])
+        operators = () if self.exact else (self.normalize, 1)
+        layer = self.lay, self.per_layer[i]
+        return exact_operators.finish(*layer, x, attended, replayed, routed, *operators)
 
     def normalize(self, x: Tensor, _eps: float = 0.0) -> Tensor:
         """Divide x by its root mean square on the last axis."""
@@ -133,26 +124,6 @@ class FusedWeights:
         return int(self.top["head"].shape[1])
 
 
-class _WeightsOn(Mapping[str, Tensor]):
-    """Weights by name, each copied to a device when it is read; those on it are not copied."""
-
-    def __init__(self, device: torch.device, weights: Mapping[str, Tensor]) -> None:
-        self.device = device
-        self.weights = weights
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.weights[name].to(self.device)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.weights
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.weights)
-
-    def __len__(self) -> int:
-        return len(self.weights)
-
-
 def _copy_into(store: dict[str, Tensor], weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """Copy weights into existing buffers in the engine's precision.
 
@@ -169,8 +140,7 @@ def _rotate(x: Tensor, turns: Turns) -> Tensor:
     """Apply the rotary factors to x [n, heads, d]."""
     if isinstance(turns, Tensor):
         return exact_operators.apply_rotation(x, turns)
-    cos, sin = turns
-    return rotate(x, cos[:, None], sin[:, None])
+    return rotate(x, *turns)
 
 
 class ColumnCache:
@@ -268,21 +238,15 @@ class PrefixCache:
     sequences share a common prefix. Blocks of a sequence are marked as used from the last to the
     first, so that the successors of a block are always evicted before the block itself.
 
-    tokens: the most tokens kept; memory is allocated as needed. routing: the shape of the experts
-    that are kept beside the keys; None: none are.
+    tokens: the most tokens kept; memory is allocated as needed. like: the keys of a `ColumnCache`.
+    routing: the shape of the experts that are kept beside the keys; None: none are.
     """
 
-    def __init__(
-        self,
-        lay: ModelLayout,
-        layers: int,
-        tokens: int,
-        like: Tensor,
-        routing: RoutingShape | None = None,
-    ) -> None:
+    def __init__(self, tokens: int, like: Tensor, routing: RoutingShape | None = None) -> None:
         self.max_blocks = tokens // KEPT_BLOCK  # blocks
         self.routed = None if routing is None else RoutedExperts.make_unrecorded(0, routing).ids
-        self.k = like.new_zeros((layers, lay.kv_heads, 0, lay.head_dim))
+        layers, _, heads, _, dim = like.shape
+        self.k = like.new_zeros((layers, heads, 0, dim))
         self.v = self.k.clone()
         self.clear()
 
@@ -430,8 +394,11 @@ def decode(
     columns = cache.bias.shape[2]
     width = min(exact_operators.round_up(end, exact_operators.KEYS if w.exact else 1), columns)
     place: tuple[Any, ...]
+    attend_own: Callable[[Tensor, int], Tensor] | None = None
+    groups, wide = cache.v.shape[2], cache.v.shape[4]
     if column is None:
         positions = positions.clamp(max=columns - 1)
+        attend_own = _plan_own_keys(cache, positions) if w.flash else None
         visible = torch.arange(width, device=tokens.device) <= positions[..., None]
         bias = torch.where(visible, 0.0, MASKED)
         rows = torch.arange(n, device=tokens.device)
@@ -440,10 +407,9 @@ def decode(
         cache.bias[:n, :, column] = 0.0
         bias = cache.bias[:n, :, :width]
         place = slice(n), slice(None), column
-    turns = w.compute_rotations(pad(positions.flatten().clamp(max=len(w.cos) - 1)))
+    turns = w.compute_rotations(pad(positions.flatten().clamp(max=w.positions - 1)))
     x = w.top["embed"].index_select(0, pad(tokens.flatten()))
     space = exact_operators.allocate_query_space(lay, n * m, x) if w.exact else None
-    groups, wide = cache.v.shape[2], cache.v.shape[4]
     for i in range(w.layers):
         q, k, v = w.project(i, x, turns)
         for stored, new in ((cache.k, k), (cache.v, v)):
@@ -451,11 +417,12 @@ def decode(
         keys, values = (
             t[i, :n, :, :width].reshape(n * groups, width, wide) for t in (cache.k, cache.v)
         )
-        attended = (
-            _attend_causally(q, keys, values, bias)
-            if space is None
-            else exact_operators.attend_cached(q[: n * m], keys, values, bias, space)
-        )
+        if space is not None:
+            attended = exact_operators.attend_cached(q[: n * m], keys, values, bias, space)
+        elif attend_own is not None:
+            attended = attend_own(q, i)
+        else:
+            attended = _attend_causally(q, keys, values, bias)
         x = w.finish(i, x, pad(attended), routed)
     return w.compute_logits(x)[: n * m]
 
@@ -480,6 +447,28 @@ def _attend_causally(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> T
     return attended.reshape(n * m, heads * dim)
 
 
+def _plan_own_keys(cache: ColumnCache, positions: Tensor) -> Callable[[Tensor, int], Tensor]:
+    """Return attention [n * m, heads * d] of a step's queries [n * m, heads, d] in a layer.
+
+    torch's flash kernel reads each row's keys up to its last position, and none beside them.
+
+    positions: [n, m], ascending by 1.
+    """
+    (n, m), (groups, columns, dim) = positions.shape, cache.v.shape[2:]
+    begins = torch.arange(n + 1, dtype=torch.int32, device=positions.device)
+    bounds = begins * m, begins * (groups * columns), m, columns, 0.0, m > 1, False
+    more = {"scale": 1.0, "seqused_k": (positions[:, -1] + 1).int()}
+    # the cache as packed tokens, whose heads are `columns` tokens apart
+    size, strides = ((n - 1) * groups * columns + columns, groups, dim), (dim, columns * dim, 1)
+
+    def attend(q: Tensor, layer: int) -> Tensor:
+        keys, values = (x[layer].as_strided(size, strides) for x in (cache.k, cache.v))
+        attended: Tensor = aten._flash_attention_forward(q, keys, values, *bounds, **more)[0]
+        return attended.flatten(1)
+
+    return attend
+
+
 def count_accepted(sampled: Tensor, drafts: Tensor, stop: Tensor, left: Tensor) -> KeysAndValues:
     """Count the accepted tokens of each row [n] and decide whether it stops [n].
 
@@ -500,6 +489,10 @@ def count_accepted(sampled: Tensor, drafts: Tensor, stop: Tensor, left: Tensor) 
     )
 
 
+# the process's memory pool for graphs: with one for each, every graph would hold its own logits
+make_pool = functools.cache(torch.cuda.graph_pool_handle)
+
+
 def capture(step: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
     """Capture a step as a CUDA graph; return a function that runs it.
 
@@ -515,15 +508,6 @@ def capture(step: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
         return result
 
     return replay
-
-
-@functools.cache
-def make_pool() -> Any:
-    """Return the process's memory pool for graphs.
-
-    With a pool for each graph, every one would hold its own logits.
-    """
-    return torch.cuda.graph_pool_handle()
 
 
 def encode(
@@ -566,7 +550,7 @@ def run_layers(
     if prefix is not None:
         past = prefix.k.shape[3]
         positions = (positions.view(b, n) + prefix.lengths[:, None]).flatten()
-        positions.clamp_(max=len(w.cos) - 1)  # padding
+        positions.clamp_(max=w.positions - 1)  # padding
         columns = torch.arange(past, device=ids.device)
         known_bias = torch.where(columns < prefix.lengths[:, None, None, None], 0.0, MASKED)
     if w.exact or prefix is not None:

@@ -56,7 +56,7 @@ from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 from asyncrl.models import exact_operators, memory, router_hooks
 from asyncrl.models.adapters import AdapterBase
-from asyncrl.models.policy import PolicyModel, load_policy
+from asyncrl.models.policy import LazyWeights, PolicyModel, load_policy
 from asyncrl.models.trainer import split_by_length
 from asyncrl.models.weight_rounding import WeightRounder
 from asyncrl.records import machine_memory
@@ -134,12 +134,12 @@ class EmbeddedEngine:
         self.drafts = drafts
         self.draft_book = DraftBook()
         self.proposed = self.accepted = 0  # draft tokens
-        self.dtype = next(model.hf.parameters()).dtype
-        self.device = model.device
+        self.dtype, self.device = self.weights.dtype, self.weights.device
+        self.on_cpu = self.device.type == "cpu"
         # the keys of position p are in column p
-        self.by_position = fixed or drafts is not None or self.device.type != "cpu"
-        # (rows, columns, plain) -> the step, captured; None: made once
-        self.graphs: dict[tuple[int, int, bool], Callable[[], Tensor | None] | None] = {}
+        self.by_position = fixed or drafts is not None or not self.on_cpu
+        # (rows, columns, plain, cuts) -> the step, captured; None: made once
+        self.graphs: dict[tuple[int, int, bool, bool], Callable[[], Tensor | None] | None] = {}
         if (needed_bytes := self._compute_bytes(1, context, context)) > get_free_bytes(self.device):
             raise ConfigError(
                 f"generator.context = {context}: one response of that length takes "
@@ -157,23 +157,19 @@ class EmbeddedEngine:
         self.columns = decoder.StepColumns(max_new_tokens)
         self.loads = 0
         self.prefix_cache = (
-            decoder.PrefixCache(
-                self.lay, self.weights.layers, kept_tokens, self.cache.k, self.routing
-            )
+            decoder.PrefixCache(kept_tokens, self.cache.k, self.routing)
             if kept_tokens and not fixed
             else None
         )
         self.hits = self.reused = self.encoded = 0  # prompts with kept keys; tokens
         self.label = Label(0, 0)
         self.digest = ""
-        self.token = zeros(rows, dtype=int64, device=self.device)
-        self.position = zeros(rows, dtype=int64, device=self.device)
-        # tokens that may still be sampled. 0: the row is not live; -1 - n: its completion is over
-        self.remaining = zeros(rows, dtype=int64, device=self.device)
-        self.count = zeros(rows, dtype=int64, device=self.device)  # tokens sampled
-        self.scale = torch.ones(rows, device=self.device)
-        self.top_p = torch.ones(rows, device=self.device)
-        self.top_k = zeros(rows, dtype=int64, device=self.device)
+        # `remaining`: tokens that may still be sampled. 0: the row is not live; -1 - n: its
+        # completion is over. `count`: tokens sampled
+        self.integers = zeros(5, rows, dtype=int64, device=self.device)
+        self.token, self.position, self.remaining, self.count, self.top_k = self.integers
+        self.floats = torch.ones(2, rows, device=self.device)
+        self.scale, self.top_p = self.floats
         self.cuts = False  # some live row has top-p or top-k
         self.vocabulary = 0  # tokens that a truncated row was sampled from
         self.plain = True  # every live row has temperature 1, no cut and no grammar
@@ -223,11 +219,9 @@ class EmbeddedEngine:
             weights = self.base.merge(weights, probe)
         if self.rounder is not None:
             weights = self.rounder(weights)
-        self.weights.load(
-            {name: round_mantissa(weight, self.mantissa_bits) for name, weight in weights.items()}
-            if self.mantissa_bits
-            else weights
-        )
+        if bits := self.mantissa_bits:
+            weights = LazyWeights(weights, lambda _, weight: round_mantissa(weight, bits))
+        self.weights.load(weights)
         self.label = label
         self.digest = digest
         self.loads += 1
@@ -281,17 +275,10 @@ class EmbeddedEngine:
                 keep = [slot for slot, _ in self.live_rows]
                 index = torch.tensor(keep, device=self.device)
                 count = len(keep)
-                for stored in self.cache.stored:
+                for stored in (*self.cache.stored, self.integers, self.floats):
                     stored[:, :count] = stored.index_select(1, index)
                 for tensor in (
                     self.cache.bias,
-                    self.token,
-                    self.position,
-                    self.remaining,
-                    self.count,
-                    self.scale,
-                    self.top_p,
-                    self.top_k,
                     self.stop,
                     self.uniform,
                     self.out_token,
@@ -389,11 +376,8 @@ class EmbeddedEngine:
 
     def _admit(self, requests: list[CompletionRequest]) -> None:
         self._reserve(requests)
-        free_slots = [slot for slot, row in enumerate(self.rows) if row is None]
-        extra = max(0, len(requests) - len(free_slots))
-        free_slots += range(len(self.rows), len(self.rows) + extra)
-        self.rows += [None] * extra
-        free_slots = free_slots[: len(requests)]
+        self.rows += [None] * (self.live + len(requests) - len(self.rows))
+        free_slots = [slot for slot, row in enumerate(self.rows) if row is None][: len(requests)]
         index = torch.tensor(free_slots, device=self.device)
         self.cache.bias[index] = decoder.MASKED
         for slot, request in zip(free_slots, requests, strict=True):
@@ -404,24 +388,19 @@ class EmbeddedEngine:
         def put(values: list[Any], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=self.device)
 
-        self.token[index] = put([int(request.prompt[-1]) for request in requests], int64)
-        self.position[index] = put([len(request.prompt) - 1 for request in requests], int64)
-        self.count[index] = 0
-        self.remaining[index] = put([request.max_new_tokens for request in requests], int64)
-        self.scale[index] = 1.0 / put([request.temperature for request in requests], torch.float32)
-        self.top_p[index] = put([request.top_p for request in requests], torch.float32)
-        self.top_k[index] = put([request.top_k for request in requests], int64)
+        integers = [
+            (int(r.prompt[-1]), len(r.prompt) - 1, r.max_new_tokens, 0, r.top_k) for r in requests
+        ]
+        self.integers[:, index] = put(integers, int64).T
+        floats = put([(r.temperature, r.top_p) for r in requests], torch.float32)
+        self.scale[index], self.top_p[index] = 1.0 / floats[:, 0], floats[:, 1]
         width = self.stop.shape[1]
         self.stop[index] = put(
             [list(request.stop) + [-1] * (width - len(request.stop)) for request in requests], int64
         )
         stream = draw_uniform_rows([request.stream for request in requests], self.uniform.shape[1])
         self.uniform[index] = from_numpy(stream).to(self.device)
-        self._write_prompts(
-            free_slots,
-            [request.prompt for request in requests],
-            [request.group for request in requests],
-        )
+        self._write_prompts(free_slots, requests)
         self.live += len(requests)
         live = [row.request for _, row in self.live_rows]
         self.plain = all(request.temperature == 1 and not request.has_support for request in live)
@@ -440,13 +419,10 @@ class EmbeddedEngine:
             return
         old_prompt = self.prompt_needed
         self.graphs.clear()
-        self.prompt_needed = exact_operators.round_up(
-            prompt, 8 if self.device.type == "cpu" else SEEN
-        )
+        self.prompt_needed = exact_operators.round_up(prompt, 8 if self.on_cpu else SEEN)
         self.response_needed = response
         # in main memory, pages of untouched rows take no space
-        rows = min(self.slots, len(self.rows) + len(requests))
-        rows = rows if self.device.type == "cpu" else self.slots
+        rows = min(self.slots, len(self.rows) + len(requests)) if self.on_cpu else self.slots
         needed_bytes = self._compute_bytes(rows, self._count_cache_columns(), prompt)
         if needed_bytes > (free_bytes := get_free_bytes(self.device)):
             raise ConfigError(
@@ -522,51 +498,37 @@ class EmbeddedEngine:
             ids = np.pad(ids, ((0, 0), (0, padding)))
         return from_numpy(ids).to(self.device)
 
-    def _collect_prompt_routing(self, routed: list[Tensor], rows: int, width: int) -> ndarray:
-        """Return the recorded experts of encoded prompts, uint16 [rows, width, layers, k].
-
-        A last layer encodes no prompt, because its output is not needed: it is not recorded.
-        """
-        assert self.routing is not None
-        size = (rows, width, self.routing.layers, self.routing.chosen)
-        table = np.full(size, self.routing.experts, np.uint16)
-        for layer, ids in enumerate(routed):
-            of_rows = ids.view(rows, -1, self.routing.chosen)[:, :width]
-            table[:, :, layer] = of_rows.cpu().numpy()
-        return table
-
-    def _write_prompts(self, rows: list[int], prompts: TokenRows, groups: list[Any]) -> None:
+    def _write_prompts(self, slots: list[int], requests: list[CompletionRequest]) -> None:
         """Fill each row with its prompt's keys and values, and keep them for later.
 
         The last prompt token is excluded: it is the first decode input.
         """
-        prompt_of = dict(zip(groups, prompts, strict=True))
+        prompt_of = {request.group: request.prompt[:-1] for request in requests}
         kept_blocks = {
-            group: self.prefix_cache.find(prompt[:-1]) if self.prefix_cache is not None else []
+            group: self.prefix_cache.find(prompt) if self.prefix_cache is not None else []
             for group, prompt in prompt_of.items()
         }
         for has_prefix in (False, True):
             names = [group for group in prompt_of if bool(kept_blocks[group]) == has_prefix]
-            lengths = [len(prompt_of[group]) for group in names]
+            lengths = [1 + len(prompt_of[group]) for group in names]
             for batch in split_by_length(lengths, TOGETHER, CHUNK):
                 members = [names[index] for index in sorted(batch) if lengths[index] > 1]
                 number_of = {group: number for number, group in enumerate(members)}
                 owners = {
-                    slot: number_of[group]
-                    for slot, group in zip(rows, groups, strict=True)
-                    if group in number_of
+                    slot: number_of[request.group]
+                    for slot, request in zip(slots, requests, strict=True)
+                    if request.group in number_of
                 }
                 if owners:
                     blocks = [kept_blocks[group] for group in members]
-                    self._write_batch(owners, [prompt_of[group][:-1] for group in members], blocks)
+                    self._write_batch(owners, [prompt_of[group] for group in members], blocks)
         if self.prefix_cache is None:
             return
-        last_index = {group: index for index, group in enumerate(groups)}
-        for index in last_index.values():
-            slot, prompt = rows[index], prompts[index][:-1]
-            columns = np.arange(len(prompt))
-            row = self.rows[slot]
+        slot_of = {request.group: slot for slot, request in zip(slots, requests, strict=True)}
+        for group, slot in slot_of.items():
+            row, prompt = self.rows[slot], prompt_of[group]
             assert row is not None
+            columns = np.arange(len(prompt))
             self.prefix_cache.store(
                 prompt, self.cache.k[:, slot], self.cache.v[:, slot], columns, row.routed
             )
@@ -616,8 +578,13 @@ class EmbeddedEngine:
             for layer, (keys, values) in enumerate(self._encode(ids, routed, prefix=prefix)):
                 self.cache.k[layer][to_row, :, to_column] = keys[suffix, :, token]
                 self.cache.v[layer][to_row, :, to_column] = values[suffix, :, token]
-        if routed is not None:
-            table = self._collect_prompt_routing(routed, len(suffixes), ids.shape[1])
+        if routed is not None and self.routing is not None:
+            # a last layer encodes no prompt, because its output is not needed: it is not recorded
+            size = (*ids.shape, self.routing.layers, self.routing.chosen)
+            table = np.full(size, self.routing.experts, np.uint16)
+            for layer, chosen in enumerate(routed):
+                of_rows = chosen.view(len(suffixes), -1, self.routing.chosen)
+                table[:, :, layer] = of_rows[:, : ids.shape[1]].cpu().numpy()
             for slot, number in owners.items():
                 experts = table[number, : len(suffixes[number])]
                 if prefix is not None:
@@ -680,7 +647,7 @@ class EmbeddedEngine:
             allowed = constraints.compute_allowed_tokens(
                 self._list_constraints(), self.weights.vocabulary, self.device
             )
-        if self.device.type == "cpu" or drafts is not None or allowed is not None:
+        if self.on_cpu or drafts is not None or allowed is not None:
             steps = 1
         else:
             rows = [row for _, row in self.live_rows]
@@ -711,9 +678,9 @@ class EmbeddedEngine:
     def _run_step(self, count: int, end: int, drafts: Tensor | None, allowed: Tensor | None) -> Any:
         """Start a step, on a GPU as a graph from its second time on. See `_advance`.
 
-        A graph has one shape: `count` rows, and columns rounded up to SEEN. It reads and writes
-        the engine's own tensors, into which weights, prompts and compacted rows are copied. So it
-        is valid until one of them is replaced.
+        A graph has one shape: `count` rows, and columns rounded up to SEEN, or all where attention
+        reads each row's own. It reads and writes the engine's own tensors, into which weights,
+        prompts and compacted rows are copied. So it is valid until one of them is replaced.
 
         Args:
             count: rows, of which those behind the used ones are computed for nothing.
@@ -730,19 +697,20 @@ class EmbeddedEngine:
             end = exact_operators.round_up(self.prompt_needed + self.columns.high, decoder.BLOCK)
             end = min(end, self.cache.bias.shape[2])
             return self._advance(count, end, None, allowed, self.prompt_needed + column)
-        if self.device.type == "cpu" or drafts is not None or allowed is not None:
+        if self.on_cpu or drafts is not None or allowed is not None:
             return self._advance(count, end, drafts, allowed)
-        end = min(exact_operators.round_up(end, SEEN), self.cache.bias.shape[2])
+        columns = self.cache.bias.shape[2]
+        end = columns if self.weights.flash else min(exact_operators.round_up(end, SEEN), columns)
         step = partial(self._advance, count, end, None, None)
-        # experts have shapes that depend on their tokens; truncation sorts
-        if self.cuts or self.lay.experts is not None:
+        if self.lay.experts is not None:  # experts have shapes that depend on their tokens
             return step()
-        key = count, end, self.plain
+        key = count, end, self.plain, self.cuts
         if key not in self.graphs:  # what a graph may not make, such as workspaces, exists then
             self.graphs[key] = None
             return step()
         graph = self.graphs[key] = self.graphs[key] or decoder.capture(step)
-        return graph()
+        kept_mask = graph()
+        return None if kept_mask is None else kept_mask.clone()  # the next run overwrites it
 
     def _advance(
         self,

@@ -111,11 +111,11 @@ class TorchBackend(Trainer):
 
     def apply(self, rate: float, loss: Tensor | None = None) -> float:
         """Measure the gradient's cosine, then `Trainer.apply`."""
-        cosine = None
-        if self.alignment is not None:
-            cosine = self.alignment.measure(self.collect_gradients(self.parameters))
+        if self.alignment is None:
+            return super().apply(rate, loss)
+        cosine = self.alignment.measure(self.collect_gradients(self.parameters))
         norm = super().apply(rate, loss)
-        if self.alignment is not None and cosine is not None and math.isfinite(norm):
+        if math.isfinite(norm):
             self.alignment.remember()
             self.cosine = float(cosine)
         return norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -166,6 +167,7 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
         token_lag=from_numpy(lag),
         rewards=tensor([sample.reward for sample in samples]),
         groups=tensor(groups),
+        smallest_group=min(Counter(groups).values()),
         truncated=tensor([sample.finish == "length" for sample in samples]),
         age=from_numpy(age),
         prompts=[np.frombuffer(row.prompt_tokens, "<i4") for row in all_rows],

@@ -88,9 +88,8 @@ class SftRun:
         log_path = run_dir / "metrics.jsonl"
         # the rows of later steps will be written again
         rows = [row for row in jsonl.read(log_path) if row["number"] < self.fitter.number]
-        if log_path.exists():
-            atomic_write.write(log_path, "".join(json.dumps(row) + "\n" for row in rows))
         self.metrics = jsonl.JsonlAppender(log_path)
+        self.metrics.replace(jsonl.encode(rows), sync=True)
 
     def run(self, stopping: Callable[[], bool]) -> bool:
         """Train to the last step; return False where `stopping` ended it with a checkpoint."""

@@ -46,16 +46,14 @@ class SplitMeter:
     shadow: PolicyModel | None = None  # the model of one earlier version at a time
     reference: PolicyModel | None = None
 
-    def is_due(self, number: int) -> tuple[bool, bool]:
+    def is_due(self, number: int) -> tuple[bool, ...]:
         """Return whether batch `number` measures the split, and the reference KL.
 
         Every rank returns the same.
         """
         record = self.config.record
-        return (
-            record.split_every > 0 and number % record.split_every == 0,
-            record.reference_kl_every > 0 and number % record.reference_kl_every == 0,
-        )
+        intervals = record.split_every, record.reference_kl_every
+        return tuple(every > 0 and number % every == 0 for every in intervals)
 
     def __call__(
         self,

@@ -71,11 +71,13 @@ class StepSums(NamedTuple):
     sums: the sums behind their metrics.
     updates: each step by itself.
     stop_kl: the last KL that early stopping measured.
+    unused: see `_sum_unused_tokens`; empty: no step was completed.
     """
 
     sums: dict[str, Tensor]
     updates: list[Update]
     stop_kl: float
+    unused: list[Tensor]
 
 
 class LearnerCore:
@@ -182,9 +184,7 @@ class LearnerCore:
         self.critic_norms: list[float] = []
         self.cosines: list[float] = []
         advantage = config.advantage
-        by_prompt = (
-            isinstance(advantage, settings.ReinforceAdvantage) and advantage.baseline == "prompt"
-        )
+        by_prompt = getattr(advantage, "baseline", "") == "prompt"
         digests = self._look_up_prompts(batch, packed) if by_prompt else []
         prep = step_loss.prepare(
             packed,
@@ -193,6 +193,7 @@ class LearnerCore:
             beta=self.state.beta,
             number=batch.number,
         )
+        self.backend.read = lambda numbers: prep.reads.read(numbers)[0]
         self.lr_share = compute_learning_rate_share(config.learner, self.state.number)
         self.rate = config.learner.lr * self.lr_share
         if config.learner.lr_lag == "inverse" and packed.mask.any():
@@ -200,9 +201,13 @@ class LearnerCore:
         measures_move = config.record.kl_moved and batch.number % config.record.kl_moved == 0
         logprobs = self._forward(self.model, packed) if measures_move else None
         steps = self._run_epochs(prep, packed)
-        self.unused = self._count_unused_tokens(prep, packed, len(batch.samples))
-        batch_metrics, *step_metrics = step_loss.finish_each(
-            [steps.sums, *(u.sums for u in steps.updates)]
+        unused = steps.unused or self._sum_unused_tokens(prep, packed)
+        prep.reads.planned += steps.sums.values()
+        counts = prep.reads.read(*unused)
+        self.unused = self._list_unused_tokens(counts, packed, len(batch.samples))
+        batch_metrics, *step_metrics = (
+            step_loss.finish(sums, prep.reads)
+            for sums in (steps.sums, *(u.sums for u in steps.updates))
         )
         metrics = prep.metrics | batch_metrics
         has_later_passes = config.learner.epochs > 1 or packed.start is not None
@@ -252,9 +257,8 @@ class LearnerCore:
             mean = decay * self.state.baseline + (1 - decay) * mean
         self.state.baseline = mean
         if "kl/answer" in metrics:
-            terms = config.kl.reward
-            controller = kl.KLController(used_beta, terms.controller, terms.target, terms.horizon)
-            self.state.beta = controller.update(metrics["kl/answer"], packed.count)
+            measured = metrics["kl/answer"], packed.count
+            self.state.beta = kl.adapt_beta(used_beta, *measured, config.kl.reward)
         rewards_by_prompt: dict[str, list[float]] = {}
         for digest, reward in zip(digests, packed.rewards.tolist() if digests else (), strict=True):
             rewards_by_prompt.setdefault(digest, []).append(reward)
@@ -383,6 +387,7 @@ class LearnerCore:
         """Make all optimizer steps of a batch, until KL early stopping ends them."""
         total: dict[str, Tensor] = {}
         updates: list[Update] = []
+        unused: list[Tensor] = []
         stop_kl = 0.0
         stop = self.config.stop
         self.trained_samples = set()
@@ -400,7 +405,8 @@ class LearnerCore:
                 step = step_loss.begin_step(
                     prep, packed_forward.copy_to(self.loss_device, torch.tensor(samples)), current
                 )
-                prep.metrics |= step.metrics
+                if step.metrics:
+                    prep.metrics |= step.metrics
                 # skip the step: with a learning rate of 0 it would still move Adam's moments
                 stopped = step.lr_scale == 0
                 sums: dict[str, Tensor] = {}
@@ -416,39 +422,48 @@ class LearnerCore:
                         total = self._accumulate_gradient(prep, step, packed, samples)[0]
                     self.state.early_stops += 1
                     self._drop_gradient()
-                    return StepSums(total, updates, stop_kl)
+                    return StepSums(total, updates, stop_kl, unused)
                 step_loss.add_sums(total, sums)
                 share = step_loss.compute_learning_rate_share(prep, step, sums)
+                used_before, prep.used = prep.used, prep.used | prep.live
+                of_step = self._sum_unused_tokens(prep, packed)
+                # what the batch's metrics need is read with the norm, in one wait
+                prep.reads.planned += [*of_step, *total.values(), *sums.values()]
                 norm = self._apply(packed, sums, share)
-                if norm is not None:
-                    prep.used |= prep.live
+                if norm is None:
+                    prep.used = used_before
+                else:
+                    unused = of_step
                     self.trained_samples.update(samples)
                     if self.backend.cosine is not None:
                         step.metrics["optim/gradient_cosine"] = self.backend.cosine
                     updates.append(Update(norm, self.rate * share, sums, step.metrics))
-        return StepSums(total, updates, stop_kl)
+        return StepSums(total, updates, stop_kl, unused)
 
-    def _count_unused_tokens(
-        self, prep: step_loss.PreparedBatch, packed: PackedBatch, samples: int
+    def _sum_unused_tokens(
+        self, prep: step_loss.PreparedBatch, packed: PackedBatch
+    ) -> list[Tensor]:
+        """Return each sample's tokens that no step used, and those of the mask, [B] each."""
+        # each rank has seen only its own samples
+        used_tokens = self.backend.sum_over_ranks(prep.used.float())
+        masks = prep.valid & (used_tokens == 0), packed.mask
+        return [ratios.sum_by_sample(x.double(), packed.seq, packed.count) for x in masks]
+
+    def _list_unused_tokens(
+        self, counts: list[list[float]], packed: PackedBatch, samples: int
     ) -> list[tuple[int, int]]:
         """Return (untrained, rejected) token counts per sample of the batch; [] when all are 0.
 
         A sample without any optimizer step counts all its tokens as untrained. Otherwise, rejected
         counts the tokens that were rejected or vetoed in every step.
+
+        counts: of `_sum_unused_tokens`.
         """
-        # each rank has seen only its own samples
-        used_tokens = self.backend.sum_over_ranks(prep.used.float())
-        unused_mask = (prep.valid & (used_tokens == 0)).double()
-        counts, sampled = torch.stack(
-            [
-                ratios.sum_by_sample(mask, packed.seq, packed.count)
-                for mask in (unused_mask, packed.mask.double())
-            ]
-        ).tolist()
         unused = [(0, 0)] * samples
-        for sample, position in enumerate(packed.places):
+        of_samples = zip(packed.places, *counts, strict=True)
+        for sample, (position, rejected, sampled) in enumerate(of_samples):
             is_trained = sample in self.trained_samples
-            unused[position] = (0, int(counts[sample])) if is_trained else (int(sampled[sample]), 0)
+            unused[position] = (0, int(rejected)) if is_trained else (int(sampled), 0)
         return unused if any(map(any, unused)) else []
 
     def _choose_minibatches(self, packed: PackedBatch, epoch: int) -> list[list[int]]:
@@ -550,8 +565,8 @@ class LearnerCore:
             for share in self.backend.split_samples(samples, packed.count_sample_tokens())
         ]
         own_micros = by_rank[self.backend.rank]
-        passes = [(micro, True) for micro in own_micros]
-        return passes + [([samples[0]], False)] * (max(map(len, by_rank)) - len(own_micros))
+        empty = [([samples[0]], False)] * (max(map(len, by_rank)) - len(own_micros))
+        return [*((micro, True) for micro in own_micros), *empty]
 
     def _split_micro_batches(
         self, model: PolicyModel, packed: PackedBatch, samples: Sequence[int]

@@ -96,34 +96,41 @@ def subtract_baseline(rewards: Tensor, baseline: Tensor | float) -> Tensor:
     return where((rewards - baseline).abs() <= EQUAL * rewards.abs(), 0.0, rewards - baseline)
 
 
-def compute_rloo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """r_i minus the mean of the other G-1 (Ahmadian et al. 2024, arXiv 2402.14740).
+def _count_at_least(groups: Tensor, least: int, smallest: int | None, name: str) -> Tensor:
+    """Return the size of each sample's group, [B]. Raises ConfigError below `least`.
 
-    Raises ConfigError for a group of one.
+    smallest: the size of the smallest group; None: it is read from the device.
     """
     n = _count_by_group(groups)
-    if int(n.min()) < 2:
+    if (smallest or int(n.min())) < least:
         raise ConfigError(
-            "advantage.name = rloo needs at least two samples of each prompt: raise "
+            f"advantage.name = {name} needs at least {least} samples of each prompt: raise "
             "learner.group_size"
         )
+    return n
+
+
+def compute_rloo(rewards: Tensor, groups: Tensor, smallest: int | None = None) -> Tensor:
+    """r_i minus the mean of the other G-1 (Ahmadian et al. 2024, arXiv 2402.14740).
+
+    smallest: see `_count_at_least`. Raises ConfigError for a group of one.
+    """
+    n = _count_at_least(groups, 2, smallest, "rloo")
     return center_by_group(rewards, groups) * n / (n - 1)
 
 
 def compute_grpo(
-    rewards: Tensor, groups: Tensor, c: settings.GrpoAdvantage | settings.GdpoAdvantage
+    rewards: Tensor,
+    groups: Tensor,
+    c: settings.GrpoAdvantage | settings.GdpoAdvantage,
+    smallest: int | None = None,
 ) -> Tensor:
-    """(r_i - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300).
+    """(r_i - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300); smallest: see `_count_at_least`.
 
     It is 0 in zero-variance groups, also with eps = 0. Raises ConfigError for ddof = 1 and a group
     of one.
     """
-    n = _count_by_group(groups)
-    if int(n.min()) <= c.ddof:
-        raise ConfigError(
-            f"advantage.name = grpo with ddof = {c.ddof} needs more than {c.ddof} samples of each "
-            "prompt: raise learner.group_size"
-        )
+    n = _count_at_least(groups, c.ddof + 1, smallest, f"grpo with ddof = {c.ddof}")
     deviation = center_by_group(rewards, groups)
     var = average_by_group(deviation.square(), groups) * n / (n - c.ddof)
     return where(deviation == 0, 0.0, deviation / (var.sqrt() + c.eps))
@@ -297,7 +304,7 @@ def _apply_grpo(a: RewardedBatch, c: settings.GrpoAdvantage) -> Tensor:
     traps", arXiv 2508.08221).
     """
     if c.std == "group":
-        return compute_grpo(a.rewards, a.groups, c)
+        return compute_grpo(a.rewards, a.groups, c, a.smallest_group)
     if a.count <= c.ddof:
         raise ConfigError(
             f"advantage.name = grpo with ddof = {c.ddof} needs more than {c.ddof} samples in a "
@@ -400,7 +407,7 @@ def _apply_gdpo(a: RewardedBatch, c: settings.GdpoAdvantage) -> Tensor:
             f"{', '.join(a.part_names)}"
         )
     weights = a.parts.new_tensor([c.part_weights.get(name, 1.0) for name in a.part_names])
-    by_part = [compute_grpo(part, a.groups, c) for part in a.parts.unbind(1)]
+    by_part = [compute_grpo(part, a.groups, c, a.smallest_group) for part in a.parts.unbind(1)]
     return whiten((torch.stack(by_part, 1) * weights).sum(1))
 
 
@@ -562,7 +569,7 @@ def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> tuple[Tensor, Tens
 # KL penalty in the reward is subtracted from the sample's reward
 BY_ANSWER: dict[str, Callable[[RewardedBatch, Any], Tensor]] = {
     "reinforce": lambda a, c: BASELINES[c.baseline](a),
-    "rloo": lambda a, c: compute_rloo(a.rewards, a.groups),
+    "rloo": lambda a, c: compute_rloo(a.rewards, a.groups, a.smallest_group),
     "grpo": _apply_grpo,
     # r_i - mean, without division (Liu et al. 2025, arXiv 2503.20783)
     "dr_grpo": lambda a, c: center_by_group(a.rewards, a.groups),

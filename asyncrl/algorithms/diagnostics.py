@@ -7,9 +7,9 @@ Sums of micro-batches add up; keys with `max/` take the larger. Each micro-batch
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -248,31 +248,40 @@ def add_sums(total: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
             )
 
 
-def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, list[float]]:
-    """Copy every tensor to a flat list, with one synchronization with the device."""
-    if not tensors:
-        return {}
-    flat = torch.cat([x.detach().double().reshape(-1) for x in tensors.values()]).tolist()
-    host = {}
-    start = 0
-    for name, x in tensors.items():
-        host[name] = flat[start : start + x.numel()]
-        start += x.numel()
-    return host
+class HostReads:
+    """Numbers of tensors on the host: one read copies all that are planned, and waits once.
+
+    A tensor must not change after it is planned or read.
+    """
+
+    def __init__(self) -> None:
+        self.planned: list[Tensor] = []
+        # by id, with the tensor, which keeps the id its own
+        self.copies: dict[int, tuple[Tensor, list[float]]] = {}
+
+    def read(self, *tensors: Tensor) -> list[list[float]]:
+        """Return the numbers of each tensor, as a flat list."""
+        if any(id(x) not in self.copies for x in tensors):
+            wanted = {id(x): x for x in (*tensors, *self.planned) if id(x) not in self.copies}
+            self.planned = []
+            numbers = torch.cat([x.detach().double().reshape(-1) for x in wanted.values()]).tolist()
+            start = 0
+            for name, x in wanted.items():
+                self.copies[name] = x, numbers[start : start + x.numel()]
+                start += x.numel()
+        return [self.copies[id(x)][1] for x in tensors]
+
+    def read_dict(self, tensors: dict[str, Tensor]) -> dict[str, list[float]]:
+        return dict(zip(tensors, self.read(*tensors.values()), strict=True))
+
+    def read_scalars(self, tensors: dict[str, Tensor]) -> dict[str, float]:
+        return {name: x[0] for name, x in self.read_dict(tensors).items()}
 
 
-def compute_metrics(total: dict[str, Tensor]) -> dict[str, float]:
+def compute_metrics(total: dict[str, Tensor], reads: HostReads | None = None) -> dict[str, float]:
     """Return the metrics of a batch from its sums, as `records/metrics.toml` lists them."""
-    return compute_metrics_of_each([total])[0]
-
-
-def compute_metrics_of_each(totals: Sequence[dict[str, Tensor]]) -> list[dict[str, float]]:
-    """Return the metrics of several sums, with one synchronization with the device."""
-    hosts = copy_to_host({f"{i}/{name}": x for i, t in enumerate(totals) for name, x in t.items()})
-    return [
-        _compute_metrics({name: hosts[f"{i}/{name}"] for name in t}) if "tokens" in t else {}
-        for i, t in enumerate(totals)
-    ]
+    host = (reads or HostReads()).read_dict(total)
+    return _compute_metrics(host) if "tokens" in host else {}
 
 
 def _compute_metrics(host: dict[str, list[float]]) -> dict[str, float]:
@@ -470,12 +479,8 @@ def compute_split_metrics(split: LogRatioSplit) -> dict[str, float]:
     """
     if not len(split.lag):
         return {}
-    pairs = (
-        (split.version, split.behavior),
-        (split.start, split.version),
-        (split.target, split.start),
-    )
-    parts = {name: a - b for name, (a, b) in zip(PARTS, pairs, strict=True)}
+    policies = pairwise((split.behavior, split.version, split.start, split.target))
+    parts = {name: b - a for name, (a, b) in zip(PARTS, policies, strict=True)}
     zeros = torch.zeros_like(split.behavior)
     k3 = {name: kl.estimate_k3(-compute_log_ratio(x, zeros)).double() for name, x in parts.items()}
     means = {f"split/{name}": -_average(x) for name, x in parts.items()}

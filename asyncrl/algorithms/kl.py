@@ -28,12 +28,8 @@ from asyncrl.algorithms.ratios import (
     subtract,
     sum_discounted_suffix,
 )
+from asyncrl.algorithms.settings import KLReward
 from asyncrl.contract.errors import ConfigError
-
-
-def estimate_k1(x: Tensor) -> Tensor:
-    """Return x: unbiased, with a gradient of mean 0 in the loss on policy."""
-    return x
 
 
 def estimate_k2(x: Tensor) -> Tensor:
@@ -63,7 +59,8 @@ def compute_exact_kl(logs: Tensor, ref_logs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": estimate_k1,
+    # unbiased, with a gradient of mean 0 in the loss on policy
+    "k1": lambda x: x,
     "k2": estimate_k2,
     "k3": estimate_k3,
     "abs": torch.abs,
@@ -201,24 +198,13 @@ def compute_term(
     return OFF_POLICY[off_policy](inputs)
 
 
-@dataclass
-class KLController:
-    """beta over a run: fixed, or adapted to kl = target (Ziegler et al. 2019, arXiv 1909.08593).
+def adapt_beta(beta: float, kl: float, samples: int, terms: KLReward) -> float:
+    """Return the beta of the next batch, after `samples` samples with mean `kl`.
 
-    kl and target are in nats per sample (as published), horizon in samples.
+    It is fixed, or adapted to kl = target (Ziegler et al. 2019, arXiv 1909.08593). A kl that is not
+    finite changes nothing. kl and target are in nats per sample (as published), horizon in samples.
     """
-
-    beta: float
-    kind: str = "fixed"
-    target: float = 6.0
-    horizon: int = 10000
-
-    def update(self, kl: float, samples: int) -> float:
-        """Return the beta of the next batch, after `samples` samples with mean `kl`.
-
-        A kl that is not finite changes nothing.
-        """
-        if self.kind == "adaptive" and abs(kl) < torch.inf:
-            error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.beta *= 1 + error * samples / self.horizon
-        return self.beta
+    if terms.controller == "adaptive" and abs(kl) < torch.inf:
+        error = min(max(kl / terms.target - 1, -0.2), 0.2)
+        beta *= 1 + error * samples / terms.horizon
+    return beta

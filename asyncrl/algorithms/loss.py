@@ -10,8 +10,8 @@
     share = compute_learning_rate_share(prep, step, sums)
     # early stop: KL = sum a / sum b over the micro-batches of the step
     a, b = sum_update_kl(prep, part, lp)
-    # once per batch: one synchronization with the device
-    add_sums(total, sums); metrics = finish(total)
+    # once per batch; numbers are read from the device together, by `prep.reads`
+    add_sums(total, sums); metrics = prep.metrics | finish(total, prep.reads)
 
 Tensors are packed over response tokens: N tokens of B samples, the tokens of a sample contiguous
 and in order. A micro-batch holds whole samples, so it needs nothing from outside for a per-sample
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, where, zeros_like
@@ -44,7 +45,6 @@ from asyncrl.contract.errors import ConfigError
 
 add_sums = diagnostics.add_sums
 finish = diagnostics.compute_metrics
-finish_each = diagnostics.compute_metrics_of_each
 
 # loss.reduction -> the divisor of each sample's tokens. Its arguments are T_i [B], the tokens of
 # the mask in each sample (T is their sum), S, the number of samples with any, and a fixed length
@@ -137,7 +137,8 @@ class PreparedBatch:
     # None: computed from the forward of the only optimizer step
     corrected: correction.ImportanceWeights | None
     returns: Tensor | None  # [N], with a value head
-    metrics: dict[str, float]
+    scalars: dict[str, Tensor]  # metrics of the pre-pass
+    reads: diagnostics.HostReads  # of the batch
     budget: KLBudget | None  # over the steps of this batch
     steps: int = 0  # optimizer steps begun
     number: int  # of the batch; random choices are a function of (seed, number, step)
@@ -156,6 +157,11 @@ class PreparedBatch:
     clipped: Tensor
     # [N] importance weight in the last pass, 0 for tokens that are not in the loss
     weight: Tensor
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """The metrics so far, of the pre-pass and of steps; reads the device."""
+        return self.reads.read_scalars(self.scalars)
 
 
 @dataclass
@@ -297,7 +303,8 @@ def prepare(
     budget = KLBudget(stop.kl_max) if stop.action == "slow" and stop.kl_max > 0 else None
     if batch.version is not None:
         scalars["is/fallback_share"] = ratios.average_masked(batch.version.isnan(), valid)
-    metrics = {name: x[0] for name, x in diagnostics.copy_to_host(scalars).items()}
+    reads = diagnostics.HostReads()
+    reads.planned += scalars.values()
     has_start = batch.start is not None
     start = batch.start.clone() if batch.start is not None else zeros_like(batch.behavior)
     known = torch.full_like(batch.mask, has_start)
@@ -309,7 +316,8 @@ def prepare(
         staleness_weight=staleness_weight,
         corrected=corrected,
         returns=returns,
-        metrics=metrics,
+        scalars=scalars,
+        reads=reads,
         budget=budget,
         number=number,
         start=start,
@@ -333,7 +341,7 @@ def compute_learning_rate_share(
     """
     if "ess/answers" not in sums:
         return step.lr_scale
-    count, total, square = sums["ess/answers"].tolist()
+    ((count, total, square),) = prep.reads.read(sums["ess/answers"])
     ess = total * total / max(count * square, 1e-300) if count else 1.0
     stop = prep.config.stop
     # VCPO, arXiv 2602.17616; it scales the rate, because Adam would undo a factor of the loss
@@ -514,7 +522,7 @@ def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: Tensor | None
             "sigma2": step.reshape.sigma2,
         }
     # the only synchronization with the device before the gradient of the step
-    host = {key: x[0] for key, x in diagnostics.copy_to_host(device_values).items()}
+    host = prep.reads.read_scalars(device_values)
     if stops:
         if host["ess"] < stop.ess_min:
             step.lr_scale = 0.0
@@ -644,7 +652,7 @@ def compute_micro_loss(
         live,
         lp,
         coefficient,
-        factor=factor,
+        factor,
         entropy=entropy,
         values_now=values_now,
         step_kl=step_kl,
@@ -676,8 +684,8 @@ def _compute_extra_terms(
     live: Tensor,
     lp: Tensor,
     coefficient: Tensor,
-    *,
     factor: Tensor,
+    *,
     entropy: Tensor | None,
     values_now: Tensor | None,
     step_kl: Tensor | None,

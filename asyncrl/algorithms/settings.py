@@ -126,6 +126,10 @@ def list_variants(kind: Any) -> tuple[Any, ...]:
     return tuple(structs)
 
 
+WITH_COEFFICIENT = read_with("coefficient")
+WITH_REJECT = read_with("reject")
+# IS-reshape with gamma of each token
+WITH_TOKEN_GAMMA = read_with("budget", "none", "tokens")
 Ddof = Annotated[
     Literal[0, 1],
     Meta(description="Degrees of freedom subtracted for the standard deviation. 1: unbiased."),
@@ -316,19 +320,19 @@ class Correction(Section, tag_field="proximal"):
     """Exclude what leaves [reject_lo, reject_hi] in this statistic of pi_prox / mu. ratio: the
     ratio; k1, k2, k3: estimates of KL(mu || pi); chi2: rho^2 - 1; tv: |pi - mu|; kb: the larger
     binary KL of the two directions; kb_mu: the one from mu."""
-    reject_over: Annotated[Over, read_with("reject")] = "token"
+    reject_over: Annotated[Over, WITH_REJECT] = "token"
     """token: exclude tokens by their own value; sum, mean, max: exclude whole completions by that
     of their tokens' values."""
-    reject_lo: Annotated[float | None, read_with("reject")] = None
+    reject_lo: Annotated[float | None, WITH_REJECT] = None
     """Lower bound of `reject`. Absent: 0.5 for ratio (mean: 0.99), otherwise none."""
-    reject_hi: Annotated[float | None, read_with("reject")] = None
+    reject_hi: Annotated[float | None, WITH_REJECT] = None
     """Upper bound of `reject`. Absent: 2 for ratio (mean: 1.01); the other statistics need one."""
-    reject_when: Annotated[Literal["always", "negative"], read_with("reject")] = "always"
+    reject_when: Annotated[Literal["always", "negative"], WITH_REJECT] = "always"
     """negative: exclude only where the advantage is below 0."""
-    reject_at: Annotated[Literal["proximal", "target"], read_with("reject")] = "proximal"
+    reject_at: Annotated[Literal["proximal", "target"], WITH_REJECT] = "proximal"
     """proximal: judge pi_prox / mu once per batch; target: judge pi_theta / mu before each
     optimizer step, whatever the proximal policy."""
-    reject2: Annotated[Reject, read_with("reject")] = "none"
+    reject2: Annotated[Reject, WITH_REJECT] = "none"
     """A second statistic. What leaves either interval is excluded."""
     reject2_over: Annotated[Over, read_with("reject2")] = "token"
     """As reject_over, for reject2."""
@@ -636,27 +640,19 @@ class Reshape(Section):
     form: Form = "power"
     """Objective. power: w^gamma A, without a gradient at gamma = 0; box_cox: A (w^gamma - 1) /
     gamma, weighted log-likelihood at gamma = 0."""
-    mode: Annotated[Mode, read_with("budget", "none", "tokens")] = "v3.1"
+    mode: Annotated[Mode, WITH_TOKEN_GAMMA] = "v3.1"
     """Source of gamma. v3.1: per token, as in the report; base: gamma_base for the whole batch;
     constant: `gamma`."""
-    gamma: Annotated[
-        Share, read_with("mode", "constant"), read_with("budget", "none", "tokens")
-    ] = 1.0
+    gamma: Annotated[Share, read_with("mode", "constant"), WITH_TOKEN_GAMMA] = 1.0
     """Constant gamma. 1: plain ratios."""
     rho_min: Annotated[float, Meta(gt=0, lt=1), read_with("mode", "v3.1", "base")] = 0.3
     """Smallest effective sample size that gamma_base aims at. Higher: lower gamma, less
     variance."""
-    tau: Annotated[
-        float, Meta(gt=0), read_with("mode", "v3.1"), read_with("budget", "none", "tokens")
-    ] = 1.0
+    tau: Annotated[float, Meta(gt=0), read_with("mode", "v3.1"), WITH_TOKEN_GAMMA] = 1.0
     """Scale of A log w in the gate between gamma_base and gamma_target."""
-    temperature: Annotated[
-        NonNegative, read_with("mode", "v3.1"), read_with("budget", "none", "tokens")
-    ] = 5.0
+    temperature: Annotated[NonNegative, read_with("mode", "v3.1"), WITH_TOKEN_GAMMA] = 5.0
     """Temperature T of gamma_target = sigmoid(-T log w)."""
-    gamma_min: Annotated[
-        Share, read_with("mode", "v3.1", "base"), read_with("budget", "none", "tokens")
-    ] = 0.05
+    gamma_min: Annotated[Share, read_with("mode", "v3.1", "base"), WITH_TOKEN_GAMMA] = 0.05
     """Lower bound of gamma, before repair D."""
     weight_max: NonNegative = 0.0
     """Upper bound of w^gamma (the report's clip_threshold: 10). 0: off."""
@@ -683,25 +679,21 @@ class KLReward(Section):
 
     coefficient: NonNegative = 0.0
     """Coefficient beta of the KL penalty in the reward. 0: none."""
-    estimator: Annotated[Estimator, read_with("coefficient")] = "k1"
+    estimator: Annotated[Estimator, WITH_COEFFICIENT] = "k1"
     """Estimator of the KL. Use k1: the others are biased, and k3 in the reward is known to
     collapse. A + changes nothing here: the reward has no gradient."""
-    reference: Annotated[str, read_with("coefficient")] = ""
+    reference: Annotated[str, WITH_COEFFICIENT] = ""
     """Directory of the reference policy of this term. Empty: model.reference."""
-    at: Annotated[Literal["start", "behavior"], read_with("coefficient")] = "start"
+    at: Annotated[Literal["start", "behavior"], WITH_COEFFICIENT] = "start"
     """Policy whose KL is penalized. start: the learner as the batch begins (one more forward pass
     where the loss needs none); behavior: the recorded policy, whose gradient is biased by staleness
     and mismatch."""
-    controller: Annotated[Literal["fixed", "adaptive"], read_with("coefficient")] = "fixed"
+    controller: Annotated[Literal["fixed", "adaptive"], WITH_COEFFICIENT] = "fixed"
     """fixed: a constant coefficient; adaptive: the adaptive KL controller steers the coefficient to
     kl.reward.target."""
-    target: Annotated[
-        NonNegative, read_with("coefficient"), read_with("controller", "adaptive")
-    ] = 6.0
+    target: Annotated[NonNegative, WITH_COEFFICIENT, read_with("controller", "adaptive")] = 6.0
     """adaptive: KL to hold, in nats per completion (kl/answer)."""
-    horizon: Annotated[Positive, read_with("coefficient"), read_with("controller", "adaptive")] = (
-        10000
-    )
+    horizon: Annotated[Positive, WITH_COEFFICIENT, read_with("controller", "adaptive")] = 10000
     """adaptive: samples over which the coefficient adapts. Larger is slower."""
 
 
@@ -711,25 +703,25 @@ class KLLoss(Section):
     coefficient: NonNegative = 0.0
     """Coefficient beta of the KL penalty in the loss. 0: none."""
     estimator: Annotated[
-        Estimator, read_with("coefficient"), read_with("off_policy", "none", "ratio", "prefix")
+        Estimator, WITH_COEFFICIENT, read_with("off_policy", "none", "ratio", "prefix")
     ] = "k3"
     """Estimator of the KL. Use k3 or k2; k1 has no expected gradient on policy. With +: the
     estimator's value and the gradient of k2."""
-    reference: Annotated[str, read_with("coefficient")] = ""
+    reference: Annotated[str, WITH_COEFFICIENT] = ""
     """Directory of the reference policy of this term. Empty: model.reference."""
-    off_policy: Annotated[OffPolicy, read_with("coefficient")] = "none"
+    off_policy: Annotated[OffPolicy, WITH_COEFFICIENT] = "none"
     """Correction of the term on stale samples. none: no correction; ratio: a ratio per token;
     prefix: the exact sequence-level gradient; prefix_full: the same with less variance, by the KL
     over the whole vocabulary."""
     discount: Annotated[
-        Share, read_with("coefficient"), read_with("off_policy", "prefix", "prefix_full")
+        Share, WITH_COEFFICIENT, read_with("off_policy", "prefix", "prefix_full")
     ] = 1.0
     """prefix, prefix_full: discount of later terms. 1: exact; 0: token level, with less
     variance."""
     truncate: Annotated[
         float,
         Meta(gt=0),
-        read_with("coefficient"),
+        WITH_COEFFICIENT,
         read_with("off_policy", "prefix", "prefix_full"),
     ] = float("inf")
     """prefix, prefix_full: upper bound of the prefix weights. inf: exact."""

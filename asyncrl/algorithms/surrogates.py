@@ -157,12 +157,6 @@ class StepBatch:
         return where(self.valid, (x - x.sum() / count) * (a - a.sum() / count), 0.0)
 
 
-def _apply_vanilla(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
-    """r A: no trust region (Kakade and Langford 2002)."""
-    value = t.log_r.exp() * t.adv
-    return build_unclipped(value, value)
-
-
 def _apply_log_probability(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
     """lp A: `reinforce` (Williams 1992), `gpg` (arXiv 2504.02546) and `sft`.
 
@@ -425,10 +419,12 @@ def _apply_gepo(t: SurrogateTokens, c: settings.GepoLoss) -> SurrogateTerm:
 
 
 def _build_pulled(
-    t: SurrogateTokens, weighted: Tensor, value: Tensor, pull: float, cut: Tensor
+    t: SurrogateTokens, below: Tensor, above: Tensor, pull: float, score: Tensor | float = 1.0
 ) -> SurrogateTerm:
-    """Build the term of `value` with the coefficient `weighted`, minus pull (log r)^2."""
-    return SurrogateTerm(weighted - 2 * pull * t.log_r, value - pull * t.log_r.square(), cut)
+    """Build the term w A score, 0 below and above, minus pull (log w)^2 everywhere."""
+    weighted = where(below | above, 0.0, t.log_r.exp() * t.adv)
+    value = weighted * score - pull * t.log_r.square()
+    return SurrogateTerm(weighted - 2 * pull * t.log_r, value, mark_sides(below, above))
 
 
 def _apply_band(t: SurrogateTokens, c: settings.BandLoss) -> SurrogateTerm:
@@ -439,9 +435,7 @@ def _apply_band(t: SurrogateTokens, c: settings.BandLoss) -> SurrogateTerm:
     pull acts outside the band too, where it is the only way back, is our reading.
     """
     w = t.log_r.exp()
-    below, above = w <= c.band_lo, w >= c.band_hi
-    weighted = where(below | above, 0.0, w * t.adv)
-    return _build_pulled(t, weighted, weighted * t.lp, c.pull, mark_sides(below, above))
+    return _build_pulled(t, w <= c.band_lo, w >= c.band_hi, c.pull, t.lp)
 
 
 def _apply_ipo(t: SurrogateTokens, c: settings.IpoLoss) -> SurrogateTerm:
@@ -450,10 +444,8 @@ def _apply_ipo(t: SurrogateTokens, c: settings.IpoLoss) -> SurrogateTerm:
     It acts for either sign of A. prime-rl's IPO: the total variation of `dppo` on both sides and
     the pull of Kimi K2.5, read in a port.
     """
-    w = t.log_r.exp()
-    below, above = _find_moved(c, t.lp.exp() - t.lp.exp() / w)
-    weighted = where(below | above, 0.0, w * t.adv)
-    return _build_pulled(t, weighted, weighted, c.pull, mark_sides(below, above))
+    moved = t.lp.exp() - t.lp.exp() / t.log_r.exp()
+    return _build_pulled(t, *_find_moved(c, moved), c.pull)
 
 
 def _apply_minpro(t: SurrogateTokens, c: settings.MinproLoss) -> SurrogateTerm:
@@ -490,13 +482,8 @@ def _find_bapo_bounds(b: StepBatch, c: settings.BapoLoss) -> dict[str, Tensor]:
     candidates = [(lows[0], hi) for hi in highs] + [(lo, highs[-1]) for lo in lows[1:]]
     positive = {hi: (positive_mass * w.clamp(max=hi)).sum() for hi in highs}
     negative = {lo: (negative_mass * w.clamp(min=lo)).sum() for lo in lows}
-    p, q = (
-        torch.stack([sums[x] for x in xs])
-        for sums, xs in (
-            (positive, [hi for _, hi in candidates]),
-            (negative, [lo for lo, _ in candidates]),
-        )
-    )
+    p = torch.stack([positive[hi] for _, hi in candidates])
+    q = torch.stack([negative[lo] for lo, _ in candidates])
     insufficient = p < c.bapo_share * (p + q)  # a batch without any mass is satisfied
     chosen = where(insufficient.all(), len(candidates) - 1, (~insufficient).int().argmax())
     bounds = b.current.new_tensor(candidates)[chosen]
@@ -555,7 +542,8 @@ def _apply_reshape(t: SurrogateTokens, c: settings.ReshapeLoss) -> SurrogateTerm
 
 # loss.surrogate, the tag of its struct in `settings` -> SurrogateTerm of the tokens
 SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
-    "vanilla": _apply_vanilla,
+    # r A: no trust region (Kakade and Langford 2002)
+    "vanilla": lambda t, c: build_unclipped(*[t.log_r.exp() * t.adv] * 2),
     "reinforce": _apply_log_probability,
     "ppo": _apply_ppo,
     "decoupled_ppo": _apply_ppo,

@@ -2,7 +2,7 @@
 
 Only the adapters are trained, published and stored. The learner computes with peft's layers, which
 the packed forward calls like any linear layer. An engine never sees an adapter: it gets
-`MergedWeights`, which are computed from the base each time, so that the same adapter gives the same
+merged weights, which are computed from the base each time, so that the same adapter gives the same
 bits however often it is loaded. Files are in peft's format. peft is only imported to attach
 adapters.
 """
@@ -31,6 +31,7 @@ from asyncrl.models.adapter_files import (
 )
 from asyncrl.models.packed_forward import ForwardOutput
 from asyncrl.models.policy import (
+    LazyWeights,
     PolicyModel,
     build_manifest,
     count_flat_bytes,
@@ -123,34 +124,24 @@ def replace_values(tensors: list[Tensor], replacement: list[Tensor]) -> Iterator
 # ---- base and adapter together -------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class MergedWeights(Mapping[str, Tensor]):
-    """The weights of a base with an adapter merged, by the base's names.
+def merge_weights(
+    base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float
+) -> LazyWeights:
+    """Return the weights of a base with an adapter merged, by the base's names.
 
     Each is computed when it is read: W + alpha / rank * B A, in float32, rounded to W's dtype.
     """
 
-    base: Mapping[str, Tensor]
-    adapter: Mapping[str, Tensor]
-    scale: float
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight = self.base[name]
+    def merge(name: str, weight: Tensor) -> Tensor:
         module = name.removesuffix(".weight")
-        lora_a = self.adapter.get(f"{module}.lora_A.weight")
+        lora_a = adapter.get(f"{module}.lora_A.weight")
         if lora_a is None:
             return weight
-        lora_b = self.adapter[f"{module}.lora_B.weight"]
-        matrix_a, matrix_b = (
-            matrix.to(weight.device, torch.float32) for matrix in (lora_a, lora_b)
-        )
-        return torch.addmm(weight.float(), matrix_b, matrix_a, alpha=self.scale).to(weight.dtype)
+        factors = adapter[f"{module}.lora_B.weight"], lora_a
+        matrix_b, matrix_a = (factor.to(weight.device, torch.float32) for factor in factors)
+        return torch.addmm(weight.float(), matrix_b, matrix_a, alpha=scale).to(weight.dtype)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.base)
-
-    def __len__(self) -> int:
-        return len(self.base)
+    return LazyWeights(base, merge)
 
 
 class AdapterBase:
@@ -164,7 +155,7 @@ class AdapterBase:
         copied = model.fast is None
         self.weights = {n: t.clone() if copied else t for n, t in list_named_weights(model)}
 
-    def merge(self, adapter: Mapping[str, Tensor], probe: bytes) -> MergedWeights:
+    def merge(self, adapter: Mapping[str, Tensor], probe: bytes) -> LazyWeights:
         """Merge `adapter` into the base.
 
         probe: digest of the learner's base, as it was published; may be empty. Raises ConfigError
@@ -176,7 +167,7 @@ class AdapterBase:
                 f"model.path: the base here has the digest {self.digest}, the learner's adapter "
                 f"belongs to {base}: copy the learner's model directory to this machine"
             )
-        return MergedWeights(self.weights, adapter, self.scale)
+        return merge_weights(self.weights, adapter, self.scale)
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -227,5 +218,5 @@ def merge_directory(base: PolicyModel, path: Path) -> PolicyModel:
 
 
 def _merge(base: PolicyModel, adapter: Mapping[str, Tensor], scale: float) -> PolicyModel:
-    load_weights(base, MergedWeights(dict(list_named_weights(base)), adapter, scale))
+    load_weights(base, merge_weights(dict(list_named_weights(base)), adapter, scale))
     return base

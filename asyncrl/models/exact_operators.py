@@ -198,22 +198,23 @@ def finish(
     attended: Tensor,
     replayed: Tensor | None = None,
     recorded: list[Tensor] | None = None,
+    normalize: Callable[..., Tensor] = normalize,
+    rows: int = ROWS,
 ) -> Tensor:
     """Apply the rest of a layer: output projection and MLP or experts.
 
-    x, attended: [n, H]; n is a multiple of ROWS
+    x, attended: [n, H]; n is a multiple of `rows`
     replayed, recorded: see `expert_layers.apply`
+    rows: 1: not in exact mode
     """
     x = torch.addmm(x, attended, w["o"])
+    h = normalize(x, lay.eps)
     if "router" in w:
-        h = normalize(x, lay.eps)
         weights = expert_layers.ExpertWeights(w["router"], w["up"], w["down"])
-        logits = multiply(h, weights.router)
-        return x + expert_layers.apply(
-            h, weights, lay.experts, replayed, recorded, logits, rows=ROWS
-        )
-    gate, up = (normalize(x, lay.eps) @ w["up"]).chunk(2, -1)
-    inner = F.silu(gate.contiguous())
+        logits = multiply(h, weights.router) if rows > 1 else None
+        return x + expert_layers.apply(h, weights, lay.experts, replayed, recorded, logits, rows)
+    gate, up = (h @ w["up"]).chunk(2, -1)
+    inner = F.silu(gate.contiguous() if rows > 1 else gate)
     inner = inner * up if inner.requires_grad else inner.mul_(up)
     return torch.addmm(x, inner, w["down"])
 

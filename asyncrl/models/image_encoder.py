@@ -58,13 +58,10 @@ class ImageEncoder:
     @cached_property
     def load_pixels(self) -> Callable[[bytes], Tensor]:
         """Return the pixels of a blob as the model reads them, [3, H, W]."""
-
-        def load(blob: bytes) -> Tensor:
-            processed = self.processor(pictures.as_pil(blob), return_tensors="pt")
-            pixels: Tensor = processed["pixel_values"][0]
-            return pixels
-
-        return lru_cache(KEPT_IMAGES)(load)
+        processor = self.processor
+        return lru_cache(KEPT_IMAGES)(
+            lambda blob: processor(pictures.as_pil(blob), return_tensors="pt")["pixel_values"][0]
+        )
 
     def compute_features(self, blobs: Mapping[str, bytes], *, single: bool) -> dict[str, Tensor]:
         """Return digest -> features [length, hidden] of images, differentiable.

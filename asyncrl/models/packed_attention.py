@@ -142,6 +142,13 @@ def index_by_position(flat: Tensor, width: int, heads: int) -> Tensor:
     return ((row[:, None] * heads + head) * width + column[:, None]).flatten()
 
 
+def has_gpu_kernel(like: Tensor, head_dim: int) -> bool:
+    """Return whether torch's flash kernel computes with tensors like this one on its GPU."""
+    is_fitting = like.dtype == torch.bfloat16 and head_dim in range(8, 257, 8)
+    has_cuda = like.device.type != "cpu" and is_fitting
+    return has_cuda and torch.cuda.get_device_capability(like.device) >= (8, 0)
+
+
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, rows: AttentionRows | PackedSequences) -> Tensor:
     """Attention of packed tokens, prompts first, differentiable.
 

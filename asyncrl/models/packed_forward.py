@@ -600,12 +600,9 @@ def _plan_sequences(
 ) -> tuple[AttentionRows | PackedSequences, ndarray] | None:
     """Plan flash attention as `_plan_rows` does; None where rows are padded instead."""
     owner, plen, inner = lengths
-    if like.device.type == "cpu":
-        has_kernel = max(plen.max(), inner.max()) > packed_attention.ROWS_UP_TO
-    else:
-        has_kernel = like.dtype == torch.bfloat16 and lay.head_dim in range(8, 257, 8)
-        has_kernel = has_kernel and torch.cuda.get_device_capability(like.device) >= (8, 0)
-    if not has_kernel:
+    is_long = max(plen.max(), inner.max()) > packed_attention.ROWS_UP_TO
+    on_cpu = like.device.type == "cpu"
+    if not (is_long if on_cpu else packed_attention.has_gpu_kernel(like, lay.head_dim)):
         return None
 
     def build(queries: ndarray, keys: ndarray, *, causal: bool) -> FlashCall:
@@ -681,17 +678,18 @@ def _plan_rows(
 
 def apply_block(
     lay: ModelLayout,
-    layer: Any,
+    i: int,
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
     rows: AttentionRows | PackedSequences,
     replayed: Tensor | None = None,
 ) -> Tensor:
-    """Apply one transformer layer to packed tokens x [n, H].
+    """Apply layer i to packed tokens x [n, H].
 
     replayed: int64 [n, k], see `expert_layers.route`
     """
+    layer = lay.hf.model.layers[i]
     att = layer.self_attn
     mlp = layer.mlp
     h = lay.part.enter(apply_rms_norm(x, layer.input_layernorm.weight, lay.eps))
@@ -727,8 +725,8 @@ def compute_logprobs(
     run_layer: Callable[..., Any] = operator.call
     if recompute and torch.is_grad_enabled():  # keeps only a layer's arguments
         run_layer = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    compute = _compute_fixed_logprobs if fixed else _compute_packed_logprobs
-    lp, ent, hidden, *inputs = call_as_forward(lay.hf, compute, lay, rows, run_layer)
+    compute = _compute_packed_logprobs
+    lp, ent, hidden, *inputs = call_as_forward(lay.hf, compute, lay, rows, run_layer, fixed)
     return ForwardOutput(
         lp, ent if rows.want_entropy else None, hidden if rows.want_hidden else None, *inputs
     )
@@ -740,29 +738,45 @@ def call_as_forward(module: Any, function: Callable[..., Any], *args: Any, **kwa
     A module whose parameters are divided among ranks has a `gathered_call`, which gathers them for
     the call (learner/distributed/fsdp_backend.py).
     """
-    gathered = getattr(module, "gathered_call", None)
-    return function(*args, **kwargs) if gathered is None else gathered(function, *args, **kwargs)
+    return getattr(module, "gathered_call", operator.call)(function, *args, **kwargs)
 
 
 def _compute_packed_logprobs(
-    lay: ModelLayout, rows: ForwardInput, run_layer: Callable[..., Tensor]
+    lay: ModelLayout, rows: ForwardInput, run_layer: Callable[..., Tensor], fixed: bool
 ) -> tuple[Any, ...]:
-    """Return the fields of `ForwardOutput`; FSDP2 finds the tensors of a tuple."""
+    """Return the fields of `ForwardOutput`; FSDP2 finds the tensors of a tuple.
+
+    fixed: with the operators that the engine uses in exact mode.
+    """
     model = lay.hf.model
-    weight = lay.hf.get_output_embeddings().weight
-    pl = plan_packing(rows, lay, weight)
-    replayed = _list_replayed(lay, pl, rows)
+    head = lay.hf.get_output_embeddings().weight
+    pl = plan_packing(rows, lay, head, fixed)
     x = lay.part.embed(pl.ids, model.embed_tokens.weight)
-    cos, sin = (table.to(x.dtype) for table in lay.compute_rope(pl.positions))
-    for layer, ids in zip(model.layers, replayed, strict=True):
-        kwargs = {"cos": cos, "sin": sin, "rows": pl.attention, "replayed": ids}
-        x = call_as_forward(layer, run_layer, apply_block, lay, layer, x, **kwargs)
-    hidden = apply_rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
+    cos, sin = lay.compute_rope(pl.positions)
+    if fixed:
+        parts = (table[:, 0, : lay.head_dim // 2].contiguous() for table in (cos, sin))
+        parameters = dict(lay.hf.named_parameters())
+        block = partial(_apply_fixed_block, weights=parameters, turns=torch.complex(*parts))
+    else:
+        block = partial(apply_block, cos=cos.to(x.dtype), sin=sin.to(x.dtype))
+    for i, ids in enumerate(_list_replayed(lay, pl, rows)):
+        kwargs = {"rows": pl.attention, "replayed": ids}
+        x = call_as_forward(model.layers[i], run_layer, block, lay, i, x, **kwargs)
     scale, scored = rows.locate(pl)
-    support = rows.build_support(weight.device)
-    inputs = lay.part.enter(hidden), weight, scored, scale
-    lp, ent = pick_logprobs(*inputs, rows.want_entropy, support, lay.part)
-    return lp, ent, hidden, scale, support
+    support = rows.build_support(head.device)
+    if not fixed:
+        hidden = apply_rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
+        inputs = lay.part.enter(hidden), head, scored, scale
+        lp, ent = pick_logprobs(*inputs, rows.want_entropy, support, lay.part)
+        return lp, ent, hidden, scale, support
+    n = len(pl.picks)
+    scale, scored, picked = map(
+        exact_operators.pad_rows, (scale, scored, x.index_select(0, pl.picks))
+    )
+    hidden = exact_operators.normalize(picked, lay.eps)
+    head = (head * model.norm.weight).T.contiguous().T
+    lp, ent = pick_logprobs(hidden, head, scored, scale, rows.want_entropy, support)
+    return lp[:n], ent[:n], hidden[:n] * model.norm.weight, scale[:n], support
 
 
 def _list_replayed(lay: ModelLayout, pl: PackingPlan, rows: ForwardInput) -> list[Tensor | None]:
@@ -783,39 +797,11 @@ def _list_replayed(lay: ModelLayout, pl: PackingPlan, rows: ForwardInput) -> lis
     return [next(by_layer) if expert_layers.is_sparse(layer) else None for layer in layers]
 
 
-def _compute_fixed_logprobs(
-    lay: ModelLayout, rows: ForwardInput, run_layer: Callable[..., Tensor]
-) -> tuple[Any, ...]:
-    """`_compute_packed_logprobs` with the operators that the engine uses in exact mode."""
-    hf = lay.hf
-    pl = plan_packing(rows, lay, hf.get_output_embeddings().weight, True)
-    weights = dict(hf.named_parameters())
-    top = exact_operators.fuse_top(
-        weights, hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
-    )
-    x = F.embedding(pl.ids, top["embed"])
-    half = lay.head_dim // 2
-    cos, sin = lay.compute_rope(pl.positions)
-    turns = torch.complex(cos[:, 0, :half].contiguous(), sin[:, 0, :half].contiguous())
-    for i, ids in enumerate(_list_replayed(lay, pl, rows)):
-        kwargs = {"turns": turns, "rows": pl.attention, "replayed": ids}
-        x = run_layer(_apply_fixed_block, lay, i, weights, x, **kwargs)
-    n = len(pl.picks)
-    hidden = exact_operators.normalize(
-        exact_operators.pad_rows(x.index_select(0, pl.picks)), lay.eps
-    )
-    scale, scored = map(exact_operators.pad_rows, rows.locate(pl))
-    head = top["head"].contiguous()
-    support = rows.build_support(head.device)
-    lp, ent = pick_logprobs(hidden, head.T, scored, scale, rows.want_entropy, support)
-    return lp[:n], ent[:n], hidden[:n] * hf.model.norm.weight, scale[:n], support
-
-
 def _apply_fixed_block(
     lay: ModelLayout,
     i: int,
-    weights: Mapping[str, Tensor],
     x: Tensor,
+    weights: Mapping[str, Tensor],
     turns: Tensor,
     rows: AttentionRows | PackedSequences,
     replayed: Tensor | None = None,

@@ -12,7 +12,7 @@ import operator
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -549,6 +549,26 @@ def compute_probe_logprobs(model: PolicyModel) -> np.ndarray:
         .numpy()
     )
     return logprobs
+
+
+@dataclass(eq=False)
+class LazyWeights(Mapping[str, Tensor]):
+    """Weights by name, each computed from its name and value when it is read."""
+
+    weights: Mapping[str, Tensor]
+    compute: Callable[[str, Tensor], Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.compute(name, self.weights[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
 
 
 def load_weights(model: PolicyModel, weights: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -162,6 +162,8 @@ class Trainer:
         self.parameters = list(parameters)
         self.clip_norm = settings.clip_norm
         self.owner = owner or self
+        # copies numbers from the device; a learner copies others along
+        self.read: Callable[[torch.Tensor], list[float]] = lambda numbers: numbers.tolist()
         self.optimizer = build_optimizer(settings, self.parameters, matrices)
 
     def drop_gradient(self) -> None:
@@ -179,7 +181,7 @@ class Trainer:
         """
         grad_norm = self.owner.clip(self.parameters).double()
         value = grad_norm if loss is None else loss.detach().to(grad_norm)
-        norm, loss_value = torch.stack([grad_norm, value]).tolist()
+        norm, loss_value = self.read(torch.stack([grad_norm, value]))
         if not math.isfinite(norm + loss_value):
             self.drop_gradient()
             return math.nan

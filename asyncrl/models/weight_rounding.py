@@ -8,6 +8,7 @@ data type. Both sides call `round_rows` on the same published numbers and get th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncrl.config.tree import Config
-from asyncrl.models.policy import PolicyModel, load_policy
+from asyncrl.models.policy import LazyWeights, PolicyModel, load_policy
 
 # storage type and largest number of each format
 FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
@@ -71,11 +72,11 @@ class WeightRounder:
         self.number_format = number_format
         self.names = frozenset(f"{name}.weight" for name, _ in list_linear_layers(hf))
 
-    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: round_rows(weight, self.number_format) if name in self.names else weight
-            for name, weight in weights.items()
-        }
+    def __call__(self, weights: Mapping[str, Tensor]) -> LazyWeights:
+        return LazyWeights(
+            weights,
+            lambda name, x: round_rows(x, self.number_format) if name in self.names else x,
+        )
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -96,17 +97,12 @@ def share_rounding(model: PolicyModel, number_format: str) -> PolicyModel:
     The parameters keep their precision: they get the gradient at the rounded weights.
     """
 
-    def wrap_forward(module: torch.nn.Linear) -> Any:
-        def forward(inputs: Tensor) -> Tensor:
-            rounded = _StraightThrough.apply(  # type: ignore[no-untyped-call]
-                module.weight, number_format
-            )
-            return F.linear(inputs, rounded, module.bias)
-
-        return forward
+    def forward(module: torch.nn.Linear, inputs: Tensor) -> Tensor:
+        round_weight: Any = _StraightThrough.apply
+        return F.linear(inputs, round_weight(module.weight, number_format), module.bias)
 
     for _, module in list_linear_layers(model.hf):
-        module.forward = wrap_forward(module)  # type: ignore[method-assign]
+        module.forward = partial(forward, module)  # type: ignore[method-assign]
     return model
 
 

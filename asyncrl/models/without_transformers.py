@@ -73,9 +73,6 @@ class BareLinear(nn.Linear):
         self.weight = weight
         self.register_parameter("bias", bias)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return nn.functional.linear(inputs, self.weight, self.bias)
-
 
 class WeightModule(nn.Module):
     """A module that only has the weight of an embedding or a norm."""

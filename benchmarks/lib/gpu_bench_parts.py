@@ -30,8 +30,11 @@ from transformers import (
 
 from actors.engine import CompletionRequest
 from actors.engine_embedded import EmbeddedEngine
+from asyncrl.config import load
+from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.contract.versions import Label
+from asyncrl.experiments.serial import EPOCH, SerialRun
 from asyncrl.models import policy
 from learner.step import LearnerCore
 from lib import learner_batch
@@ -78,7 +81,7 @@ SCALES = {
     # the shapes of Qwen3-0.6B and Qwen3-1.7B
     "full": Scale(
         {"0.5B": _shape(1024, 28, 16, 3072, 151_936), "1.5B": _shape(2048, 28, 16, 6144, 151_936)},
-        *(64, 512, 2048, 128, 32, 8, 6, 20.0, 8192, 1 << 30),
+        *(64, 512, 2048, 128, 32, 8, 5, 20.0, 8192, 1 << 30),
     ),
 }
 
@@ -227,21 +230,24 @@ def measure_engine(setting: Setting, size: str) -> dict[str, Any]:
     )
     finished = 0
 
-    def decode(seconds: float) -> tuple[int, float, int]:
-        """Return new tokens, seconds, and forward passes."""
+    def decode(seconds: float) -> tuple[int, float, int, float]:
+        """Return new tokens, seconds, forward passes, and the bytes of keys that these read."""
         nonlocal finished
-        before = finished + sum(engine.count_tokens().values())
+        before, steps = finished + sum(engine.count_tokens().values()), engine.steps_made
         setting.synchronize()
-        began, passes = time.perf_counter(), 0
+        began, cached = time.perf_counter(), 0.0
         while engine.active and time.perf_counter() - began < seconds:
+            made = engine.steps_made
             finished += sum(len(completion.tokens) for completion in engine.step(8))
-            passes += 8
+            lengths = [scale.prompt + sampled for sampled in engine.count_tokens().values()]
+            cached += float((engine.steps_made - made) * sum(lengths) * engine.token_bytes)
         setting.synchronize()
         elapsed = time.perf_counter() - began
-        return finished + sum(engine.count_tokens().values()) - before, elapsed, passes
+        tokens = finished + sum(engine.count_tokens().values()) - before
+        return tokens, elapsed, engine.steps_made - steps, cached
 
     decode(scale.seconds / 4)
-    tokens, seconds, passes = decode(scale.seconds)
+    tokens, seconds, passes, cached = decode(scale.seconds)
     began = time.perf_counter()
     engine.load(weights, Label(1, 1), "e")
     setting.synchronize()
@@ -249,7 +255,10 @@ def measure_engine(setting: Setting, size: str) -> dict[str, Any]:
     return {
         "tokens_per_s": tokens / seconds,
         "passes_per_s": passes / seconds,
+        # what a forward pass must read: weights, and keys and values of the rows' tokens
         "weight_bytes": sum(w.numel() * w.element_size() for w in weights.values()),
+        "cache_bytes": cached / passes,
+        "graphs": len(engine.graphs),
         "swap_s": swap_s,
         "peak_gib": setting.peak_gib(),
     }
@@ -427,8 +436,8 @@ def measure_plain_learner(setting: Setting, size: str) -> dict[str, Any]:
 # ---- whole steps ---------------------------------------------------------------------------------
 
 
-def measure_run(setting: Setting, size: str, limit: int) -> dict[str, Any]:
-    """Run `asyncrl run` with generator and learner on the one device, at a staleness limit."""
+def write_config(setting: Setting, size: str, limit: int) -> tuple[Path, list[str]]:
+    """Return the config of a run at a staleness limit, and its settings as `key=value`."""
     scale = setting.scale
     name = f"limit-{limit}"
     r = np.random.default_rng(3)
@@ -470,9 +479,15 @@ def measure_run(setting: Setting, size: str, limit: int) -> dict[str, Any]:
     }
     config = setting.work / f"{name}.toml"
     config.write_text("")
+    return config, [f"{key}={json.dumps(value)}" for key, value in sets.items()]
+
+
+def measure_run(setting: Setting, size: str, limit: int) -> dict[str, Any]:
+    """Run `asyncrl run` with generator and learner on the one device, at a staleness limit."""
+    config, sets = write_config(setting, size, limit)
     command = [sys.executable, "-m", "asyncrl.cli", "run", str(config), "--json"]
-    for key, value in sets.items():
-        command += ["--set", f"{key}={json.dumps(value)}"]
+    for item in sets:
+        command += ["--set", item]
     summary = run_command(command)
     rows = (Path(summary["run_dir"]) / "metrics.jsonl").read_text().splitlines()
     times = [row["t"] for line in rows if "t" in (row := msgspec.json.decode(line))]
@@ -485,6 +500,40 @@ def measure_run(setting: Setting, size: str, limit: int) -> dict[str, Any]:
     }
 
 
+class SharedRun(SerialRun):
+    """Engine and learner by turns in one process; versions never leave the device."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.update_steps = 1  # an update ends before the next decode step
+        self.copies: dict[Label, dict[str, torch.Tensor]] = {}
+
+    def publish(self) -> tuple[Label, str]:
+        label = Label(EPOCH, self.core.state.number)
+        weights = policy.list_named_weights(self.core.model)
+        self.copies = {label: {name: weight.clone() for name, weight in weights}}
+        return label, str(label.number)
+
+    def swap(self) -> None:
+        goal = self.turn.schedule.next_version(self.loaded)
+        if goal is not None and goal in self.copies:
+            self.turn.engine.load(self.copies[goal], goal, str(goal.number))
+            self.loaded = goal
+
+
+def measure_shared(setting: Setting, size: str) -> dict[str, Any]:
+    """Make the run of `measure_run` at limit 2 in one process."""
+    config, sets = write_config(setting, size, 2)
+    record = SharedRun(load.load(str(config), sets)).run()
+    times = [row["t"] for row in record["curve"]]
+    return {
+        "step_s": (times[-1] - times[0]) / max(len(times) - 1, 1),
+        "tokens_per_s": record["tokens"] / record["wall_s"],
+        "lags": record["lag_histogram"],
+        "peak_gib": setting.peak_gib(),
+    }
+
+
 MEASURES: dict[str, Callable[[Setting, str], dict[str, Any]]] = {
     "peaks": measure_peaks,
     "engine": measure_engine,
@@ -493,6 +542,7 @@ MEASURES: dict[str, Callable[[Setting, str], dict[str, Any]]] = {
     "plain learner": measure_plain_learner,
     "synchronous": lambda setting, size: measure_run(setting, size, 0),
     "asynchronous": lambda setting, size: measure_run(setting, size, 2),
+    "shared": measure_shared,
     "continuous batching": measure_continuous,
 }
 

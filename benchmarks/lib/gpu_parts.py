@@ -607,7 +607,7 @@ def check_lora(setting: Setting) -> PartResult:
     engine.load(adapter, Label(1, 1), "gpu-check")
     completions = generate(setting, engine)
     unmerged = compare_completions(completions, reference)
-    merged = adapters.MergedWeights(
+    merged = adapters.merge_weights(
         dict(policy.list_named_weights(reference)), adapter, lora.alpha / lora.rank
     )
     policy.load_weights(reference, merged)

@@ -496,7 +496,7 @@ def test_rows_that_know_much_stand_beside_rows_that_know_little(model: policy.Po
     calls = [request(2, 0, [*long, 3, 3], 4), request(3, 0, [*short, *long[:49]], 4)]
     found = run(e, calls)
     check(model, [(call, found[call.key]) for call in calls])
-    assert e.hits == 2 and e.reused == 56 + 8 and len(e.weights.cos) < 56 + 49
+    assert e.hits == 2 and e.reused == 56 + 8 and e.weights.positions < 56 + 49
 
 
 @pytest.mark.parametrize("in_flight", ["keep_kv", "recompute_kv"])
@@ -572,7 +572,8 @@ class Numbered:
 
     def __init__(self, model: policy.PolicyModel, tokens: int) -> None:
         assert model.fast is not None
-        self.store = decoder.PrefixCache(model.fast, 1, tokens, torch.zeros(0))
+        like = torch.zeros(1, 0, model.fast.kv_heads, 0, model.fast.head_dim)
+        self.store = decoder.PrefixCache(tokens, like)
         self.heads, self.width = model.fast.kv_heads, model.fast.head_dim
         self.names: dict[tuple[int, ...], float] = {}
 

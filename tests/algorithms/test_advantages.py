@@ -363,12 +363,12 @@ def test_group_means_and_baselines_of_groups_of_several_sizes() -> None:
     assert values == (pytest.approx(5e-4 / (math.sqrt(5e-7) + 1e-4)))
     with pytest.raises(
         ConfigError,
-        match=r"ddof = 1 needs more than 1 samples of each prompt: raise learner\.group_size",
+        match=r"ddof = 1 needs at least 2 samples of each prompt: raise learner\.group_size",
     ):
         advantage("grpo", vec(1, 2, 3), torch.tensor([0, 0, 1]))
     got = advantage("grpo", vec(1, 2, 3), torch.tensor([0, 0, 1]), ddof=0, eps=0.0)
     assert got.tolist() == [-1, 1, 0]
-    with pytest.raises(ConfigError, match=r"rloo needs at least two samples .* learner.group_size"):
+    with pytest.raises(ConfigError, match=r"rloo needs at least 2 samples .* learner.group_size"):
         adv.compute_rloo(vec(1, 2, 3), torch.tensor([0, 0, 1]))
     assert adv.compute_rloo(vec(1, 3), torch.tensor([0, 0])).tolist() == [-2, 2]
 

@@ -440,11 +440,11 @@ def test_the_adaptive_coefficient_is_the_controllers(model_dir: Path, tmp_path: 
     assert c.reference is not None
     x = (c._forward(c.model, packed, everyone) - c._forward(c.reference, packed, everyone)).double()
     an_answer = float(x.sum()) / (GROUPS * SIZE)
-    first, control = c.train(batch()), kl.KLController(0.5, "adaptive", 1e-4, 100)
+    first = c.train(batch())
     assert first["kl/beta"] == 0.5
     assert first["kl/answer"] == pytest.approx(an_answer, rel=1e-3, abs=1e-6)
     assert abs(an_answer) > 1e-3
-    wanted = control.update(an_answer, GROUPS * SIZE)
+    wanted = kl.adapt_beta(0.5, an_answer, GROUPS * SIZE, c.config.kl.reward)
     assert c.state.beta == pytest.approx(wanted)
     assert abs(wanted / 0.5 - 1) == pytest.approx(0.2 * GROUPS * SIZE / 100)
     assert c.train(batch(1))["kl/beta"] == pytest.approx(wanted)

@@ -30,19 +30,11 @@ from learner.step import LearnerCore
 
 # a value that puts a key on, for those that hang on it
 ON: dict[str, Any] = {
-    "loss.coefficient": 1.0,
-    "correction.level": "token",
-    "correction.reject": "ratio",
-    "correction.reject2": "k2",
-    "correction.veto": "ratio",
-    "correction.m2": 0.02,
-    "kl.reward.coefficient": 0.1,
-    "kl.loss.coefficient": 0.1,
-    "stop.kl_max": 1e-4,
-    "stop.lr_by_ess": "sqrt",
-    "reshape.kl_penalty": 0.1,
-    "reshape.budget": "tokens",
-    "reshape.clip": 0.05,
+    **{"loss.coefficient": 1.0, "correction.level": "token", "correction.reject": "ratio"},
+    **{"correction.reject2": "k2", "correction.veto": "ratio", "correction.m2": 0.02},
+    **{"kl.reward.coefficient": 0.1, "kl.loss.coefficient": 0.1, "stop.kl_max": 1e-4},
+    **{"stop.lr_by_ess": "sqrt", "reshape.kl_penalty": 0.1, "reshape.budget": "tokens"},
+    **{"reshape.clip": 0.05},
 }
 _REJECTS = {
     "correction.reject": "ratio",
@@ -97,42 +89,19 @@ NEEDS: dict[str, dict[str, Any]] = {
 }
 # another value than the one that follows from the key's type
 OTHER: dict[str, Any] = {
-    "advantage.function": "own_methods:to_go",
-    "loss.function": "own_methods:ppo",
-    "advantage.part_weights": {"length": 3.0},
-    "advantage.k": 2,
-    "advantage.truncated": "fixed",
-    "correction.bound": "mask",
-    "correction.function": "test_algorithms:half",
-    "correction.hi": 1.05,
-    "correction.lo": 0.9,
-    "correction.m2": 0.01,
-    "correction.reject": "tv",
-    "correction.reject2": "tv",
-    "correction.reject2_lo": 0.001,
-    "correction.reject_at": "proximal",
-    "correction.veto": "none",
-    "correction.veto_below": 0.01,
-    "kl.loss.reference": "reference",
-    "kl.reward.reference": "reference",
-    "kl.reward.target": 1e-9,
-    "loss.band_hi": 1.01,
-    "loss.band_lo": 0.99,
-    "loss.cov_hi": 0.01,
-    "loss.cov_lo": 0.0,
-    "loss.cov_share": 0.6,
-    "loss.dppo_high": 1e-4,
-    "loss.dppo_threshold": 1e-3,
-    "loss.dual_clip": 1.2,
-    "loss.eps_high": 1.5,
-    "reshape.clip": 0.01,
-    "reshape.gamma_min": 0.9,
-    "reshape.kl_budget": 1e-5,
-    "reshape.rho_min": 0.99,
-    "reshape.weight_max": 1.0,
-    "stop.ess_min": 0.999,
-    "stop.ess_on_policy": 0.5,
-    "stop.kl_max": 1e-6,
+    **{"advantage.function": "own_methods:to_go", "loss.function": "own_methods:ppo"},
+    **{"advantage.part_weights": {"length": 3.0}, "advantage.k": 2, "advantage.truncated": "fixed"},
+    **{"correction.bound": "mask", "correction.function": "test_algorithms:half"},
+    **{"correction.hi": 1.05, "correction.lo": 0.9, "correction.m2": 0.01},
+    **{"correction.reject": "tv", "correction.reject2": "tv", "correction.reject2_lo": 0.001},
+    **{"correction.reject_at": "proximal", "correction.veto": "none"},
+    **{"correction.veto_below": 0.01, "kl.loss.reference": "reference"},
+    **{"kl.reward.reference": "reference", "kl.reward.target": 1e-9, "loss.band_hi": 1.01},
+    **{"loss.band_lo": 0.99, "loss.cov_hi": 0.01, "loss.cov_lo": 0.0, "loss.cov_share": 0.6},
+    **{"loss.dppo_high": 1e-4, "loss.dppo_threshold": 1e-3, "loss.dual_clip": 1.2},
+    **{"loss.eps_high": 1.5, "reshape.clip": 0.01, "reshape.gamma_min": 0.9},
+    **{"reshape.kl_budget": 1e-5, "reshape.rho_min": 0.99, "reshape.weight_max": 1.0},
+    **{"stop.ess_min": 0.999, "stop.ess_on_policy": 0.5, "stop.kl_max": 1e-6},
 }
 BATCHES = {"advantage.ema_decay": 3}  # two where a key is not named
 EXCEPTIONS = {
@@ -165,17 +134,10 @@ def found(models: dict[str, Path], keys: dict[str, Any], batches: int = 2) -> An
 
 def run(models: dict[str, Path], keys: dict[str, Any], batches: int) -> Any:
     raw = {
-        "model.path": str(models["policy"]),
-        "model.device": "cpu",
-        "task.name": "sort",
-        "generator.max_new_tokens": 12,
-        "learner.optimizer": "sgd",
-        "learner.lr": 0.5,
-        "learner.groups": GROUPS,
-        "learner.group_size": SIZE,
-        "learner.minibatches": 2,
-        "record.split_every": 0,
-        "record.reference_kl_every": 0,
+        **{"model.path": str(models["policy"]), "model.device": "cpu", "task.name": "sort"},
+        **{"generator.max_new_tokens": 12, "learner.optimizer": "sgd", "learner.lr": 0.5},
+        **{"learner.groups": GROUPS, "learner.group_size": SIZE, "learner.minibatches": 2},
+        **{"record.split_every": 0, "record.reference_kl_every": 0},
         **{
             key: str(models[value]) if value == "reference" else value
             for key, value in keys.items()
@@ -274,15 +236,9 @@ def test_accepted_keys_act(models: dict[str, Path], section: str, struct: Any, f
 
 
 AROUND = (
-    "model.device=cpu",
-    "generator.max_new_tokens=24",
-    "generator.context=64",
-    "learner.steps=3",
-    f"learner.groups={GROUPS}",
-    f"learner.group_size={SIZE}",
-    "learner.minibatches=2",
-    "record.split_every=0",
-    "record.reference_kl_every=0",
+    *("model.device=cpu", "generator.max_new_tokens=24", "generator.context=64"),
+    *("learner.steps=3", f"learner.groups={GROUPS}", f"learner.group_size={SIZE}"),
+    *("learner.minibatches=2", "record.split_every=0", "record.reference_kl_every=0"),
 )
 # what a paper's settings need around them here
 SETTING_BESIDE = {"kl.preset = distill": "model.reference={reference}"}

@@ -507,7 +507,7 @@ def test_what_is_not_given_has_the_published_default() -> None:
 
 def test_estimators_by_hand() -> None:
     x = vec(0.4, -0.3, 1.0)
-    assert kl.estimate_k1(x).tolist() == x.tolist()
+    assert kl.estimate("k1", x).tolist() == x.tolist()
     assert kl.estimate_k2(x).tolist() == pytest.approx([0.08, 0.045, 0.5])
     assert kl.estimate_k3(x).tolist() == pytest.approx([k3(0.4), k3(-0.3), k3(1.0)])
     assert kl.estimate_forward_k3(x).tolist() == pytest.approx(
@@ -576,14 +576,14 @@ def test_the_sum_before_a_token_is_cut_and_not_its_parts() -> None:
 def test_the_controller_of_the_paper() -> None:
     """beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon): target 6, horizon 10000."""
     for measured, error in ((6.6, 0.1), (99, 0.2), (5.4, -0.1), (-9, -0.2)):
-        controller = kl.KLController(2.0, "adaptive", 6.0, 1000)
-        assert controller.update(measured, 100) == pytest.approx(2 * (1 + error * 0.1))
-    c = kl.KLController(1.0, "adaptive")
-    assert c.update(6.6, 1000) == pytest.approx(1.01) == c.beta
+        terms = settings.KLReward(controller="adaptive", target=6.0, horizon=1000)
+        found = kl.adapt_beta(2.0, measured, 100, terms)
+        assert found == pytest.approx(2 * (1 + error * 0.1))
+    terms = settings.KLReward(controller="adaptive")
+    assert kl.adapt_beta(1.0, 6.6, 1000, terms) == pytest.approx(1.01)
     for unknown in (math.nan, math.inf, -math.inf):
-        assert c.update(unknown, 1000) == c.beta == pytest.approx(1.01)
-    assert c.update(5.4, 1000) == pytest.approx(1.01 * 0.99)
-    assert kl.KLController(1.0).update(99, 10**6) == 1.0
+        assert kl.adapt_beta(1.01, unknown, 1000, terms) == 1.01
+    assert kl.adapt_beta(1.0, 99, 10**6, settings.KLReward()) == 1.0
 
 
 def test_gamma_base_and_the_kl_of_the_batch() -> None:

@@ -161,21 +161,10 @@ def test_what_cannot_work_is_refused_when_the_config_is_read(sets: list[str], sa
 
 
 def test_a_real_run_with_a_value_head_repeats_bitwise(model_dir: Path) -> None:
-    small = (
-        "learner.steps=3",
-        "learner.groups=4",
-        "learner.group_size=2",
-        "generator.slots=8",
-        "generator.max_new_tokens=8",
-        "evaluation.every=0",
-        "evaluation.final_prompts=4",
-        "evaluation.ood_prompts=0",
-        "loss.entropy=0.1",
-        "staleness.max_lag=1",
-    )
-    config = load.load(
-        "configs/demo.toml", [f"model.path='{model_dir}'", "advantage.name=gae", *small]
-    )
+    words = f"model.path='{model_dir}' advantage.name=gae learner.steps=3 learner.groups=4 "
+    words += "learner.group_size=2 generator.slots=8 generator.max_new_tokens=8 evaluation.every=0 "
+    words += "evaluation.final_prompts=4 evaluation.ood_prompts=0 loss.entropy=0.1 "
+    config = load.load("configs/demo.toml", [*words.split(), "staleness.max_lag=1"])
     first, again = serial.run_serial(config, 3), serial.run_serial(config, 3)
     assert first["weights_digest"] == again["weights_digest"] and "failed" not in first
     assert first["steps"] == 3

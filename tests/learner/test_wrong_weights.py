@@ -63,14 +63,8 @@ def test_weights_that_are_not_the_learners_are_refused_with_both_names(
 ) -> None:
     monkeypatch.setitem(ENV, "REWARD_GATE", str(tmp_path / "gate"))
     words = (
-        *held_reward.SETS,
-        "learner.steps=20",
-        "learner.groups=4",
-        "learner.group_size=4",
-        "evaluation.every=0",
-        "record.samples_every=1",
-        "record.samples=0",
-        "name='w'",
+        *(*held_reward.SETS, "learner.steps=20", "learner.groups=4", "learner.group_size=4"),
+        *("evaluation.every=0", "record.samples_every=1", "record.samples=0", "name='w'"),
     )
     process = start(tmp_path, sort_model, *words)
     run_dir = tmp_path / "runs" / "w"
@@ -100,14 +94,9 @@ def test_weights_that_are_not_the_learners_are_refused_with_both_names(
 
 
 WORDS = (
-    "learner.groups=4",
-    "learner.group_size=4",
-    "learner.steps=8",
-    "evaluation.every=0",
-    "correction.proximal='recompute'",
-    "loss.surrogate='decoupled_ppo'",
-    "correction.function='own:weights'",
-    "name='n'",
+    *("learner.groups=4", "learner.group_size=4", "learner.steps=8", "evaluation.every=0"),
+    *("correction.proximal='recompute'", "loss.surrogate='decoupled_ppo'"),
+    *("correction.function='own:weights'", "name='n'"),
     # nothing ends because a process stood still
     "wires.connect_s=3600.0",
     "watchdog.startup_s=3600.0",

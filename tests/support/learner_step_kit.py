@@ -60,12 +60,8 @@ def core(
     model_dir: Path, run_dir: Path | None = None, *, reference: Path | None = None, **sections: Any
 ) -> LearnerCore:
     learner = {
-        "optimizer": "sgd",
-        "lr": 0.1,
-        "clip_norm": 0.0,
-        "steps": 100,
-        "groups": GROUPS,
-        "group_size": SIZE,
+        **{"optimizer": "sgd", "lr": 0.1, "clip_norm": 0.0, "steps": 100, "groups": GROUPS},
+        **{"group_size": SIZE},
     } | sections.pop("learner", {})
     sections["correction"] = {"proximal": "recompute"} | sections.get("correction", {})
     model = {"path": str(model_dir), "device": "cpu"} | sections.pop("model", {})

@@ -29,10 +29,7 @@ COPIES = {aten._to_copy.default, aten.copy_.default}
 # kernels of a GPU alone; the product's calls of the CPU's kernel have the same results
 ON_GPU_ONLY: dict[Any, Callable[..., Any]] = {
     aten._pin_memory.default: lambda x, **_: x,
-    aten._flash_attention_forward.default: lambda q, k, v, *bounds, **_: (
-        *packed_attention._attend_flash(q, k, v, call=read_call(bounds)),
-        *(q.new_empty(0) for _ in range(3)),
-    ),
+    aten._flash_attention_forward.default: lambda *args, **more: attend(*args, **more),
     aten._flash_attention_backward.default: lambda *args: packed_attention._backpropagate_flash(
         *args[:6], call=read_call(args[6:])
     ),
@@ -67,6 +64,38 @@ def read_call(bounds: tuple[Any, ...]) -> packed_attention.FlashCall:
     assert int(queries.diff().max()) == longest_query and int(keys.diff().max()) == longest_key
     assert queries.dtype == keys.dtype == torch.int32
     return packed_attention.FlashCall(queries, keys, longest_query, longest_key, causal)
+
+
+def attend(
+    q: Any, k: Any, v: Any, *bounds: Any, scale: float = 0.0, seqused_k: Any = None
+) -> tuple[Any, ...]:
+    """The flash kernel; with `seqused_k`, the last query of a row sees all keys that it uses."""
+    queries, keys, longest_query, longest_key, _dropout, causal, *_ = bounds
+    call = read_call(bounds) if seqused_k is None else None
+    if seqused_k is not None:
+        assert seqused_k.dtype == torch.int32 and int(seqused_k.max()) <= longest_key
+        width = int(queries[1])
+        assert (
+            width == longest_query and causal == (width > 1) and torch.all(queries.diff() == width)
+        )
+        used = (seqused_k[:, None] - torch.arange(width).flip(0)).flatten().tolist()
+        begins = keys[:-1].repeat_interleave(width).tolist()
+        own = torch.cat([torch.arange(at, at + n) for at, n in zip(begins, used, strict=True)])
+        q, k, v = q * scale * q.shape[2] ** 0.5, k[own], v[own]
+        ends = torch.tensor([0, *used]).cumsum(0).int()
+        call = packed_attention.FlashCall(torch.arange(len(ends)), ends, 1, max(used), False)
+    return *packed_attention._attend_flash(q, k, v, call), *(q.new_empty(0) for _ in range(3))
+
+
+def capture(step: Callable[[], Any]) -> Callable[[], Any]:
+    """As a CUDA graph, each run leaves its result in the same tensor."""
+    kept: list[Any] = []
+
+    def replay() -> Any:
+        kept.append(step())
+        return None if kept[0] is None else kept[0].copy_(kept.pop() if kept[1:] else kept[0])
+
+    return replay
 
 
 # a CPU tensor may index one of the GPU
@@ -260,7 +289,7 @@ def pretend_gpu() -> Iterator[None]:
             mock.patch.multiple(torch.cuda, **replaced),
             mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(read_on_cpu)),
             mock.patch.object(threading.Thread, "run", run_with_modes),
-            mock.patch.object(decoder, "capture", lambda step: step),
+            mock.patch.object(decoder, "capture", capture),
             NumberMode(),
             GpuMode(),
         ):

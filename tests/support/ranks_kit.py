@@ -14,12 +14,8 @@ from process_kit import ENV, ROOT
 # no rank is taken for lost because others have the cores
 PATIENT_S = 1800.0
 LEARNER = {
-    "lr": 0.003,
-    "steps": 100,
-    "groups": 6,
-    "group_size": 3,
-    "micro_batch_tokens": 60,
-    "rank_timeout_s": PATIENT_S,
+    **{"lr": 0.003, "steps": 100, "groups": 6, "group_size": 3, "micro_batch_tokens": 60},
+    **{"rank_timeout_s": PATIENT_S},
 }
 PATHS = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -20,7 +20,7 @@ from actors.engine_embedded import EmbeddedEngine
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapter_files, memory
-from asyncrl.models.adapters import MergedWeights
+from asyncrl.models.adapters import merge_weights
 from asyncrl.models.policy import list_named_weights, load_policy
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.tinker.messages import (
@@ -177,7 +177,7 @@ class Sampler:
             if (path / adapter_files.CONFIG).exists():
                 adapter = adapter_files.read(path)
                 scale = adapter.settings["lora_alpha"] / adapter.settings["r"]
-                weights: Mapping[str, torch.Tensor] = MergedWeights(
+                weights: Mapping[str, torch.Tensor] = merge_weights(
                     self.base, adapter.tensors, scale
                 )
             else:

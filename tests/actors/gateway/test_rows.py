@@ -143,7 +143,8 @@ def test_skipped_tokens_are_counted_where_they_were_drawn(model_dir: Path) -> No
         packed = c._pack_batch(data)
         prep = step_loss.prepare(packed, c.config)
         c.trained_samples = set()
-        unused = c._count_unused_tokens(prep, packed, len(data.samples))
+        counts = prep.reads.read(*c._sum_unused_tokens(prep, packed))
+        unused = c._list_unused_tokens(counts, packed, len(data.samples))
         assert unused == [(s.length, 0) for s in data.samples]
 
 
