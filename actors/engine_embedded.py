@@ -794,7 +794,8 @@ class EmbeddedEngine:
                 indexed_count = self.draft_book.count_indexed(row.request)
                 new_tokens = self.out_token[slot, indexed_count : row.sampled].tolist()
                 drafts[slot] = self.draft_book.propose(row.request, new_tokens, limit)
-            policy.count_lookup(self.live, time.perf_counter() - began)
+            policy.looked_up += self.live
+            policy.lookup_s += time.perf_counter() - began
         width = max(map(len, drafts))
         padded = [draft + [-1] * (width - len(draft)) for draft in drafts]
         return torch.tensor(padded, dtype=int64, device=self.device).view(len(drafts), width)

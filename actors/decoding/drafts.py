@@ -143,11 +143,6 @@ class DraftPolicy:
         self.drafted = float(PRIOR_STEPS)
         self.yielded = PRIOR_STEPS * (1 + self.draft_tokens / 2)
 
-    def count_lookup(self, rows: int, seconds: float) -> None:
-        """Count the time that the drafts of a step's rows took."""
-        self.looked_up += rows
-        self.lookup_s += seconds
-
     def count(self, drafted: int, yielded: int) -> None:
         """Count the rows of a step with drafts, and the tokens that it yielded."""
         self.drafted += drafted

@@ -252,6 +252,14 @@ class HostReads:
     """Numbers of tensors on the host: one read copies all that are planned, and waits once.
 
     A tensor must not change after it is planned or read.
+
+    >>> reads = HostReads()
+    >>> first, second = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> reads.planned.append(second)
+    >>> reads.read(first)
+    [[1.0, 2.0]]
+    >>> len(reads.copies)
+    2
     """
 
     def __init__(self) -> None:

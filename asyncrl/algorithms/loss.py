@@ -10,7 +10,7 @@
     share = compute_learning_rate_share(prep, step, sums)
     # early stop: KL = sum a / sum b over the micro-batches of the step
     a, b = sum_update_kl(prep, part, lp)
-    # once per batch; numbers are read from the device together, by `prep.reads`
+    # once per batch: `prep.reads` copies all numbers from the device together
     add_sums(total, sums); metrics = prep.metrics | finish(total, prep.reads)
 
 Tensors are packed over response tokens: N tokens of B samples, the tokens of a sample contiguous

@@ -212,7 +212,8 @@ def finish(
     if "router" in w:
         weights = expert_layers.ExpertWeights(w["router"], w["up"], w["down"])
         logits = multiply(h, weights.router) if rows > 1 else None
-        return x + expert_layers.apply(h, weights, lay.experts, replayed, recorded, logits, rows)
+        inputs = h, weights, lay.experts, replayed, recorded
+        return x + expert_layers.apply(*inputs, logits=logits, rows=rows)
     gate, up = (h @ w["up"]).chunk(2, -1)
     inner = F.silu(gate.contiguous() if rows > 1 else gate)
     inner = inner * up if inner.requires_grad else inner.mul_(up)

@@ -177,18 +177,10 @@ def run(tmp_path: Path, *words: str) -> Ended:
 
 def test_a_whole_run_at_lag_0_has_a_mismatch_of_exactly_0(tmp_path: Path) -> None:
     words = (
-        "learner.steps=5",
-        "learner.groups=6",
-        "learner.group_size=4",
-        "staleness.max_lag=0",
-        "correction.proximal='recompute'",
-        "loss.surrogate='decoupled_ppo'",
-        "evaluation.every=0",
-        "evaluation.final_prompts=16",
-        "generators=2",
-        "generator.slots=9",
-        "generator.top_p=0.8",
-        "generator.top_k=20",
+        *("learner.steps=5", "learner.groups=6", "learner.group_size=4", "staleness.max_lag=0"),
+        *("correction.proximal='recompute'", "loss.surrogate='decoupled_ppo'", "generators=2"),
+        *("evaluation.every=0", "evaluation.final_prompts=16", "generator.slots=9"),
+        *("generator.top_p=0.8", "generator.top_k=20"),
     )
     found = {}
     for name in ("true", "false"):
@@ -206,17 +198,9 @@ def test_a_stale_run_has_a_mismatch_of_0_at_every_lag(asyncrl: Callable[..., End
     """Answers of the version before last: what lies between them and the learner's start is
     staleness, to the last bit."""
     done = asyncrl(
-        "run",
-        "learner.steps=5",
-        "learner.groups=8",
-        "learner.lr=0.001",
-        "staleness.inject=2",
-        "weights.in_flight='recompute_kv'",
-        "evaluation.every=0",
-        "evaluation.final_prompts=8",
-        "record.split_every=1",
-        "exact=true",
-        "name='stale'",
+        *("run", "learner.steps=5", "learner.groups=8", "learner.lr=0.001", "staleness.inject=2"),
+        *("weights.in_flight='recompute_kv'", "evaluation.every=0", "evaluation.final_prompts=8"),
+        *("record.split_every=1", "exact=true", "name='stale'"),
     ).check()
     rows = jsonl.read(Path(done.json["run_dir"]) / "metrics.jsonl")
     split = [r for r in rows if "split/mismatch" in r]

@@ -171,15 +171,9 @@ def test_earlier_versions_share_the_rounding(model: Path) -> None:
 def test_the_shipped_config_has_no_mismatch_but_that_of_the_sums(sort_model: Path) -> None:
     """Nothing is learned, so that the policy is its own reference, with the same rounding."""
     small = [
-        "learner.steps=2",
-        "learner.groups=4",
-        "learner.group_size=4",
-        "learner.lr=0",
-        "evaluation.every=0",
-        "evaluation.final_prompts=1",
-        "evaluation.ood_prompts=0",
-        "record.reference_kl_every=1",
-        f"model.path='{sort_model}'",
+        *("learner.steps=2", "learner.groups=4", "learner.group_size=4", "learner.lr=0"),
+        *("evaluation.every=0", "evaluation.final_prompts=1", "evaluation.ood_prompts=0"),
+        *("record.reference_kl_every=1", f"model.path='{sort_model}'"),
     ]
     curves = {}
     for name, sets in (

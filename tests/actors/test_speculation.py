@@ -254,9 +254,7 @@ def test_drafts_pay_while_the_gain_is_above_their_cost() -> None:
     assert not policy.pays(1), "nothing is measured"
     policy.seconds = {2: (2.0, 6.0), 8: (1.0, 3.75)}
     assert policy.pays(2) and policy.pays(3) and not policy.pays(9)
-    policy.count_lookup(10, 0.25)
-    policy.count_lookup(10, 1.0)
-    assert (policy.looked_up, policy.lookup_s) == (20, 1.25)
+    policy.looked_up, policy.lookup_s = 20, 1.25
     assert policy.pays(3) and not policy.pays(4), "at four rows the look-up takes all of the gain"
     policy.count(64, 128)
     policy.count(128, 512)
@@ -297,7 +295,7 @@ def test_the_first_weights_cost_is_measured(model: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(EmbeddedEngine, "_time_verification", None)  # is not called again
     e.load(dict(policy.list_named_weights(model)), Label(1, 1), "d1")
     assert e.drafts.pays(4), "new weights may repeat themselves more"
-    e.drafts.count_lookup(10, 0.5)
+    e.drafts.looked_up, e.drafts.lookup_s = 10, 0.5
     assert e.drafts.pays(1) and not e.drafts.pays(4), "the look-up of a row takes 0.05 s"
 
 
@@ -323,13 +321,8 @@ def test_a_config_switches_it_on(sort_model: Path) -> None:
 
 def test_a_run_of_the_shipped_config_ends_with_the_same_weights(sort_model: Path) -> None:
     small = [
-        "learner.steps=2",
-        "learner.groups=4",
-        "learner.group_size=4",
-        "evaluation.every=0",
-        "evaluation.final_prompts=1",
-        "evaluation.ood_prompts=0",
-        f"model.path='{sort_model}'",
+        *("learner.steps=2", "learner.groups=4", "learner.group_size=4", "evaluation.every=0"),
+        *("evaluation.final_prompts=1", "evaluation.ood_prompts=0", f"model.path='{sort_model}'"),
     ]
     digests = set()
     for sets in (["generator.draft_rows=16"], ["generator.speculate=0"]):
