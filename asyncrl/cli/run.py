@@ -118,7 +118,7 @@ def _plan_cluster(config: Any) -> dict[str, Any]:
     lag = {key: outcome[f"lag_{key}"] for key in ("mean", "p95", "max")}
     simulated = "mean {mean:.1f}, p95 {p95:.0f}, max {max:.0f} versions, simulated"
     return {
-        **{f"place {index}": placed.describe() for index, placed in enumerate(plan.placement, 1)},
+        **{f"place {index}": place for index, place in enumerate(plan.placement, 1)},
         **{
             name: used if result.as_json else cluster.describe_bytes(used)
             for name, used in sizes.items()

@@ -197,7 +197,7 @@ def check_versions(subject: Subject) -> str:
 def check_devices(subject: Subject) -> str:
     """Check that the GPUs in the config exist, or that a cluster's would suffice."""
     if subject.config.placement.nodes:
-        return "; ".join(placed.describe() for placed in make_plan(subject.config).placement)
+        return "; ".join(make_plan(subject.config).placement)
     if problem := devices.find_missing_gpus(subject.config):
         raise ConfigError(problem)
     return "; ".join(devices.describe_placement(subject.config))

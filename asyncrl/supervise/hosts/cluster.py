@@ -20,21 +20,10 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 OPERATIONS, MEMORY_SPEED, LINK_SPEED = 4e14, 2e12, 5e9
 
 
-class PlacedProcesses(NamedTuple):
-    """Processes of one host, and their GPUs."""
-
-    host: str
-    gpus: list[int]
-    processes: str
-
-    def describe(self) -> str:
-        return f"{self.host} GPUs {self.gpus[0]}-{self.gpus[-1]}: {self.processes}"
-
-
 class ClusterPlan(NamedTuple):
     """The plan of a run; bytes, and seconds under the assumed speeds."""
 
-    placement: list[PlacedProcesses]
+    placement: list[str]  # hosts, their GPUs and what runs on these
     parameters: int
     learner_gpu: Numbers  # bytes by use
     server_gpu: Numbers
@@ -42,15 +31,17 @@ class ClusterPlan(NamedTuple):
     times: Numbers  # see `asyncrl.experiments.simulate.times.TimeModel`
 
 
-def place_processes(config: Config) -> list[PlacedProcesses]:
+def place_processes(config: Config) -> list[str]:
     """Give each learner rank and each server its GPUs.  Raises ConfigError without room."""
     placement, ranks = config.placement, config.learner.process_count
     size, width = placement.gpus_per_node, config.generator.tensor_parallel or 1
+    tensor = config.learner.mesh.tensor
+    groups = f", tensor groups of {tensor}" if tensor > 1 else ""
     placed = []
     for first in range(0, ranks, size):
-        count = min(size, ranks - first)
-        name = f"learner ranks {first} to {first + count - 1}"
-        placed.append(PlacedProcesses(f"node {first // size + 1}", list(range(count)), name))
+        last = min(first + size, ranks) - 1
+        host = f"node {first // size + 1} GPUs 0-{last - first}"
+        placed.append(f"{host}: learner ranks {first} to {last}{groups}")
     hosts: dict[str, int] = {}  # -> GPUs of its servers so far
     for url in config.generator.servers:
         host = urlsplit(url).hostname or url
@@ -62,7 +53,7 @@ def place_processes(config: Config) -> list[PlacedProcesses]:
                 f"{width} GPU(s) (generator.tensor_parallel); a host has {size} "
                 "(placement.gpus_per_node)"
             )
-        placed.append(PlacedProcesses(host, list(range(first, first + width)), f"server {url}"))
+        placed.append(f"{host} GPUs {first}-{first + width - 1}: server {url}")
     learner_hosts = math.ceil(ranks / size)
     if (needed := learner_hosts + len(hosts)) > placement.nodes:
         raise ConfigError(
@@ -138,7 +129,16 @@ def make_plan(config: Config) -> ClusterPlan:
     placed = place_processes(config)
     rank, server = plan_memory(config, shape)
     several = settings.tensor_parallel or 1
-    shards = learner.process_count // learner.mesh.replicate // learner.mesh.tensor
+    tensor = learner.mesh.tensor
+    if any(
+        getattr(shape, name) % tensor
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    ):
+        raise ConfigError(
+            f"learner.mesh.tensor: {tensor} ranks cannot divide {config.model.path}, whose heads, "
+            "key heads and intermediate_size have to be multiples of it"
+        )
+    shards = learner.process_count // learner.mesh.replicate // tensor
     copies = f"learner.mesh.shard of backend fsdp2 (now {shards})"
     remedies = {
         f"a learner rank: raise {copies}, or set learner.offload = true": rank,
