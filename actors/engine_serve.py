@@ -3,10 +3,10 @@
 The generator process stays thin: tickets, rewards and delivery.  Each completion is one streamed
 request for tokens at the server with the fewest.  A new version pauses every server between two of
 its steps, is read from a safetensors file (actors/vllm_transfer.py), named, and probed as the
-engine inside this process is (`ProbedEngine`).  Threads make the updates, which need no turn of the
-event loop that has the answers.  vLLM names the version of every token.  A server that ends, hangs
-or answers with another version gets no requests until it has the current weights again; its
-unfinished requests go to the others, and their lost tokens count as sampled.
+engine inside this process is (`ProbedEngine`).  All happens in one event loop, which runs within
+`step` and `load`.  vLLM names the version of every token.  A server that ends, hangs or answers
+with another version gets no requests until it has the current weights again; its unfinished
+requests go to the others, and their lost tokens count as sampled.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ import asyncio
 import contextlib
 import fcntl
 import os
-import queue
 import shlex
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-import httpx2
+import httptools
 import msgspec
 import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -43,11 +41,11 @@ from actors.engine import (
     build_completion,
 )
 from actors.engine_vllm import (
-    BLOCK,
     CPU_SETTINGS,
+    SETTINGS,
+    UPDATE,
     ProbedEngine,
-    choose_dtype,
-    count_cache_bytes,
+    list_options,
 )
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
@@ -58,18 +56,12 @@ from asyncrl.models.policy import load_text_config
 from asyncrl.records import rundir
 
 SILENT_S = 300.0  # without a byte: longer than the longest update, during which answers wait
-CALL_S = 60.0  # of any call beside updates and answers
 CONNECT_S = 60.0  # until another's does
 RETRY_S = 2.0  # between two attempts to reach a lost server
 RESTARTS = 3  # of a server of our own
+GENERATE = "/inference/v1/generate"
 STEP_S = 0.05  # the longest wait of a step
-EXTENSION = "actors.vllm_transfer.FileTransferExtension"
-SETTINGS = {
-    "VLLM_SERVER_DEV_MODE": "1",  # opens the routes for weights
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-}
+POLL_S = 0.01  # between two looks for a server
 # vLLM's processes outlive one that is killed: all end with this process, and with the server
 TOGETHER = """exec 3<&0
 (cat <&3 >/dev/null; kill -KILL 0) &
@@ -90,17 +82,71 @@ class ServerLost(Exception):
     """A server ended, hangs, or does not do what was asked of it."""
 
 
-LOST = (ServerLost, httpx2.TransportError, msgspec.DecodeError)
+LOST = (ServerLost, OSError, httptools.HttpParserError, msgspec.DecodeError)
 
 
 class ServedVersion(NamedTuple):
     """A version that `load` was given."""
 
-    version: str  # its name at vLLM
     label: Label
-    loads: int  # the number of the load
-    path: Path  # its file
+    path: Path  # its file, of the name that it has at vLLM
     expected: np.ndarray  # log-probabilities of its probe
+
+
+class AnswerStream(asyncio.Protocol):
+    """A request to a server, and what has come of the answer.
+
+    An HTTP client takes several times the processor time (docs/log/engines.md).
+
+    born: the version under which a prompt is sent.
+    """
+
+    def __init__(self, born: Label) -> None:
+        self.born = born
+        self.message = b""  # to send
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[Span] = []
+        self.parser = httptools.HttpResponseParser(self)
+        self.body = b""  # without the lines that were read
+        self.timeout: asyncio.Timeout
+        self.error: Exception | None = None
+        self.ended = asyncio.Event()
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(self.message)
+
+    def data_received(self, data: bytes) -> None:
+        self.timeout.reschedule(time.monotonic() + SILENT_S)
+        try:
+            self.parser.feed_data(data)
+            if self.parser.get_status_code() == 200:
+                *lines, self.body = self.body.split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: {"):
+                        self._read_message(msgspec.json.decode(line[6:]))
+        except LOST as error:
+            self.connection_lost(error)
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        self.ended.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.error = self.error or error
+        self.ended.set()
+
+    def _read_message(self, message: dict[str, Any]) -> None:
+        for choice in message.get("choices", [{"finish_reason": f"{message}"[:300]}]):
+            if choice.get("finish_reason") not in (None, "stop", "length"):
+                raise ServerLost(f"an answer was ended: {choice['finish_reason']}")
+            self.tokens += choice.get("token_ids") or ()
+            logprobs = choice.get("logprobs") or {"content": ()}
+            self.logprobs += [token["logprob"] for token in logprobs["content"]]
+            if spans := choice.get("weight_versions"):
+                self.spans = msgspec.convert(spans, list[Span])
 
 
 class LiveRequest:
@@ -110,15 +156,8 @@ class LiveRequest:
         self.request = request
         self.seed = seed
         self.lost = 0  # tokens of attempts whose server was lost
-        self.born = Label(0, 0)  # the version under which its prompt was sent
-        self.clear()
-        self.answer: Future[None] = Future()
-
-    def clear(self) -> None:
-        """Begin a new attempt."""
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.spans: list[Span] = []
+        self.stream = AnswerStream(Label(0, 0))  # of this attempt
+        self.answer: asyncio.Task[None]
 
 
 class Server:
@@ -127,7 +166,9 @@ class Server:
     def __init__(self, url: str, command: Sequence[str] = (), gpus: Sequence[int] = ()) -> None:
         self.url = url
         self.command = command
-        self.settings = (CPU_SETTINGS if "--enforce-eager" in command else {}) | SETTINGS
+        self.settings = SETTINGS | {"HF_HUB_OFFLINE": "1"}
+        if "--enforce-eager" in command:
+            self.settings |= CPU_SETTINGS
         if gpus:
             self.settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         self.process: subprocess.Popen[bytes] | None = None
@@ -135,10 +176,12 @@ class Server:
         self.log = tempfile.TemporaryFile()
         self.live = 0
         self.weights: ServedVersion | None = None  # None: it gets no requests
-        self.probe: Future[None] = Future()  # of its newest weights
+        self.probe: asyncio.Future[None]  # of its newest weights
+        self.probing: asyncio.Task[None]
+        self.revival: asyncio.Task[None]  # asyncio forgets a task that nothing holds
         self.given: set[str] = set()  # all versions that it got
         self.is_lost = False
-        self.lock = threading.Lock()  # of an update
+        self.lock = asyncio.Lock()  # of an update
 
     def start(self) -> None:
         """Start a server of our own, unless it runs or has ended too often."""
@@ -179,13 +222,10 @@ class ServeEngine(ProbedEngine):
     def __init__(self, config: Config) -> None:
         settings = config.generator
         super().__init__(config)
-        self.servers = (
-            [Server(url.rstrip("/")) for url in settings.servers]
-            if settings.servers
-            else [make_own_server(config, index) for index in range(settings.own_servers or 1)]
-        )
-        command = shlex.join(build_command(config, "0.0.0.0", 8000))
-        self.hint = f"VLLM_SERVER_DEV_MODE=1 {command}"
+        self.servers = [Server(url.rstrip("/")) for url in settings.servers] or [
+            make_own_server(config, index) for index in range(settings.own_servers or 1)
+        ]
+        self.hint = f"start it with: {shlex.join(build_command(config, '0.0.0.0', 8000))}"
         folder = settings.weights_dir or (str(rundir.SHM) if rundir.SHM.is_dir() else None)
         prefix = f"asyncrl-{os.getuid()}-weights-"
         try:
@@ -199,30 +239,12 @@ class ServeEngine(ProbedEngine):
             Path(self.folder.name).chmod(0o755)
         self.startup_s = config.watchdog.startup_s
         self.newest: ServedVersion
-        self.losing = threading.Lock()
-        self.readied = asyncio.Event()  # a server has become ready
         self.requests: dict[Key, LiveRequest] = {}
-        self.finished: queue.SimpleQueue[LiveRequest | Exception] = queue.SimpleQueue()
-        self.tls = httpx2.create_ssl_context()
-        self.client = httpx2.Client(**self._say_how())
-        # for each server a thread for its update, one for its return and one for its probe
-        self.callers = ThreadPoolExecutor(3 * len(self.servers), "vllm-calls")
+        self.finished: asyncio.Queue[LiveRequest | Exception] = asyncio.Queue()
+        self.tls = ssl.create_default_context()
         self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self.loop = self.runner.get_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        list(self.callers.map(self._connect, self.servers))
-
-    def _say_how(self) -> dict[str, Any]:
-        """Return the settings of a client."""
-        return {
-            "headers": {"content-type": "application/json"},
-            "timeout": httpx2.Timeout(SILENT_S, connect=30.0, pool=None),
-            # uvloop closes an idle connection before it looks whether a request has arrived on it:
-            # a server that is short of a processor would break off requests
-            "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=0),
-            "verify": self.tls,
-        }
+        self.loop.run_until_complete(self._serve_all(self._connect))
 
     # ---- the protocol ----------------------------------------------------------------------------
 
@@ -242,32 +264,28 @@ class ServeEngine(ProbedEngine):
             raise AsyncrlError(f"generator.weights_dir: cannot write {path}: {error}") from error
 
         old = self.newest.path if self.loads > 1 else path
-        self.newest = ServedVersion(self.version, label, self.loads, path, expected)
-        servers = [server for server in self.servers if not server.is_lost]
-        list(self.callers.map(self._update_or_lose, servers))
+        self.newest = ServedVersion(label, path, expected)
+        self.loop.run_until_complete(self._serve_all(self._update_or_lose))
         if old != path:
             old.unlink()
 
     def begin(self, request: CompletionRequest, seed: int) -> None:
         live = self.requests[request.key] = LiveRequest(request, seed)
-        live.answer = asyncio.run_coroutine_threadsafe(self._complete(live), self.loop)
+        live.answer = self.loop.create_task(self._complete(live))
 
     def step(self, steps: int = 8) -> list[Completion]:
         """Wait a moment for answers, and return the completions that have ended."""
         completions = []
-        timeout = STEP_S
-        while self.requests:
-            try:
-                ended = self.finished.get(timeout=timeout)
-            except queue.Empty:
-                break
-            timeout = 0.0
+        ended = self.loop.run_until_complete(self._wait())
+        while ended is not None:
             if isinstance(ended, Exception):
                 raise ended
-            if self.requests.get(ended.request.key) is ended:
-                request = self.requests.pop(ended.request.key).request
-                spans = self.build_spans(ended.spans, ended.born)
-                completions.append(build_completion(request, ended.tokens, ended.logprobs, spans))
+            request, stream = ended.request, ended.stream
+            if self.requests.get(request.key) is ended:
+                del self.requests[request.key]
+                spans = self.build_spans(stream.spans, stream.born)
+                completions.append(build_completion(request, stream.tokens, stream.logprobs, spans))
+            ended = None if self.finished.empty() else self.finished.get_nowait()
         self.steps_made += 1
         return completions
 
@@ -276,61 +294,62 @@ class ServeEngine(ProbedEngine):
         aborted = [self.requests.pop(key) for key in set(keys) & self.requests.keys()]
         for live in aborted:
             live.answer.cancel()  # closes the connection, and the server aborts it
+        if aborted:
+            self.loop.run_until_complete(asyncio.wait([live.answer for live in aborted]))
         return {live.request.key: counts[live.request.key] for live in aborted}
 
     def count_tokens(self) -> TokenCounts:
         return {
             # the buffer takes no more of a sample
-            key: min(live.lost + len(live.tokens), live.request.max_new_tokens)
+            key: min(live.lost + len(live.stream.tokens), live.request.max_new_tokens)
             for key, live in self.requests.items()
         }
 
     def close(self) -> None:
         """End requests and the servers of our own, and forget the weights."""
-        self.client.close()  # a lost server is looked for no longer
         for server in self.servers:
-            server.command = ()  # not to start again
             server.stop()
-            server.probe.cancel()
-        self.callers.shutdown(wait=False, cancel_futures=True)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
         self.runner.close()
         self.folder.cleanup()
 
     # ---- requests --------------------------------------------------------------------------------
+
+    async def _wait(self) -> LiveRequest | Exception | None:
+        """Handle what has come, and wait for the end of an answer, at most STEP_S."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STEP_S):
+                return await self.finished.get()
+        return None
 
     async def _complete(self, live: LiveRequest) -> None:
         """Ask servers until one has answered whole."""
         try:
             while True:
                 while not (ready := [server for server in self.servers if server.weights]):
-                    self.readied.clear()
-                    await self.readied.wait()
+                    await asyncio.sleep(POLL_S)
                 server = min(ready, key=lambda server: server.live)
-                if (weights := server.weights) is None:  # a thread has begun an update
-                    continue
                 server.live += 1
                 try:
-                    await self._stream(server, live, weights)
-                    await asyncio.shield(asyncio.wrap_future(server.probe))
+                    await self._stream(server, live)
+                    await asyncio.shield(server.probe)
                     break
                 except LOST as error:
-                    live.lost += len(live.tokens)
-                    live.clear()
+                    live.lost += len(live.stream.tokens)
+                    live.stream.tokens = []
                     self._lose(server, error)
                 finally:
                     server.live -= 1
-            self.finished.put(live)
+            self.finished.put_nowait(live)
         except Exception as error:
-            self.finished.put(error)
+            self.finished.put_nowait(error)
 
-    async def _stream(self, server: Server, live: LiveRequest, weights: ServedVersion) -> None:
-        request = live.request
-        live.born = weights.label
+    async def _stream(self, server: Server, live: LiveRequest) -> None:
+        request, weights = live.request, server.weights
+        assert weights is not None
+        stream = live.stream = AnswerStream(weights.label)
         body = {
             "token_ids": request.prompt.tolist(),
-            "cache_salt": self.salt(request.group, f"{self.folder.name[-8:]}-{weights.loads}"),
+            "cache_salt": self.salt(request.group, f"{self.folder.name[-8:]}-{weights.path.name}"),
             "stream": True,
             "sampling_params": {
                 "max_tokens": request.max_new_tokens,
@@ -344,65 +363,74 @@ class ServeEngine(ProbedEngine):
                 "detokenize": False,
             },
         }
-        url = f"{server.url}/inference/v1/generate"
-        content = msgspec.json.encode(body)
-        async with (
-            # one for each answer: a pool looks at all connections for each
-            httpx2.AsyncClient(**self._say_how()) as client,
-            client.stream("POST", url, content=content) as response,
+        await self._ask(server, GENERATE, body, stream)
+        covered = [end for span in stream.spans for end in (span.start, span.end)]
+        if (
+            not stream.tokens
+            or len(stream.logprobs) != len(stream.tokens)
+            or [0, *covered[1::2]] != [*covered[::2], len(stream.tokens)]
         ):
-            if response.status_code != 200:
-                await response.aread()
-                raise_for_answer(server, response)
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                part = msgspec.json.decode(line[6:])
-                for choice in part.get("choices", [{"finish_reason": f"{part}"[:300]}]):
-                    if choice.get("finish_reason") not in (None, "stop", "length"):
-                        raise ServerLost(f"an answer was ended: {choice['finish_reason']}")
-                    live.tokens += choice.get("token_ids") or ()
-                    logprobs = choice.get("logprobs") or {"content": ()}
-                    live.logprobs += [token["logprob"] for token in logprobs["content"]]
-                    if spans := choice.get("weight_versions"):
-                        live.spans = msgspec.convert(spans, list[Span])
-        covered = [end for span in live.spans for end in (span.start, span.end)]
-        is_whole = (
-            live.tokens
-            and len(live.logprobs) == len(live.tokens)
-            and [0, *covered[1::2]] == [*covered[::2], len(live.tokens)]
-        )
-        if not is_whole:
-            raise ServerLost(f"an answer of {len(live.tokens)} tokens was cut off")
-        if any(span.version not in server.given for span in live.spans):
-            raise ServerLost(f"it sampled with weights that it was not given: {live.spans}")
+            raise ServerLost(f"an answer of {len(stream.tokens)} tokens was cut off")
+        if any(span.version not in server.given for span in stream.spans):
+            raise ServerLost(f"it sampled with weights that it was not given: {stream.spans}")
 
     # ---- servers ---------------------------------------------------------------------------------
 
-    def _call(self, server: Server, path: str, body: Any = None) -> Any:
-        """Call a route of a server, GET without a body, else POST, and return its answer."""
-        data = None if body is None else msgspec.json.encode(body)
-        method = "GET" if body is None else "POST"
-        seconds = SILENT_S if path == "/update_weights" else CALL_S
-        response = self.client.request(method, server.url + path, content=data, timeout=seconds)
-        raise_for_answer(server, response)
-        return msgspec.json.decode(response.content or b"null")
+    async def _serve_all(self, act: Callable[[Server], Awaitable[None]]) -> None:
+        """Do something with all servers at once."""
+        await asyncio.gather(*map(act, self.servers))
 
-    def _generate(self, server: Server, tokens: list[int], **sampling: Any) -> Any:
+    async def _ask(self, server: Server, path: str, body: Any, stream: AnswerStream) -> None:
+        """Send a request, GET without a body, else POST, and wait for the end of the answer."""
+        content = b"" if body is None else msgspec.json.encode(body)
+        url = urlsplit(server.url)
+        head = (
+            f"{'GET' if body is None else 'POST'} {url.path}{path} HTTP/1.1\r\n"
+            f"host: {url.netloc}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            f"content-length: {len(content)}\r\n\r\n"
+        )
+        stream.message = head.encode() + content
+        async with asyncio.timeout(SILENT_S) as stream.timeout:
+            transport, _ = await self.loop.create_connection(
+                lambda: stream,
+                str(url.hostname),
+                url.port or url.scheme,  # type: ignore[arg-type]
+                ssl=self.tls if url.scheme == "https" else None,
+            )
+            try:
+                await stream.ended.wait()
+            finally:
+                transport.abort()
+        if stream.error is not None:
+            raise stream.error
+        if (status := stream.parser.get_status_code()) != 200:
+            said = " ".join(stream.body.decode(errors="replace").split())[:300]
+            error = f"{path} answered {status or 'nothing'}: {said}"
+            if status in (400, 422) and path == GENERATE:
+                raise AsyncrlError(f"the vLLM server at {server.url} refuses a request: {error}")
+            raise ServerLost(error)
+
+    async def _call(self, server: Server, path: str, body: Any = None) -> Any:
+        """Call a route of a server, and return its answer."""
+        stream = AnswerStream(self.label)
+        await self._ask(server, path, body, stream)
+        return msgspec.json.decode(stream.body or b"null")
+
+    async def _generate(self, server: Server, tokens: list[int], **sampling: Any) -> Any:
         """Sample one token behind `tokens`."""
         sampling = {"max_tokens": 1, "logprobs": 0, "detokenize": False} | sampling
         body = {"token_ids": tokens, "sampling_params": sampling}
-        return self._call(server, "/inference/v1/generate", body)
+        return await self._call(server, GENERATE, body)
 
-    def _connect(self, server: Server) -> None:
+    async def _connect(self, server: Server) -> None:
         """Wait for a server, and check that it can do what is needed."""
         server.start()
         deadline = time.monotonic() + (self.startup_s if server.command else CONNECT_S)
         while True:
             try:
-                self._call(server, "/health")
+                await self._call(server, "/health")
                 break
-            except (httpx2.TransportError, ServerLost) as error:
+            except LOST as error:
                 if ended := server.explain_end():
                     raise (ServerLost if server.given else PeerUnreachable)(ended) from error
                 if time.monotonic() > deadline:
@@ -411,130 +439,116 @@ class ServeEngine(ProbedEngine):
                         raise ServerLost(f"{error}") from error
                     raise PeerUnreachable(
                         f"generator.servers: no vLLM server answers at {server.url} "
-                        f"({type(error).__name__} {error}); start it with: {self.hint}"
+                        f"({type(error).__name__} {error}); {self.hint}"
                     ) from error
-                time.sleep(0.5)
+                await asyncio.sleep(0.5)
         try:
-            version = self._call(server, "/version")["version"]
+            version = (await self._call(server, "/version"))["version"]
             needed = ENGINES["vllm"].pinned
             if not version.startswith(needed):
                 raise ConfigError(
                     f"generator.servers: {server.url} is vLLM {version}; asyncrl needs {needed}"
                 )
-            if self._call(server, "/is_paused")["is_paused"]:  # an update was cut off
-                with contextlib.suppress(ServerLost):  # before it began or after it ended
-                    self._call(server, "/finish_weight_update", {})
-                self._call(server, "/resume", {})
-            answer = self._generate(server, self.ids[:1], temperature=1.0, top_k=1)
+            answer = await self._generate(server, self.ids[:1], temperature=1.0, top_k=1)
             if answer["choices"][0]["logprobs"]["content"][0]["logprob"] != 0.0:
                 raise ConfigError(
                     f"generator.servers: {server.url} gives log-probabilities of before the "
                     "temperature; start it with --logprobs-mode processed_logprobs"
                 )
-            self._call(server, "/init_weight_transfer_engine", {"init_info": {}})
-            self._call(server, "/collective_rpc", {"method": "asyncrl_seed_rows"})
         except (*LOST, KeyError, TypeError) as error:
             if server.given:  # it was right before
                 raise ServerLost(str(error)) from error
             raise ConfigError(
                 f"generator.servers: {server.url} is no vLLM server that takes weights: {error}; "
-                f"start it with: {self.hint}"
+                f"{self.hint}"
             ) from error
 
-    def _update(self, server: Server) -> None:
+    async def _update(self, server: Server) -> None:
         """Give a server the newest weights, if it lacks them, and probe it."""
-        with server.lock:
-            while server.weights != (weights := self.newest):
-                was_ready, server.weights = server.weights is not None, None  # requests wait
-                if was_ready:
-                    server.probe.result()  # so that it meets no later weights
-                probe = server.probe = Future()  # from now on answers wait for it
-                try:
+        async with server.lock:
+            while server.weights is not (weights := self.newest):
+                ready, server.weights = server.weights, None  # requests wait
+                if ready is not None:
+                    await server.probe  # so that it meets no later weights
+                probe = server.probe = self.loop.create_future()  # from now on answers wait for it
+                update = {
+                    "path": str(weights.path),
+                    "version": weights.path.name,
                     # without its cache, a server reads the tokens of running requests again
-                    clear = "false" if self.in_flight == "keep_kv" else "true"
-                    self._call(server, f"/pause?mode=keep&clear_cache={clear}", {})
-                    self._call(server, "/start_weight_update", {})
-                    self._call(
-                        server, "/update_weights", {"update_info": {"path": str(weights.path)}}
-                    )
-                    server.given.add(weights.version)
-                    self._call(server, "/finish_weight_update", {"weight_version": weights.version})
-                    self._call(server, "/resume", {})
+                    "clear_cache": self.in_flight != "keep_kv",
+                }
+                server.given.add(weights.path.name)
+                try:
+                    await self._call(server, UPDATE, update)
                 except LOST as error:
                     probe.set_exception(error)
-                    if not server.given and not isinstance(error, httpx2.TransportError):
+                    probe.exception()  # asyncio complains of one that is not looked at
+                    server.given.remove(weights.path.name)
+                    if not server.given and not isinstance(error, OSError):
                         raise ConfigError(
                             f"generator.servers: {server.url} cannot take the weights of "
-                            f"model.path = {self.path}: {error}"
+                            f"model.path = {self.path}: {error}; {self.hint}"
                         ) from error
                     raise
                 # the probe waits behind the tokens of running requests: no update waits for it
-                self.callers.submit(self._probe, server, weights, probe)
+                server.probing = self.loop.create_task(self._probe(server, weights, probe))
                 server.weights = weights
-                self.loop.call_soon_threadsafe(self.readied.set)
             if server.is_lost or len(server.given) == 1:
-                server.probe.result()
+                await server.probe
 
-    def _probe(self, server: Server, weights: ServedVersion, probe: Future[None]) -> None:
+    async def _probe(
+        self, server: Server, weights: ServedVersion, probe: asyncio.Future[None]
+    ) -> None:
         """Compare a server's log-probabilities with the learner's; its answers wait for it.
 
         It waits behind the tokens of running requests, which are read again: `load` does not wait.
         """
         try:
-            answer = self._generate(server, self.ids, temperature=0.0, prompt_logprobs=0)
-            positions = filter(None, answer["prompt_logprobs"])
-            measured = [next(iter(x.values()))["logprob"] for x in positions]
-            self.check_probe(weights.expected, measured)
+            answer = await self._generate(server, self.ids, temperature=0.0, prompt_logprobs=0)
+            [span] = answer["choices"][0]["weight_versions"]
+            if span["version"] != weights.path.name:  # another process has its place
+                raise ServerLost(f"it has the weights {span['version']}")
+            scores = filter(None, answer["prompt_logprobs"])
+            self.check_probe(weights.expected, [next(iter(x.values()))["logprob"] for x in scores])
         except Exception as error:
             probe.set_exception(error)
+            probe.exception()
         else:
             probe.set_result(None)
 
-    def _update_or_lose(self, server: Server) -> None:
+    async def _update_or_lose(self, server: Server) -> None:
         try:
-            self._update(server)
+            if not server.is_lost:
+                await self._update(server)
         except LOST as error:
             self._lose(server, error)
 
     def _lose(self, server: Server, error: Exception) -> None:
         """Give a server no requests until it has the newest weights again."""
         server.weights = None
-        with self.losing:
-            was_lost, server.is_lost = server.is_lost, True
-        if not was_lost:
+        if not server.is_lost:
+            server.is_lost = True
             why = server.explain_end() or f"{type(error).__name__}: {error}"
             print(
                 f"generator: the vLLM server at {server.url} is lost, its requests wait for "
                 f"another or for its return: {why}",
                 file=sys.stderr,
             )
-            self.callers.submit(self._revive, server)
+            server.revival = self.loop.create_task(self._revive(server))
 
-    def _revive(self, server: Server) -> None:
+    async def _revive(self, server: Server) -> None:
         """Bring a lost server back."""
         try:
             while server.is_lost:
-                time.sleep(RETRY_S)
+                await asyncio.sleep(RETRY_S)
                 with contextlib.suppress(*LOST):
-                    self._connect(server)
-                    self._update(server)
+                    await self._connect(server)
+                    await self._update(server)
                     server.is_lost = False
             print(f"generator: the vLLM server at {server.url} is back", file=sys.stderr)
-            self._update_or_lose(server)  # a version loaded meanwhile
+            await self._update_or_lose(server)  # a version loaded meanwhile
         except Exception as error:
-            self.finished.put(error)
-
-
-def raise_for_answer(server: Server, response: httpx2.Response) -> None:
-    """Raise ServerLost for an answer that is an error, AsyncrlError if it is our request's."""
-    if response.status_code == 200:
-        return
-    said = response.text.strip().replace("\n", " ")[:300]
-    path = response.request.url.path
-    error = f"{path} answered {response.status_code}: {said}"
-    if response.status_code in (400, 422) and path.startswith("/inference"):
-        raise AsyncrlError(f"the vLLM server at {server.url} refuses a request: {error}")
-    raise ServerLost(error)
+            self.finished.put_nowait(error)
 
 
 def build_command(config: Config, host: str, port: int) -> list[str]:
@@ -544,31 +558,23 @@ def build_command(config: Config, host: str, port: int) -> list[str]:
     slots = -(-settings.slots // (len(settings.servers) or settings.own_servers or 1))
     width = settings.tensor_parallel or 1
     heads = getattr(shape, "num_key_value_heads", None) or width
-    cache = count_cache_bytes(config, shape, slots) // min(width, heads)
-    options = {
-        "model": str(Path(config.model.path).resolve()),
+    options = list_options(config, shape, slots) | {
         "host": host,
         "port": port,
-        "dtype": choose_dtype(config),
-        "seed": config.seed,
-        "tensor-parallel-size": width,
-        "max-model-len": settings.context,
-        "max-num-seqs": slots + 1,
-        "block-size": BLOCK,
-        "kv-cache-memory-bytes": cache,  # of each GPU
-        "gpu-memory-utilization": 0.05,  # only a check at the start
-        "logprobs-mode": "processed_logprobs",
-        "max-logprobs": 1,
-        "stream-interval": 8,  # tokens in a message
-        "generation-config": "vllm",
-        "weight-transfer-config": '{"backend": "asyncrl"}',
-        "worker-extension-cls": EXTENSION,
+        "tensor_parallel_size": width,
+        "stream_interval": 8,  # tokens in a message
+        "enable_scale_out": True,
+        "worker_extension_cls": "actors.vllm_transfer.FileExtension",
+        "middleware": "actors.vllm_transfer.UpdateRoute",
     }
-    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    flags = ["--skip-tokenizer-init", "--enable-scale-out", "--disable-log-stats"]
-    if config.model.device == "cpu" or not torch.cuda.is_available():
-        flags.append("--enforce-eager")
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *flags]
+    options["kv_cache_memory_bytes"] //= min(width, heads)  # of each GPU
+    words = [
+        word
+        for name, value in options.items()
+        if value is not False
+        for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+    ]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
 
 
 def make_own_server(config: Config, index: int) -> Server:

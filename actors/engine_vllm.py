@@ -58,6 +58,7 @@ from asyncrl.models.policy import (
     list_probe_ids,
     load_policy,
     load_text_config,
+    resolve_device,
 )
 
 Weights = Mapping[str, Tensor]
@@ -368,6 +369,7 @@ class SupportRecorder:
 
 PROBE = "probe"
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # nats, see `check_probe`
+UPDATE = "/asyncrl/update"  # the route of a server (actors/vllm_transfer.py)
 BLOCK = 32  # tokens in a block of keys and values; vLLM's CPU kernels need multiples of 32
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the core in this process
@@ -429,7 +431,7 @@ class SwapExtension(SeedExtension):
         model = worker.model_runner.get_model()
         direct = getattr(worker, "asyncrl_direct", None)
         if not isinstance(direct, DirectWriter):
-            worker.model_runner.reload_weights(weights_iterator=iter(weights.items()))
+            worker.reload_weights(weights_iterator=iter(weights.items()))
             repack(model)
         if direct is None:
             try:
@@ -535,19 +537,15 @@ class ReferenceWeights:
     def __init__(self, path: str, dtype: str) -> None:
         self.model = load_policy(path, dtype, "cpu", with_modules=True)
         self.model.fast = None
-        self._forget()
 
     def compute_logprobs(self, weights: Mapping[str, Tensor]) -> ndarray:
         """See `asyncrl.models.policy.compute_probe_logprobs`."""
         for name, parameter in self.model.hf.named_parameters():
             parameter.data = weights[name].cpu()
         logprobs = compute_probe_logprobs(self.model)
-        self._forget()
-        return logprobs
-
-    def _forget(self) -> None:
         for parameter in self.model.hf.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype)
+        return logprobs
 
 
 class ProbedEngine(Engine):
@@ -758,23 +756,15 @@ class VllmEngine(ProbedEngine):
         return completions
 
     def abort(self, keys: Iterable[Key]) -> TokenCounts:
-        aborted_keys = set(keys)
-        tokens = {}
-        live = self.count_tokens()
-        for completion in [
-            completion for completion in self.unprobed if completion.key in aborted_keys
-        ]:
-            tokens[completion.key] = len(completion.tokens)
-            self.unprobed.remove(completion)
-        names = [
-            name for name, (request, _) in self.requests.items() if request.key in aborted_keys
-        ]
+        dropped = set(keys)
+        tokens = self.count_tokens() | {x.key: len(x.tokens) for x in self.unprobed}
+        self.unprobed = deque(x for x in self.unprobed if x.key not in dropped)
+        names = [name for name, (request, _) in self.requests.items() if request.key in dropped]
         for name in names:
-            key = self.requests.pop(name)[0].key
-            tokens[key] = live.get(key, 0)
+            del self.requests[name]
             self.recorder.end(name)
         self.llm.abort_request(names)
-        return tokens
+        return {key: count for key, count in tokens.items() if key in dropped}
 
     def count_tokens(self) -> TokenCounts:
         states = self.llm.output_processor.request_states
@@ -871,10 +861,32 @@ def choose_dtype(config: Config) -> str:
     return config.model.dtype if dtype == "same" else dtype
 
 
+def list_options(config: Config, shape: Any, slots: int) -> dict[str, Any]:
+    """Return vLLM's options for `slots` samples at a time and a probe."""
+    return {
+        "model": str(Path(config.model.path).resolve()),
+        "skip_tokenizer_init": True,
+        "dtype": choose_dtype(config),
+        "seed": config.seed,
+        "max_model_len": config.generator.context,
+        "max_num_seqs": slots + 1,
+        "block_size": BLOCK,
+        "kv_cache_memory_bytes": count_cache_bytes(config, shape, slots),
+        # only a check at the start, because the cache has a fixed size: the learner may share the
+        # GPU
+        "gpu_memory_utilization": 0.05,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 1,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "enforce_eager": resolve_device(config.model.device) == "cpu",
+    }
+
+
 def start(config: Config, shape: Any) -> Any:
     """Start vLLM on the model's directory, its core in this process."""
-    path, device, settings = config.model.path, config.model.device, config.generator
-    cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    path, options = config.model.path, list_options(config, shape, config.generator.slots)
+    cpu = options["enforce_eager"]
     for name, value in (SETTINGS | (CPU_SETTINGS if cpu else {})).items():
         os.environ.setdefault(name, value)
     if cpu and "vllm" not in sys.modules:
@@ -893,27 +905,12 @@ def start(config: Config, shape: Any) -> Any:
                 f"{', '.join(map(str, sizes))}: use generator.engine = embedded"
             )
     args = EngineArgs(
-        model=path,
+        **options,
         tokenizer=path,
-        skip_tokenizer_init=True,
-        dtype=choose_dtype(config),
-        seed=config.seed,
-        max_model_len=settings.context,
-        max_num_seqs=settings.slots + 1,
-        max_num_batched_tokens=max(2048, settings.context),
-        block_size=BLOCK,
-        kv_cache_memory_bytes=count_cache_bytes(config, shape, settings.slots),
-        # only a check at the start, because the cache has a fixed size: the learner may share the
-        # GPU
-        gpu_memory_utilization=0.05,
+        max_num_batched_tokens=max(2048, config.generator.context),
         enable_prefix_caching=True,
         async_scheduling=False,
         scheduling_policy="priority",
-        logprobs_mode="processed_logprobs",
-        max_logprobs=1,
-        generation_config="vllm",
-        enforce_eager=cpu,
-        disable_log_stats=True,
         use_tqdm_on_load=False,
         worker_extension_cls="actors.engine_vllm.SwapExtension",
     )

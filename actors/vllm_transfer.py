@@ -1,70 +1,55 @@
-"""How a vLLM server takes weights: its transfer engine `asyncrl`, which reads a file.
+"""How a vLLM server takes weights: one call of a route of ours, which reads a file.
 
-A server loads this module by `--worker-extension-cls actors.vllm_transfer.FileTransferExtension`
-and then knows `--weight-transfer-config '{"backend": "asyncrl"}'`.
+A server has the route UPDATE by `--middleware actors.vllm_transfer.UpdateRoute`, and what it calls
+in every worker by `--worker-extension-cls actors.vllm_transfer.FileExtension`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import asyncio
+import time
 
-from safetensors import safe_open
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
+from safetensors.torch import load_file
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from actors.engine_vllm import SeedExtension, repack
-
-BACKEND = "asyncrl"
+from actors.engine_vllm import UPDATE, SwapExtension
 
 
-@dataclass
-class WeightsFile(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """path: a safetensors file with transformers' names, which every worker can read."""
+class FileExtension(SwapExtension):
+    """Methods that vLLM mixes into each worker of a server."""
 
-    path: str
-
-
-class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """See vLLM's base class."""
-
-    init_info_cls = WeightTransferInitInfo
-    update_info_cls = WeightsFile
-
-    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """A file needs no connection."""
-
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        # vLLM's own waits for an accelerator afterwards, which a CPU does not have
-        self.receive_weights(self.parse_update_info(update_info))
-
-    def receive_weights(self, update_info: WeightsFile) -> None:
-        model: Any = self.model
-        with safe_open(update_info.path, "pt") as weights:
-            names = list(weights.keys())
-            model.load_weights((name, weights.get_tensor(name)) for name in names)
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        repack(self.model)
-
-    def shutdown(self) -> None:
-        """Nothing is held between two updates."""
+    def asyncrl_load_file(self, path: str) -> None:
+        """Load the weights of a safetensors file, which have transformers' names."""
+        self.asyncrl_seed_rows()
+        self.asyncrl_load(load_file(path))
 
 
-class FileTransferExtension(SeedExtension):
-    """The extension of vLLM's worker, which has to import this module."""
+class UpdateRoute:
+    """POST UPDATE {path, version, clear_cache}: pause, load, name the version and go on.
 
+    vLLM's own routes take five calls for this, between which a server stands still as long as it,
+    or its client, waits for a processor. Here its engine gets all that follows the pause at once.
+    """
 
-WeightTransferEngineFactory.register_engine(BACKEND, FileTransfer)
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") != UPDATE:
+            return await self.app(scope, receive, send)
+        update = await Request(scope, receive).json()
+        engine = scope["app"].state.engine_client
+        began = time.monotonic()
+        try:
+            await engine.engine_core.pause_scheduler_async("keep", update["clear_cache"])
+            await asyncio.gather(
+                engine.collective_rpc("asyncrl_load_file", args=(update["path"],)),
+                engine.update_weight_version(update["version"]),
+                engine.resume_generation(),
+            )
+        except BaseException:
+            await engine.resume_generation()
+            raise
+        await JSONResponse({"paused_s": time.monotonic() - began})(scope, receive, send)

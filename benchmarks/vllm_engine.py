@@ -66,6 +66,9 @@ class Buffer:
         self.inbox: deque[bytes] = deque()
         self.granted = self.total = self.got = self.samples = self.session = self.sequence = 0
 
+    def count_tokens(self, ticket: int) -> int:
+        return self.tokens
+
     def want(self, answers: int) -> None:
         self.total = self.total + answers // GROUP
         self.got = 0
@@ -76,7 +79,6 @@ class Buffer:
         self.encode(message)
         if isinstance(message, m.TicketRequest):
             n = min(self.total - self.granted, -(-message.samples // GROUP))
-            how = m.SamplingSettings(temperature=1.0, max_new_tokens=self.tokens)
             label = m.Label(1, 1)
             tickets = [
                 m.Ticket(
@@ -85,7 +87,7 @@ class Buffer:
                     "train",
                     self.task.prompt("train", t % 64, 0),
                     list(range(GROUP)),
-                    how,
+                    m.SamplingSettings(temperature=1.0, max_new_tokens=self.count_tokens(t)),
                     label,
                     None,
                     7,
@@ -99,7 +101,9 @@ class Buffer:
                 self.encode(m.TicketGrant(message.session, message.sequence, tickets, None))
             )
         elif isinstance(message, m.Delivery):
-            assert all(s.length == self.tokens and not s.failed for s in message.samples)
+            assert all(
+                s.length == self.count_tokens(s.ticket) and not s.failed for s in message.samples
+            )
             self.got += len(message.samples)
             self.inbox.append(
                 self.encode(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -18,11 +19,15 @@ import torch
 from engine_kit import expected, request
 from lib.chaos import vllm_servers
 from played_vllm import PlayedVllm
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 from vllm_kit import flat, vllm_config
 
 from actors import engine_serve
 from actors.engine import Completion
 from actors.engine_serve import ServeEngine, make_engine
+from actors.engine_vllm import count_cache_bytes
+from actors.vllm_transfer import UpdateRoute
 from asyncrl.config import load as config_load
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable, ProtocolError
 from asyncrl.contract.messages import VersionSpan
@@ -120,15 +125,15 @@ def test_requests_of_a_broken_server_go_to_another_until_it_is_back(
                 assert [s.label for s in a.spans] == [Label(1, 0)] * 2
             assert max(lost.values()) == tokens and e.steps_made > 1
             while "is back" not in capfd.readouterr().err:
-                time.sleep(0.01)
+                e.step()
             assert one.version == "1.0.d0"
         one.finish = two.finish = "length"
         e.add([request(0, 0, [4, 5, 6])])
         assert [a.tokens.tolist() for a in finish(e)] == [[4, 5, 6, 1]]
-        one.status = {"/update_weights": 500}
+        one.status = {"/asyncrl/update": 500}
         give(e, policy_model, 1)
         one.status = {}
-        assert "return: ServerLost: /update_weights answered 500" in capfd.readouterr().err
+        assert "return: ServerLost: /asyncrl/update answered 500" in capfd.readouterr().err
     finally:
         e.close()
 
@@ -156,24 +161,17 @@ def test_weights_arrive_amid_answers_and_nothing_of_an_ended_one_is_left(
                 (0, 0, 2, 0),
                 (1, 2, 4, 1),
             ]
-        update = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
-        swaps = [path for path in one.asked if path != "/inference/v1/generate"][-5:]
-        assert swaps == [*update, "/resume"]
-        path, salt = str(e.newest.path), f"{e.folder.name[-8:]}-1"
+        assert one.asked.count("/asyncrl/update") == 2
+        path = str(e.newest.path)
         assert Path(e.folder.name).parent == rundir.SHM or not rundir.SHM.is_dir()
         sampling = {"max_tokens": 20, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": ANY}
         more = {"stop_token_ids": [1], "logprobs": 0, "ignore_eos": True, "detokenize": False}
         probe = {"max_tokens": 1, "logprobs": 0, "detokenize": False}
+        update, salt = {"path": path, "version": "1.1.d1"}, f"{e.folder.name[-8:]}-1.0.d0"
         ask, sampled = "/inference/v1/generate", {"token_ids": [4, 5, 6], "cache_salt": salt}
         assert one.bodies == {
-            **{("GET", name, False): {} for name in ("/health", "/version", "/is_paused")},
-            ("POST", "/init_weight_transfer_engine", False): {"init_info": {}},
-            ("POST", "/collective_rpc", False): {"method": "asyncrl_seed_rows"},
-            ("POST", "/pause?mode=keep&clear_cache=true", False): {},
-            ("POST", "/start_weight_update", False): {},
-            ("POST", "/update_weights", False): {"update_info": {"path": path}},
-            ("POST", "/finish_weight_update", False): {"weight_version": "1.1.d1"},
-            ("POST", "/resume", False): {},
+            **{("GET", name, False): {} for name in ("/health", "/version")},
+            ("POST", "/asyncrl/update", False): update | {"clear_cache": True},
             ("POST", ask, True): sampled | {"stream": True, "sampling_params": sampling | more},
             ("POST", ask, False): {
                 "token_ids": e.ids,
@@ -196,10 +194,9 @@ def test_weights_arrive_amid_answers_and_nothing_of_an_ended_one_is_left(
         ({"raw": -2.0}, "start it with --logprobs-mode processed_logprobs"),
         ({"status": {"/version": 404}}, "is no vLLM server that takes weights"),
         (
-            {"status": {"/init_weight_transfer_engine": 404}},
-            "start it with: VLLM_SERVER_DEV_MODE=1 .*--weight-transfer-config",
+            {"status": {"/asyncrl/update": 404}},
+            "cannot take the weights of model.path = .*; start it with: .*actors.vllm_transfer",
         ),
-        ({"status": {"/update_weights": 500}}, "cannot take the weights of model.path"),
         ({"probe": [-9.0] * 64}, "does not compute with the weights it was given"),
         ({"status": {"/inference/v1/generate": 422}}, "refuses a request"),
         ({"status": {"/health": 503}}, "no vLLM server answers at .* start it with: "),
@@ -218,6 +215,31 @@ def test_a_server_that_cannot_be_used_is_refused(
     kinds = (ConfigError, ProtocolError, AsyncrlError)
     with pytest.raises(kinds, match=said):
         give(engine(path, server), policy_model, 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_route_of_an_update_pauses_and_goes_on(fails: bool) -> None:
+    """A server whose load fails goes on too, and its client loses it."""
+    done: list[Any] = []
+
+    async def act(*what: Any, args: Any = ()) -> None:
+        done.append([*what, *args])
+        if fails and args:
+            raise OSError("no such file")
+
+    names = ("pause_scheduler_async", "collective_rpc", "update_weight_version")
+    engine = SimpleNamespace(**dict.fromkeys(names, act), resume_generation=lambda: act("resume"))
+    engine.engine_core = engine
+    app = Starlette()
+    app.state.engine_client = engine
+    app.add_middleware(UpdateRoute)
+    client = TestClient(app, raise_server_exceptions=False)
+    assert client.get("/health").status_code == 404 and not done
+    update = {"path": "p", "version": "1.2.d", "clear_cache": True}
+    answer = client.post("/asyncrl/update", json=update)
+    assert answer.status_code == (500 if fails else 200)
+    load = [["keep", True], ["asyncrl_load_file", "p"], ["1.2.d"], ["resume"]]
+    assert done == load + [["resume"]] * fails
 
 
 def test_a_server_that_keeps_ending_is_given_up() -> None:
@@ -244,15 +266,15 @@ def test_the_command_of_one_of_two_servers(model: tuple[Path, policy.PolicyModel
         config = msgspec.structs.replace(config, generator=settings)
         words = engine_serve.build_command(config, "127.0.0.1", 9)
         cache = words.index("--kv-cache-memory-bytes") + 1
-        assert int(words.pop(cache)) == engine_serve.count_cache_bytes(config, shape, 3)
+        assert int(words.pop(cache)) == count_cache_bytes(config, shape, 3)
     assert " ".join(words[3:]) == (
-        f"--model {model[0]} --host 127.0.0.1 --port 9 --dtype float32 --seed 7 "
-        "--tensor-parallel-size 1 --max-model-len 96 --max-num-seqs 4 --block-size 32 "
-        "--kv-cache-memory-bytes --gpu-memory-utilization 0.05 "
-        "--logprobs-mode processed_logprobs --max-logprobs 1 --stream-interval 8 "
-        '--generation-config vllm --weight-transfer-config {"backend": "asyncrl"} '
-        "--worker-extension-cls actors.vllm_transfer.FileTransferExtension "
-        "--skip-tokenizer-init --enable-scale-out --disable-log-stats --enforce-eager"
+        f"--model {model[0]} --skip-tokenizer-init --dtype float32 --seed 7 --max-model-len 96 "
+        "--max-num-seqs 4 --block-size 32 --kv-cache-memory-bytes --gpu-memory-utilization 0.05 "
+        "--logprobs-mode processed_logprobs --max-logprobs 1 --generation-config vllm "
+        "--disable-log-stats --enforce-eager --host 127.0.0.1 --port 9 --tensor-parallel-size 1 "
+        "--stream-interval 8 --enable-scale-out "
+        "--worker-extension-cls actors.vllm_transfer.FileExtension "
+        "--middleware actors.vllm_transfer.UpdateRoute"
     )
 
 

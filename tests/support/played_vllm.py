@@ -51,6 +51,9 @@ class PlayedVllm:
             self.asked.append(path)
             method, target, _ = head.split(maxsplit=2)
             self.bodies[method, target, "stream" in body] = body
+            if path == "/asyncrl/update":
+                self.is_paused = True
+                await asyncio.sleep(0.01)
             status = self.status.get(path, 200)
             writer.write(f"HTTP/1.1 {status} played\r\nconnection: close\r\n\r\n".encode())
             if body.get("stream") and status == 200:
@@ -66,18 +69,16 @@ class PlayedVllm:
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path in self.status:
             return {"error": {"message": f"no {path}"}}
-        if path in ("/pause", "/resume"):
-            self.is_paused = path == "/pause"
-        if path == "/finish_weight_update":
-            self.version = body["weight_version"]
-        if path == "/update_weights" and self.probe is None:
-            data = Path(body["update_info"]["path"]).read_bytes()
-            [self.weight] = struct.unpack("<f", data[-4:])
+        if path == "/asyncrl/update":
+            self.version, self.is_paused = body["version"], False
+            if self.probe is None:
+                [self.weight] = struct.unpack("<f", Path(body["path"]).read_bytes()[-4:])
         if not path.endswith("generate"):
-            return {"version": self.vllm, "is_paused": self.is_paused}
+            return {"version": self.vllm}
         probe = self.probe or [-self.weight] * (len(body["token_ids"]) - 1)
         scores = [None, *({"3": {"logprob": x}} for x in probe)]
         part = {"token_ids": [3], "logprobs": {"content": [{"logprob": self.raw}]}}
+        part["weight_versions"] = [{"version": self.version}]
         return {"choices": [part], "prompt_logprobs": scores}
 
     async def stream(self, tokens: list[int], reader: Any, writer: asyncio.StreamWriter) -> None:
