@@ -108,12 +108,9 @@ class Case:
 
     def __init__(self, path: Path, name: str) -> None:
         family, tied, dtype, self.in_flight, self.bound = CASES[name]
-        self.old = policy.build_model(
-            path / "old", "abcdefgh", family=family, tied=tied, seed=3, **SHAPE
-        )
-        self.new = policy.build_model(
-            path / "new", "abcdefgh", family=family, tied=tied, seed=4, **SHAPE
-        )
+        shape = {"family": family, "tied": tied, **SHAPE}
+        self.old = policy.build_model(path / "old", "abcdefgh", seed=3, **shape)
+        self.new = policy.build_model(path / "new", "abcdefgh", seed=4, **shape)
         self.engine = VllmEngine(vllm_config(path / "old", in_flight=self.in_flight, dtype=dtype))
         self.at = 0
         self.path = path / "old"
@@ -121,12 +118,8 @@ class Case:
 
     def load(self, model: policy.PolicyModel) -> Label:
         self.at += 1
-        self.engine.load(
-            flat(model),
-            Label(1, self.at),
-            f"d{self.at}",
-            policy.compute_probe_logprobs(model).tobytes(),
-        )
+        probe = policy.compute_probe_logprobs(model).tobytes()
+        self.engine.load(flat(model), Label(1, self.at), f"d{self.at}", probe)
         return Label(1, self.at)
 
     @property

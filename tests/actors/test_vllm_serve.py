@@ -25,8 +25,8 @@ from vllm_kit import flat, vllm_config
 
 from actors import engine_serve
 from actors.engine import Completion
-from actors.engine_serve import ServeEngine, make_engine
-from actors.engine_vllm import count_cache_bytes
+from actors.engine_serve import GENERATE, ServeEngine, make_engine
+from actors.engine_vllm import UPDATE, count_cache_bytes
 from actors.vllm_transfer import UpdateRoute
 from asyncrl.config import load as config_load
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable, ProtocolError
@@ -89,18 +89,8 @@ def test_requests_of_a_broken_server_go_to_another_until_it_is_back(
         give(e, policy_model, 0)
         for plant, value, tokens, why in (
             ("cut", 1, 4, "an answer of 2 tokens was cut off"),
-            (
-                "error",
-                {"message": "core"},
-                4,
-                "an answer was ended: {'error': {'message': 'core'}}",
-            ),
-            (
-                "status",
-                {"/inference/v1/generate": 500},
-                2,
-                "/inference/v1/generate answered 500: {",
-            ),
+            ("error", {"message": "x"}, 4, "an answer was ended: {'error': {'message': 'x'}}"),
+            ("status", {GENERATE: 500}, 2, f"{GENERATE} answered 500: {{"),
             ("label", "1.9.other", 6, "it sampled with weights that it was not given: [Span("),
             ("finish", "abort", 4, "an answer was ended: abort"),
         ):
@@ -130,7 +120,7 @@ def test_requests_of_a_broken_server_go_to_another_until_it_is_back(
         one.finish = two.finish = "length"
         e.add([request(0, 0, [4, 5, 6])])
         assert [a.tokens.tolist() for a in finish(e)] == [[4, 5, 6, 1]]
-        one.status = {"/asyncrl/update": 500}
+        one.status = {UPDATE: 500}
         give(e, policy_model, 1)
         one.status = {}
         assert "return: ServerLost: /asyncrl/update answered 500" in capfd.readouterr().err
@@ -161,19 +151,19 @@ def test_weights_arrive_amid_answers_and_nothing_of_an_ended_one_is_left(
                 (0, 0, 2, 0),
                 (1, 2, 4, 1),
             ]
-        assert one.asked.count("/asyncrl/update") == 2
+        assert one.asked.count(UPDATE) == 2
         path = str(e.newest.path)
         assert Path(e.folder.name).parent == rundir.SHM or not rundir.SHM.is_dir()
         sampling = {"max_tokens": 20, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": ANY}
         more = {"stop_token_ids": [1], "logprobs": 0, "ignore_eos": True, "detokenize": False}
         probe = {"max_tokens": 1, "logprobs": 0, "detokenize": False}
         update, salt = {"path": path, "version": "1.1.d1"}, f"{e.folder.name[-8:]}-1.0.d0"
-        ask, sampled = "/inference/v1/generate", {"token_ids": [4, 5, 6], "cache_salt": salt}
+        sampled = {"token_ids": [4, 5, 6], "cache_salt": salt, "stream": True}
         assert one.bodies == {
             **{("GET", name, False): {} for name in ("/health", "/version")},
-            ("POST", "/asyncrl/update", False): update | {"clear_cache": True},
-            ("POST", ask, True): sampled | {"stream": True, "sampling_params": sampling | more},
-            ("POST", ask, False): {
+            ("POST", UPDATE, False): update | {"clear_cache": True},
+            ("POST", GENERATE, True): sampled | {"sampling_params": sampling | more},
+            ("POST", GENERATE, False): {
                 "token_ids": e.ids,
                 "sampling_params": probe | {"temperature": 0.0, "prompt_logprobs": 0},
             },
@@ -193,12 +183,9 @@ def test_weights_arrive_amid_answers_and_nothing_of_an_ended_one_is_left(
         ({"vllm": "0.31.1"}, "is vLLM 0.31.1; asyncrl needs 0.32.0"),
         ({"raw": -2.0}, "start it with --logprobs-mode processed_logprobs"),
         ({"status": {"/version": 404}}, "is no vLLM server that takes weights"),
-        (
-            {"status": {"/asyncrl/update": 404}},
-            "cannot take the weights of model.path = .*; start it with: .*actors.vllm_transfer",
-        ),
+        ({"status": {UPDATE: 404}}, "take the weights of model.path = .*; start it with: .*Route"),
         ({"probe": [-9.0] * 64}, "does not compute with the weights it was given"),
-        ({"status": {"/inference/v1/generate": 422}}, "refuses a request"),
+        ({"status": {GENERATE: 422}}, "refuses a request"),
         ({"status": {"/health": 503}}, "no vLLM server answers at .* start it with: "),
     ],
 )
@@ -227,17 +214,16 @@ def test_the_route_of_an_update_pauses_and_goes_on(fails: bool) -> None:
         if fails and args:
             raise OSError("no such file")
 
-    names = ("pause_scheduler_async", "collective_rpc", "update_weight_version")
-    engine = SimpleNamespace(**dict.fromkeys(names, act), resume_generation=lambda: act("resume"))
-    engine.engine_core = engine
+    engine = SimpleNamespace(collective_rpc=act, update_weight_version=act)
+    engine.engine_core = SimpleNamespace(pause_scheduler_async=act)
+    engine.resume_generation = lambda: act("resume")
     app = Starlette()
     app.state.engine_client = engine
     app.add_middleware(UpdateRoute)
     client = TestClient(app, raise_server_exceptions=False)
     assert client.get("/health").status_code == 404 and not done
     update = {"path": "p", "version": "1.2.d", "clear_cache": True}
-    answer = client.post("/asyncrl/update", json=update)
-    assert answer.status_code == (500 if fails else 200)
+    assert client.post(UPDATE, json=update).status_code == (500 if fails else 200)
     load = [["keep", True], ["asyncrl_load_file", "p"], ["1.2.d"], ["resume"]]
     assert done == load + [["resume"]] * fails
 

@@ -77,10 +77,7 @@ def test_a_cluster_is_planned_by_hand(tmp_path: Path, capsys: pytest.CaptureFixt
     assert whole["learner_gpu"] == made["learner_gpu"] | {"gathered layers": 2 * gathered}
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    TEXTS["clusters"],
-)
+@pytest.mark.parametrize(("change", "said"), TEXTS["clusters"])
 def test_a_cluster_that_cannot_be_is_refused(
     change: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,10 +132,7 @@ def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.find_missing_gpus(config).startswith("generator.gpus: needs CUDA")
 
 
-@pytest.mark.parametrize(
-    ("sets", "said"),
-    TEXTS["what_cannot_work_is_refused"],
-)
+@pytest.mark.parametrize(("sets", "said"), TEXTS["what_cannot_work_is_refused"])
 def test_what_cannot_work_is_refused(sets: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load.load("configs/gpu_many.toml", sets)
@@ -156,8 +150,7 @@ def test_on_one_gpu_weights_go_through_the_hosts_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "count", "sets", "reason"),
-    TEXTS["gpus_are_divided_among_ranks_and_generators"],
+    ("ranks", "count", "sets", "reason"), TEXTS["gpus_are_divided_among_ranks_and_generators"]
 )
 def test_gpus_are_divided_among_ranks_and_generators(
     ranks: int, count: int, sets: list[object], reason: str
@@ -177,10 +170,7 @@ def test_a_learner_of_one_rank_is_told_how_it_gets_more_gpus() -> None:
     assert "fsdp2" not in devices.split_gpus(one, 2).reason
 
 
-@pytest.mark.parametrize(
-    ("count", "more", "said"),
-    TEXTS["gpus_that_cannot_be_divided"],
-)
+@pytest.mark.parametrize(("count", "more", "said"), TEXTS["gpus_that_cannot_be_divided"])
 def test_gpus_that_cannot_be_divided(
     count: int, more: tuple[str, ...], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

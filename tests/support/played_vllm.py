@@ -21,7 +21,7 @@ class PlayedVllm:
 
     def __init__(self, probe: list[float] | None = None) -> None:
         self.probe, self.vllm, self.finish = probe, "0.32.0", "stop"  # finish: of its answers
-        self.version, self.weight, self.is_paused = "default", 0.0, False
+        self.version, self.weight = "default", 0.0
         self.status: dict[str, int] = {}  # path -> status of its answers
         self.label = ""  # the version that it claims for tokens, if not its own
         self.cut, self.left = 0, 0  # answers to break off in the middle; clients that went away
@@ -51,9 +51,7 @@ class PlayedVllm:
             self.asked.append(path)
             method, target, _ = head.split(maxsplit=2)
             self.bodies[method, target, "stream" in body] = body
-            if path == "/asyncrl/update":
-                self.is_paused = True
-                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01 * (path == "/asyncrl/update"))  # it may be killed meanwhile
             status = self.status.get(path, 200)
             writer.write(f"HTTP/1.1 {status} played\r\nconnection: close\r\n\r\n".encode())
             if body.get("stream") and status == 200:
@@ -70,7 +68,7 @@ class PlayedVllm:
         if path in self.status:
             return {"error": {"message": f"no {path}"}}
         if path == "/asyncrl/update":
-            self.version, self.is_paused = body["version"], False
+            self.version = body["version"]
             if self.probe is None:
                 [self.weight] = struct.unpack("<f", Path(body["path"]).read_bytes()[-4:])
         if not path.endswith("generate"):
@@ -86,7 +84,7 @@ class PlayedVllm:
         spans: list[dict[str, Any]] = []
         for first, part in ((0, tokens[:middle]), (middle, tokens[middle:])):
             await asyncio.sleep(0.03 * (self.probe is None))
-            while (self.is_paused and not self.probe) or (first and not self.gate.is_set()):
+            while first and not self.gate.is_set():
                 await asyncio.sleep(0.01)
                 if reader.at_eof():
                     raise ConnectionError
