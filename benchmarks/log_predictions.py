@@ -97,10 +97,11 @@ def predict_trl(log: Path) -> dict[str, dict[str, Any]]:
 
 def predict_own(run_dir: Path) -> dict[str, dict[str, Any]]:
     """Predict the runs of OWN from the files of a synchronous run."""
+    from asyncrl.config import load
     from asyncrl.experiments.simulate import times, what_if
 
-    model, config = times.fit(run_dir)
-    model = times.change(model, cores=len(os.sched_getaffinity(0)))
+    config = load.load(run_dir / "config.toml")
+    model = times.change(times.fit(run_dir), cores=len(os.sched_getaffinity(0)))
 
     def simulate(config: Any, seeds: int = own_runs.SEEDS, **changes: Any) -> Any:
         return what_if.simulate_seeds(config, model, seeds, **changes)

@@ -161,7 +161,7 @@ def one_round(
         place = f"r{r}_{list(RUNS).index(name)}"
         found = real(work, place, model, steps, RUNS[name], r)
         if name == BASE:
-            times = change(fit(work / place)[0], cores=len(os.sched_getaffinity(0)))
+            times = change(fit(work / place), cores=len(os.sched_getaffinity(0)))
             out["times"] = {
                 k: getattr(times, k)
                 for k in (

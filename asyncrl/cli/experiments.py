@@ -52,8 +52,9 @@ def compare(
     )
     for config in comparison.configs.values():
         preflight(config)
+    print_progress(grid.describe_power(len(chosen_arms), seeds))
     with grid.GridProgress(comparison) as progress:
-        cells = comparison.run(jobs, progress.on_event)
+        cells = comparison.make_cells(jobs, progress.on_event)
     found = analysis.analyze(cells, comparison.configs)
     settings = comparison.describe()
     html = page.write(directory, directory.name, cells, found, settings, base)
@@ -89,14 +90,14 @@ def sweep(
     corrections = [
         arms.parse_arm(text, "--correction") for text in correction_texts or ("configured", "none")
     ]
-    plan = grid.make_plan(
+    plan = grid.SweepPlan(
         source,
         sets,
-        [(arm.name, arm.sets) for arm in corrections],
+        corrections,
         grid.parse_limits(limits, inject),
         injected=inject,
     )
-    descriptions = plan.describe({arm.name: arm.title for arm in corrections})
+    descriptions = plan.describe()
     if dry_run:
         for name, title, differs in descriptions:
             print(f"{name}: {title} (differs from the config by {differs})")

@@ -5,10 +5,11 @@ Okabe and Ito (2008), which color-blind readers can distinguish. Markers and lin
 so the figure also prints without color.
 """
 
+import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,16 +55,6 @@ class FigureLine(NamedTuple):
     high: list[float]
 
 
-class MeasuredRun(NamedTuple):
-    """One run of a figure: a metric by step, and the mean lag of its trained tokens."""
-
-    series: str
-    seed: int
-    curve: list[tuple[float, float]]
-    lag: float
-    place: str = ""  # of a sweep: the limit
-
-
 def read_points(paths: Sequence[Path], metric: str, across: str) -> list[FigurePoint]:
     """Return all points of these directories.
 
@@ -75,18 +66,16 @@ def read_points(paths: Sequence[Path], metric: str, across: str) -> list[FigureP
     points: list[FigurePoint] = []
     names = Counter(path.name for path in paths)
     for path in paths:
-        for run in _read_runs(path, metric):
-            name = run.series
-            if across == STEP and run.place:
-                name = f"{name}{LIMIT}{run.place}"
+        for series, limit, seed, source in _list_runs(path):
+            curve, lag = _read_curve(source, metric)
+            name = f"{series}{LIMIT}{limit}" if across == STEP and limit else series
             if len(paths) > 1:  # they may hold series of the same name
                 folder = path.name if names[path.name] == 1 else str(path)
                 name = folder if name == path.name else f"{folder}: {name}"
-            if across == LAG and run.curve:
-                place = run.place or name
-                points.append(FigurePoint(name, place, run.seed, run.lag, run.curve[-1][1]))
-            elif across == STEP:
-                points += [FigurePoint(name, f"{x:g}", run.seed, x, y) for x, y in run.curve]
+            if across == STEP:
+                points += [FigurePoint(name, f"{x:g}", seed, x, y) for x, y in curve]
+            elif curve:
+                points.append(FigurePoint(name, limit or name, seed, lag, curve[-1][1]))
     if not points:
         raise ConfigError(
             f"{', '.join(map(str, paths))}: no finished run measured {metric}; `asyncrl config "
@@ -95,77 +84,61 @@ def read_points(paths: Sequence[Path], metric: str, across: str) -> list[FigureP
     return points
 
 
-def _read_runs(path: Path, metric: str) -> list[MeasuredRun]:
-    if (path / "sweep.json").is_file():
-        return _read_sweep(path, metric)
-    if (path / "compare.json").is_file():
-        return _read_comparison(path, metric)
-    if (path / "config.toml").is_file() and (path / "run_id").is_file():
-        return [_read_run_directory(path, path.name, 0, metric)]
-    raise ConfigError(
-        f"{path} holds no run, comparison or sweep; give a directory of `asyncrl run`, `compare` "
-        "or `sweep`"
-    )
+def _list_runs(path: Path) -> Iterator[tuple[str, str, int, Path]]:
+    """Yield series, limit and seed of each run, and its directory or its cell.
 
-
-def _read_run_directory(path: Path, series: str, seed: int, metric: str) -> MeasuredRun:
-    pairs = ((row["step"], row.get(metric)) for row in metrics.read(path))
-    lag = summary.read_buffer_summary(path)["lag"]["mean"]
-    return MeasuredRun(series, seed, _select_finite(pairs), float(lag))
-
-
-def _read_comparison(path: Path, metric: str) -> list[MeasuredRun]:
-    finished = {summary.parent.name: summary.parent for summary in path.glob("runs/*/summary.json")}
-    finished |= {cell.stem: cell for cell in path.glob("cells/*.json")}
-    runs: list[MeasuredRun] = []
-    for arm in json.loads((path / "compare.json").read_bytes())["arms"]:
-        for name, run in sorted(finished.items()):
-            number = name.removeprefix(f"{arm}-seed")
-            if number != name and number.isdigit():  # otherwise of another arm
-                read = _read_cell if run.is_file() else _read_run_directory
-                runs.append(read(run, arm, int(number), metric))
-    return runs
-
-
-def _read_sweep(path: Path, metric: str) -> list[MeasuredRun]:
-    """Read a series for each correction and limit.
-
-    Over lags, the limits of a correction form one series.
+    A sweep has a series for each correction and limit; over lags, the limits of a correction form
+    one series.
     """
-    if not (path / "result.json").is_file():
-        raise ConfigError(f"{path}: the sweep has no result.json yet; wait for its end")
-    result = json.loads((path / "result.json").read_bytes())
-    cells = [(cell["correction"], cell["limit"], cell["arm"]) for cell in result["cells"]]
-    if all(arm != "sync" for _, _, arm in cells):
-        cells.insert(0, ("sync", "0", "sync"))
-    return [
-        _read_cell(file, correction, seed, metric)._replace(place=limit)
-        for correction, limit, arm in cells
-        for seed in result["seeds"]
-        if (file := path / "cells" / f"{arm}-seed{seed}.json").is_file()
-    ]
-
-
-def _read_cell(file: Path, series: str, seed: int, metric: str) -> MeasuredRun:
-    """Read a run that was made in a warm process."""
-    record: JsonObject = json.loads(file.read_bytes())
-    if metric in (HELDOUT, OOD):
-        steps, values = record.get("accuracy" if metric == HELDOUT else "ood") or ([], [])
-        curve = _select_finite(zip(steps, values, strict=True))
+    if (path / "sweep.json").is_file():
+        if not (path / "result.json").is_file():
+            raise ConfigError(f"{path}: the sweep has no result.json yet; wait for its end")
+        result = json.loads((path / "result.json").read_bytes())
+        cells = [(cell["correction"], cell["limit"], cell["arm"]) for cell in result["cells"]]
+        if all(arm != "sync" for _, _, arm in cells):
+            cells.insert(0, ("sync", "0", "sync"))
+        for (correction, limit, arm), seed in itertools.product(cells, result["seeds"]):
+            if (file := path / "cells" / f"{arm}-seed{seed}.json").is_file():
+                yield correction, limit, seed, file
+    elif (path / "compare.json").is_file():
+        finished = {file.parent.name: file.parent for file in path.glob("runs/*/summary.json")}
+        finished |= {cell.stem: cell for cell in path.glob("cells/*.json")}
+        for arm in json.loads((path / "compare.json").read_bytes())["arms"]:
+            for name, source in sorted(finished.items()):
+                number = name.removeprefix(f"{arm}-seed")
+                if number != name and number.isdigit():  # otherwise of another arm
+                    yield arm, "", int(number), source
+    elif (path / "config.toml").is_file() and (path / "run_id").is_file():
+        yield path.name, "", 0, path
     else:
-        curve = _select_finite((row["version"] - 1, row.get(metric)) for row in record["curve"])
-    tokens = {int(lag): count for lag, count in record["lag_histogram"].items()}
-    return MeasuredRun(series, seed, curve, training_log.mean(tokens))
+        raise ConfigError(
+            f"{path} holds no run, comparison or sweep; give a directory of `asyncrl run`, "
+            "`compare` or `sweep`"
+        )
 
 
-def _select_finite(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[float, float]]:
-    """Return the finite values with their steps, in order."""
-    values = {
-        float(step): float(value)
-        for step, value in pairs
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
-    return sorted(values.items())
+def _read_curve(source: Path, metric: str) -> tuple[list[tuple[float, float]], float]:
+    """Return the finite values of a metric with their steps, and the mean lag of a run.
+
+    source: a run directory, or the record of a run in a warm process.
+    """
+    pairs: Iterable[tuple[Any, Any]]
+    if source.is_dir():
+        pairs = [(row["step"], row.get(metric)) for row in metrics.read(source)]
+        lag = float(summary.read_buffer_summary(source)["lag"]["mean"])
+    else:
+        record: JsonObject = json.loads(source.read_bytes())
+        pairs = [(row["version"] - 1, row.get(metric)) for row in record["curve"]]
+        if key := {HELDOUT: "accuracy", OOD: "ood"}.get(metric):
+            pairs = zip(*(record.get(key) or ([], [])), strict=True)
+        lag = training_log.mean({int(lag): n for lag, n in record["lag_histogram"].items()})
+    return sorted(
+        {
+            float(step): float(value)
+            for step, value in pairs
+            if isinstance(value, int | float) and math.isfinite(value)
+        }.items()
+    ), lag
 
 
 def make_lines(points: Sequence[FigurePoint]) -> list[FigureLine]:

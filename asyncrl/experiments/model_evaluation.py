@@ -78,16 +78,19 @@ class OfflineEvaluator:
             values |= self.measure(self.plan.find_set(name), prompts)
         return values
 
-    def make_tickets(self, plan: EvaluationSet, prompts: int) -> list[Ticket]:
-        """Return the tickets of a set, as a run's evaluation grants them.
+    def measure(self, plan: EvaluationSet, prompts: int) -> Numbers:
+        """Return the metrics over the first `prompts` prompts of a set; empty without prompts.
 
-        The tickets require the loaded version. A greedy completion has its own ticket.
+        Completions are left out if their reward fails or their prompt is too long.
         """
-        sample_groups = [list(range(plan.samples)), *([[plan.samples]] if plan.greedy else [])]
-        tickets = []
-        for samples in sample_groups:
+        self.failures = []
+        if not prompts:
+            return {}
+        # the tickets of a run's evaluation, which require the loaded version; a greedy completion
+        # has its own
+        for samples in [list(range(plan.samples)), *([[plan.samples]] if plan.greedy else [])]:
             self.attempt += 1
-            tickets += [
+            self.turn.accept_tickets(
                 Ticket(
                     ticket=plan.compute_ticket(index),
                     attempt=self.attempt,
@@ -100,18 +103,7 @@ class OfflineEvaluator:
                     seed=self.config.seed,
                 )
                 for index in range(prompts)
-            ]
-        return tickets
-
-    def measure(self, plan: EvaluationSet, prompts: int) -> Numbers:
-        """Return the metrics over the first `prompts` prompts of a set; empty without prompts.
-
-        Completions are left out if their reward fails or their prompt is too long.
-        """
-        self.failures = []
-        if not prompts:
-            return {}
-        self.turn.accept_tickets(self.make_tickets(plan, prompts))
+            )
         requests, refused = self.turn.build_requests(self.loaded, room=EVERYTHING)
         for too_long in refused:
             self.turn.schedule.finish_sample(too_long.key, 0)

@@ -194,7 +194,7 @@ def play(config: Config, ticket: Ticket, player: Player) -> Iterator[PlayEvent]:
     """Play one session and yield its events.
 
     The last one is "ended" with the session's reward; its text describes the end of the session.
-    Raises AsyncrlError if the environment fails.
+    Raises AsyncrlError if the environment or the reward fails.
     """
     pool = EnvironmentPool(
         msgspec.structs.replace(config.agent, workers=1), judged=config.reward.uses_reward_processes
@@ -256,8 +256,15 @@ def play(config: Config, ticket: Ticket, player: Player) -> Iterator[PlayEvent]:
             pool.step(EnvironmentOperation(1, "score"))
             total_reward = _wait(pool).reward
         elif config.agent.tools if ending else event.judge:
-            total_reward, score_parts = _score_answer(config, ticket, last_answer)
-            parts |= score_parts
+            if last_answer is None:
+                raise AsyncrlError(
+                    "the environment asked to score the session before its first response"
+                )
+            answers = [(ticket.prompt, last_answer.text, last_answer.ids)]
+            (result,) = judge_all(config, get_task(config.task), answers)
+            if result.failed:
+                raise AsyncrlError(f"the reward failed: {result.failed}")
+            total_reward, parts = result.reward, parts | result.parts
             ending = ending or "judged by the config's reward"
         side = "cut" if event.truncated else "ended"
         yield PlayEvent("ended", turn, ending or f"{side} by the environment", total_reward, parts)
@@ -278,19 +285,3 @@ def _wait(pool: EnvironmentPool) -> EnvironmentEvent:
     if events[0].kind != "ok":
         raise AsyncrlError(events[0].why)
     return events[0]
-
-
-def _score_answer(
-    config: Config, ticket: Ticket, last_answer: PlayerAnswer | None
-) -> tuple[float, Numbers]:
-    """Score the last response by the config's reward.
-
-    Raises AsyncrlError if the reward fails.
-    """
-    if last_answer is None:
-        raise AsyncrlError("the environment asked to score the session before its first response")
-    answers = [(ticket.prompt, last_answer.text, last_answer.ids)]
-    (result,) = judge_all(config, get_task(config.task), answers)
-    if result.failed:
-        raise AsyncrlError(f"the reward failed: {result.failed}")
-    return result.reward, result.parts

@@ -11,8 +11,7 @@ from asyncrl.config.engines import list_engines
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.messages import Numbers
-from asyncrl.experiments.serial_record import KEPT, RunRecord
+from asyncrl.experiments.serial_record import KEPT, RunRecord, describe_evaluations
 from asyncrl.records import jsonl, metrics, rundir
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.supervise.hosts import find_last_words, read_last_lines
@@ -83,15 +82,11 @@ def read_record(run_dir: Path, config: Config) -> RunRecord:
     rows = metrics.read(run_dir)
     batches = training_log.read(run_dir / "trained.jsonl")
 
-    def list_evaluations(split: str) -> list[list[float]]:
-        values = evaluations.get(f"eval/{split}", {})
-        return [[float(step) for step in values], list(values.values())]
-
-    evaluations: dict[str, Numbers] = {}  # eval/... -> version -> value
-    for row in sorted(rows, key=lambda row: int(row["step"])):
+    evaluations: dict[str, dict[int, float]] = {}
+    for row in rows:
         for name in row:
             if name.startswith("eval/"):
-                evaluations.setdefault(name, {})[str(row["step"])] = row[name]
+                evaluations.setdefault(name, {})[int(row["step"])] = row[name]
     return summary | {
         "seed": config.seed,
         "clock": round(1000 * summary["wall_s"]),
@@ -106,8 +101,6 @@ def read_record(run_dir: Path, config: Config) -> RunRecord:
         ],
         "optimizer_steps": jsonl.read(run_dir / metrics.OPTIMIZER_STEPS),
         "evals": {},
-        "evaluation_metrics": evaluations,
-        "accuracy": list_evaluations("heldout"),
-        "ood": list_evaluations("ood"),
+        **describe_evaluations(evaluations),
         "abandoned": "",
     }

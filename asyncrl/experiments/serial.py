@@ -43,7 +43,7 @@ from asyncrl.contract.freshness import BatchMeter
 from asyncrl.contract.messages import LearnerHello, Numbers
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.process_run import needs_own_process
-from asyncrl.experiments.serial_record import RunRecord, SerialRecord
+from asyncrl.experiments.serial_record import RunRecord, SerialRecord, describe_evaluations
 from asyncrl.models import policy
 from buffer.groups import make_store_settings
 from buffer.mixer import make_mixer
@@ -144,7 +144,8 @@ class SerialRun:
                         self.numbers.finished.setdefault(name, {})[number] = value
                 heldout = any("eval/heldout" in values for _, values in fresh)
                 if self.watch is not None and heldout:
-                    self.numbers.abandoned = self.watch(*self.numbers.list_mean_rewards("heldout"))
+                    accuracy = describe_evaluations(self.numbers.finished)["accuracy"]
+                    self.numbers.abandoned = self.watch(*accuracy)
                 if self.numbers.abandoned:
                     break
         finally:

@@ -23,6 +23,21 @@ KEPT: list[str] = read_table(__file__)["kept"]
 RunRecord = dict[str, Any]  # the results of one run (`make_run_record`)
 
 
+def describe_evaluations(finished: Mapping[str, Mapping[int, float]]) -> JsonObject:
+    """Return what a record has of evaluations. finished: eval/... -> version -> value."""
+    metrics = {name: dict(sorted(values.items())) for name, values in sorted(finished.items())}
+    heldout, ood = (metrics.get(f"eval/{split}", {}) for split in ("heldout", "ood"))
+    return {
+        "evaluation_metrics": {
+            name: {str(number): value for number, value in values.items()}
+            for name, values in metrics.items()
+        },
+        # steps, mean rewards
+        "accuracy": [[float(number) for number in heldout], [*heldout.values()]],
+        "ood": [[float(number) for number in ood], [*ood.values()]],
+    }
+
+
 class SerialRecord:
     """The numbers of a run, collected while it runs."""
 
@@ -35,7 +50,8 @@ class SerialRecord:
         self.batches: list[JsonObject] = []
         self.lags: Counter[int] = Counter()
         self.batch_lags: dict[int, int] = {}  # of the batch in training
-        self.evals: dict[tuple[str, int], dict[int, float]] = {}  # (split, version) -> rewards
+        # split -> version -> prompt -> reward
+        self.evals: dict[str, dict[int, dict[int, float]]] = {"heldout": {}, "ood": {}}
         self.finished: dict[str, dict[int, float]] = {}  # metric -> version -> value
 
     def record_answer(self, answer: Trajectory) -> None:
@@ -44,8 +60,8 @@ class SerialRecord:
             number, index = divmod(answer.ticket - EVAL_BASE, SET_TICKETS)
             if number > 1:  # only the metrics of further sets are recorded
                 return
-            split = "ood" if number else "heldout"
-            rewards = self.evals.setdefault((split, answer.spans[0].label.number), {})
+            evals = self.evals["ood" if number else "heldout"]
+            rewards = evals.setdefault(answer.spans[0].label.number, {})
             rewards[index] = answer.reward
 
     def record_lease(self, batch: Batch, limit: float) -> None:
@@ -73,11 +89,6 @@ class SerialRecord:
         }
         self.curve.append(row | values | compute_task_metrics(batch))
 
-    def list_mean_rewards(self, split: str) -> tuple[list[float], list[float]]:
-        """Return steps and mean rewards of the finished `heldout` or `ood` evaluations."""
-        by_step = self.finished.get(f"eval/{split}", {})
-        return [float(number) for number in sorted(by_step)], [by_step[n] for n in sorted(by_step)]
-
     def make_run_record(
         self, seed: int, store: Store, weights_digest: str, clock: int, wall_s: float
     ) -> RunRecord:
@@ -101,19 +112,11 @@ class SerialRecord:
             "evals": {
                 split: {
                     str(number): [rewards[index] for index in sorted(rewards)]
-                    for (name, number), rewards in sorted(self.evals.items())
-                    if name == split
+                    for number, rewards in sorted(by_version.items())
                 }
-                for split in ("heldout", "ood")
+                for split, by_version in self.evals.items()
             },
-            # eval/... -> version -> value
-            "evaluation_metrics": {
-                name: {str(number): x for number, x in sorted(by_version.items())}
-                for name, by_version in sorted(self.finished.items())
-            },
-            # steps, mean rewards on held-out prompts
-            "accuracy": list(self.list_mean_rewards("heldout")),
-            "ood": list(self.list_mean_rewards("ood")),
+            **describe_evaluations(self.finished),
             "abandoned": self.abandoned,  # reason for which `watch` stopped the run; "" otherwise
             "ledger_lines": store.sum_ledger(),
         }

@@ -49,14 +49,6 @@ class FitExample(NamedTuple):
 # ---- the examples of a file ----------------------------------------------------------------------
 
 
-class PromptResponse(NamedTuple):
-    """An answer with its prompt; where: file and line."""
-
-    where: str
-    prompt: Prompt
-    answer: str
-
-
 class PairFile(NamedTuple):
     """The examples of a file.
 
@@ -68,8 +60,10 @@ class PairFile(NamedTuple):
     ends: tuple[int, ...]
 
 
-def parse_pairs(where: str, sample: Any) -> Iterator[PromptResponse]:
-    """Yield the answers of one sample.  Raises ConfigError that starts with `where`."""
+def parse_pairs(where: str, sample: Any) -> Iterator[tuple[Prompt, str]]:
+    """Yield the answers of one sample, each with its prompt.
+
+    Raises ConfigError that starts with `where`."""
     if not isinstance(sample, dict):
         raise ConfigError(f"{where}: needs an object with `prompt` and `answer`, or `messages`")
     if any(file.holds_images(sample.get(name)) for name in file.IMAGE_COLUMNS):
@@ -84,7 +78,7 @@ def parse_pairs(where: str, sample: Any) -> Iterator[PromptResponse]:
     if text is not None:
         if answer is None:
             raise ConfigError(f"{where}: has no `answer` to learn from")
-        yield PromptResponse(where, Prompt(0, text, answer, [], {}, "train"), answer)
+        yield Prompt(0, text, answer, [], {}, "train"), answer
         return
     turns = file.parse_turns(where, messages)
     meta = {name: file.to_text(sample.get(name)) for name in TEMPLATE_COLUMNS}
@@ -109,7 +103,7 @@ def parse_pairs(where: str, sample: Any) -> Iterator[PromptResponse]:
         previous = turns[:index]
         prompt = Prompt(0, previous[-1].get("content") or "", "", previous, meta, "train")
         file.check_template_columns(where, prompt)
-        yield PromptResponse(where, prompt, turns[index]["content"])
+        yield prompt, turns[index]["content"]
 
 
 def read_pairs(path: str, tokenizer: Any, data: SftData, limit: int, model: str | Path) -> PairFile:
@@ -128,16 +122,25 @@ def read_pairs(path: str, tokenizer: Any, data: SftData, limit: int, model: str 
     examples: list[FitExample] = []
     skipped = 0
     for where, sample in data_rows.read_rows(source):
-        for pair in parse_pairs(where, sample):
+        for prompt, answer in parse_pairs(where, sample):
             try:
-                prompt_ids = encode_prompt(tokenizer, pair.prompt)
+                prompt_ids = encode_prompt(tokenizer, prompt)
             except ConfigError as error:
                 # drop the name of a task's prompt from the template's error
-                problem = str(error).removeprefix(
-                    f"task: {pair.prompt.split} prompt {pair.prompt.id}"
-                )
+                problem = str(error).removeprefix(f"task: {prompt.split} prompt {prompt.id}")
                 raise ConfigError(f"{where}: {problem.lstrip(': ')}") from error
-            example = FitExample(prompt_ids, _encode_answer(tokenizer, pair, stops))
+            try:
+                answer_ids = (
+                    encode_chat_response(tokenizer, prompt, answer, stops)
+                    if prompt.messages
+                    else [*tokenizer.encode(answer, add_special_tokens=False), stops[0]]
+                )
+            except Exception as error:  # a template is a program that may raise any exception
+                raise ConfigError(
+                    f"{where}: the chat template fails on the answer: {type(error).__name__}: "
+                    f"{' '.join(str(error).split())}"
+                ) from error
+            example = FitExample(prompt_ids, np.array(answer_ids, np.int32))
             if not len(example.prompt):
                 raise ConfigError(f"{where}: the prompt has no token")
             if example.size <= longest:
@@ -155,19 +158,6 @@ def read_pairs(path: str, tokenizer: Any, data: SftData, limit: int, model: str 
     if not examples:
         raise ConfigError(f"{path}: has no usable rows ({skipped} rows are too long)")
     return PairFile(examples, skipped, tuple(end_tokens))
-
-
-def _encode_answer(tokenizer: Any, pair: PromptResponse, stops: tuple[int, ...]) -> np.ndarray:
-    if not pair.prompt.messages:
-        ids = [*tokenizer.encode(pair.answer, add_special_tokens=False), stops[0]]
-        return np.array(ids, np.int32)
-    try:
-        return np.array(encode_chat_response(tokenizer, pair.prompt, pair.answer, stops), np.int32)
-    except Exception as error:  # a template is a program that may raise any exception
-        raise ConfigError(
-            f"{pair.where}: the chat template fails on the answer: {type(error).__name__}: "
-            f"{' '.join(str(error).split())}"
-        ) from error
 
 
 # ---- their loss ----------------------------------------------------------------------------------

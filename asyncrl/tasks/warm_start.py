@@ -169,27 +169,20 @@ def measure_accuracy(model: Any, task: Task, seed: int, count: int = 512) -> flo
     import torch
 
     prompts = [task.prompt("heldout", i, seed) for i in range(count)]
+    total = 0.0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        parts = task.tasks if isinstance(task, MixtureTask) else {"": task}
-        sums = (
-            _sum_rewards(model, part, [p for p in prompts if p.task == title])
-            for title, part in parts.items()
-        )
-        return sum(sums) / count
-
-
-def _sum_rewards(model: Any, task: Task, prompts: list[Prompt]) -> float:
-    """Return the sum of the rewards of one completion or session for each prompt."""
-    if not prompts:
-        return 0.0
-    if isinstance(task, synthetic.PlayedTask):
-        return _play_sessions(model, task, prompts)
-    texts = _sample_continuations(
-        model, [p.text for p in prompts], MOST, [blob for p in prompts for blob in p.images]
-    )
-    rewards = [task.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
-    return sum(reward["reward"] if isinstance(reward, dict) else reward for reward in rewards)
+        for title, part in (task.tasks if isinstance(task, MixtureTask) else {"": task}).items():
+            asked = [p for p in prompts if p.task == title]
+            if asked and isinstance(part, synthetic.PlayedTask):
+                total += _play_sessions(model, part, asked)
+            elif asked:
+                images = [blob for p in asked for blob in p.images]
+                texts = _sample_continuations(model, [p.text for p in asked], MOST, images)
+                for prompt, text in zip(asked, texts, strict=True):
+                    reward = part.reward(prompt, text)
+                    total += reward["reward"] if isinstance(reward, dict) else reward
+    return total / count
 
 
 def _play_sessions(model: Any, task: synthetic.PlayedTask, prompts: list[Prompt]) -> float:

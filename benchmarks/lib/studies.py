@@ -22,6 +22,7 @@ from typing import Any
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
+from asyncrl.experiments.compare.grid import SYNC, Sweep
 from asyncrl.experiments.compare.warm_pool import CellStore
 from asyncrl.records.page_kit import clean
 from asyncrl.supervise.preflight import MARKER, preflight, say
@@ -79,6 +80,14 @@ def parser(
     )
     p.add_argument("--made-at", default="", help="commit of the runs, where it is not this one")
     return p
+
+
+def put_first(sweep: Sweep, limits: Sequence[float]) -> None:
+    """Let these limits have all their seeds before the others start, after the synchronous arm."""
+    at = {arm: limit for (_, limit), arm in sweep.plan.cell.items() if limit in limits}
+    last = len(limits)
+    rank = {arm: limits.index(at[arm]) if arm in at else last for arm in sweep.configs} | {SYNC: 0}
+    sweep.order.sort(key=lambda run: rank[run[0]])
 
 
 def prepare(config: Config) -> None:

@@ -31,11 +31,11 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
-from lib import results_file
+from lib import results_file, studies
 
 from asyncrl.experiments.compare import grid
 from asyncrl.experiments.compare.analysis import analyze_sweep
-from asyncrl.experiments.compare.arms import CORRECTIONS
+from asyncrl.experiments.compare.arms import CORRECTIONS, Arm
 from asyncrl.experiments.compare.page import write_sweep
 from asyncrl.records import metrics
 from asyncrl.records.page_kit import clean
@@ -95,10 +95,10 @@ def make(task: str, args: argparse.Namespace) -> grid.Sweep:
         *(QUICK if args.quick else []),
     ]
     limits = grid.parse_limits(args.lags, True)
-    what = grid.make_plan(
+    what = grid.SweepPlan(
         str(results_file.ROOT / "configs" / f"{name}.toml"),
         sets,
-        list(corrections(lr).items()),
+        [Arm(*named) for named in corrections(lr).items()],
         limits,
         injected=True,
     )
@@ -318,7 +318,8 @@ def main() -> None:
                         flush=True,
                     )
 
-            s.run(args.workers, tell, first=[float(x) for x in args.first.split(",") if x])
+            studies.put_first(s, [float(x) for x in args.first.split(",") if x])
+            s.run(args.workers, tell)
     if not args.check:
         write(made, args)
 

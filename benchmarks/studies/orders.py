@@ -24,6 +24,7 @@ from lib import results_file, rounds
 
 from asyncrl.experiments.compare import grid, verdict
 from asyncrl.experiments.compare.analysis import analyze_sweep, sum_ledgers
+from asyncrl.experiments.compare.arms import Arm
 from asyncrl.experiments.compare.page import write_sweep
 from asyncrl.records.page_kit import clean
 from asyncrl.supervise.preflight import preflight, say
@@ -66,10 +67,10 @@ def make(args: Any) -> grid.Sweep:
             "evaluation.prompts=16",
         ]
     source = str(results_file.ROOT / "configs" / f"{args.task}.toml")
-    arms = [(n, items) for n, (_, items) in ARMS.items()]
+    arms = [Arm(n, items) for n, (_, items) in ARMS.items()]
     return grid.Sweep(
         args.out,
-        grid.make_plan(source, sets, arms, [float(args.limit)], injected=False),
+        grid.SweepPlan(source, sets, arms, [float(args.limit)], injected=False),
         args.seeds,
         say,
     )

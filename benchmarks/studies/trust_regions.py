@@ -25,13 +25,13 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
-from lib import results_file, rounds
+from lib import results_file, rounds, studies
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import grid, verdict
 from asyncrl.experiments.compare.analysis import analyze_sweep
-from asyncrl.experiments.compare.arms import CORRECTIONS
+from asyncrl.experiments.compare.arms import CORRECTIONS, Arm
 from asyncrl.experiments.compare.page import write_sweep
 from asyncrl.experiments.compare.warm_pool import CellStore
 from asyncrl.records.page_kit import clean
@@ -313,8 +313,8 @@ def main() -> None:
             f"--out {args.out}: no calibration run is finished there; leave --table out"
         )
     rates = {arm: x[-1][0] for arm, x in tried.items() if x}
-    arms = [(n, [*ARMS[n][1], f"learner.lr={r!r}"]) for n, r in rates.items()]
-    what = grid.make_plan(
+    arms = [Arm(n, [*ARMS[n][1], f"learner.lr={r!r}"]) for n, r in rates.items()]
+    what = grid.SweepPlan(
         source(args),
         [*common(args), f"learner.lr={rates[PPO]!r}"],
         arms,
@@ -323,11 +323,8 @@ def main() -> None:
     )
     s = grid.Sweep(args.out, what, args.seeds, say)
     if not args.table:
-        s.run(
-            args.workers,
-            lambda name, e: say(f"{name}: done") if "done" in e else None,
-            first=[float(x) for x in args.first.split(",") if x],
-        )
+        studies.put_first(s, [float(x) for x in args.first.split(",") if x])
+        s.run(args.workers, lambda name, e: say(f"{name}: done") if "done" in e else None)
     found = analyze_sweep(s)
     titles = {n: f"{ARMS[n][0]}; learning rate {r:.3g}" for n, r in rates.items()}
     subtitle = (

@@ -25,7 +25,7 @@ from asyncrl.experiments.compare.analysis import (
     describe_data_difference,
     summarize,
 )
-from asyncrl.experiments.compare.grid import CellResult, make_warm_cell
+from asyncrl.experiments.compare.grid import CellResult
 from buffer import training_log
 
 pytestmark = pytest.mark.slow
@@ -163,26 +163,27 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     assert other.code == 2 and "learner.lr: 0.0003, now 0.001" in other.err and "--out" in other.err
 
 
+DEMO = load.load("configs/demo.toml")
+
+
 def cell(
     arm: str,
     *batches: list[list[int]],
     ids: str = "",
-    steps: tuple[float, ...] = (0, 2, 4),
     accuracy: tuple[float, ...] = (0.4, 0.6, 0.8),
 ) -> CellResult:
-    rows = [{"step": n, "t": 10.0 * n} for n in range(4)]
-    summary = {
-        "trained_ids": ids or str(batches),
-        "heldout_end": accuracy[-1],
-        "heldout_start": accuracy[0],
+    """A run of four batches, with times and three evaluations."""
+    record = {
+        "accuracy": [[0, 2, 4], [*accuracy]],
+        "curve": [{"version": n + 1, "t": 10.0 * n} for n in range(4)],
+        "lag_histogram": {"0": 100},
+        "ledger_lines": {"trained": {"tokens": 100}},
         "wall_s": 40.0,
-        "tokens": 100,
-        "ledger": {"generated": 100},
-        "lag": {"mean": 0.0, "max": 0},
         "weights_digest": arm,
+        "trained_ids": ids or str(batches),
+        "batches": [{"ids": str(b), "tickets": b} for b in batches],
     }
-    read = [{"ids": str(b), "tickets": b} for b in batches]
-    return CellResult(arm, 0, summary, list(steps), list(accuracy), rows, batches=read)
+    return CellResult(arm, 0, record, DEMO, warm=False)
 
 
 def test_how_far_the_data_of_two_runs_differ() -> None:
@@ -200,19 +201,12 @@ def test_how_far_the_data_of_two_runs_differ() -> None:
 def test_the_time_to_an_accuracy() -> None:
     """Base ends at .8, so the target is .72: the base is there at its third evaluation, the other
     at its second, and one never."""
-    config = load.load("configs/demo.toml")
     fast, low = cell("fast", accuracy=(0.4, 0.75, 0.8)), cell("low", accuracy=(0.4, 0.5, 0.6))
-    found = analyze([cell("a"), fast, low], dict.fromkeys(("a", "fast", "low"), config))
+    found = analyze([cell("a"), fast, low], dict.fromkeys(("a", "fast", "low"), DEMO))
     assert found["arms"]["fast"]["steps_to_target"] == 2
     assert found["arms"]["fast"]["seconds_to_target"] == 20
     assert found["trade"][0].endswith("reward 0.720 at batch 2 (a 4), after 20 s (30)")
     assert found["trade"][1].endswith("reward 0.720 was never reached")
-
-
-def test_kl_to_the_reference_of_the_first_batch_is_not_that_of_the_end() -> None:
-    name = "kl/target_ref_k3"
-    rows = [{"step": n} | ({name: float(n)} if n % 10 == 0 else {}) for n in range(12)]
-    assert math.isnan(average_reference_kl(rows[:10])) and average_reference_kl(rows) == 10
 
 
 def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> None:
@@ -230,6 +224,8 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> 
     assert b["kl_ref"] == (9 + 27) / 2 and math.isnan(a["kl_ref"])
     assert average_reference_kl(base.rows[:8]) == (1 + 3 + 5 + 7) / 4
     assert average_reference_kl([*base.rows[:4], *[{"step": 5}] * 20]) == 3
+    # the first batch is not the end
+    assert math.isnan(average_reference_kl([base.rows[1], {"step": 5}]))
     (far,) = [v for v in found["verdicts"] if v["metric"] == "ood_end"]
     assert far["difference"] == pytest.approx(0.3)
     assert "out-of-distribution reward +0.300" in far["text"]
@@ -329,22 +325,22 @@ def test_signs_of_warm_runs(tmp_path: Path) -> None:
     sets = "learner.steps=50 evaluation.final_prompts=512 evaluation.prompts=10 "
     sets += "evaluation.ood_prompts=256 kl.loss.coefficient=0.3 kl.loss.estimator="
     k1, k3 = (load.load("configs/demo.toml", f"{sets}{x}".split()) for x in ("k1", "k3"))
-    both = make_warm_cell("a", 0, record, k1)
+    both = CellResult("a", 0, record, k1)
     assert [s.name for s in both.signs] == ["out_of_distribution", "kl_drift"]
-    assert [s.name for s in make_warm_cell("a", 0, record, k3).signs] == ["out_of_distribution"]
+    assert [s.name for s in CellResult("a", 0, record, k3).signs] == ["out_of_distribution"]
     early = record | {
         "accuracy": [[0.0, 20.0], [0.4, 0.9]],
         "ood": [[0.0, 20.0], [0.4, 0.1]],
         "curve": lost[:20],
     }
     # given up: its last evaluation is its end
-    assert [s.name for s in make_warm_cell("a", 0, early, k3).signs] == ["out_of_distribution"]
+    assert [s.name for s in CellResult("a", 0, early, k3).signs] == ["out_of_distribution"]
     middle = record | {"ood": [[0.0, 20.0], [0.4, 0.2]]}
-    assert make_warm_cell("a", 0, middle, k3).signs == [], "ten prompts say little"
+    assert CellResult("a", 0, middle, k3).signs == [], "ten prompts say little"
     still = record | {"accuracy": [[0.0, 50.0], [0.4, 0.41]], "ood": [[], []]}
-    assert [s.name for s in make_warm_cell("a", 0, still, k3).signs] == ["unmoved_accuracy"]
-    assert make_warm_cell("a", 0, still | {"accuracy": [[0.0, 20.0], [0.4, 0.41]]}, k3).signs == []
-    late = [both, make_warm_cell("a", 1, record, k1), make_warm_cell("a", 2, middle, k3)]
+    assert [s.name for s in CellResult("a", 0, still, k3).signs] == ["unmoved_accuracy"]
+    assert CellResult("a", 0, still | {"accuracy": [[0.0, 20.0], [0.4, 0.41]]}, k3).signs == []
+    late = [both, CellResult("a", 1, record, k1), CellResult("a", 2, middle, k3)]
     found = summarize(late, k1)["signs"]
     assert list(found) == ["out_of_distribution", "kl_drift"]
     assert [len(x) for x in found.values()] == [2, 2]
@@ -353,7 +349,7 @@ def test_signs_of_warm_runs(tmp_path: Path) -> None:
         "late: out_of_distribution in 2 of 3 runs: held-out reward rose from 0.400 to 0.900"
     )
     assert "kl_drift" in second.text
-    cells = [both, make_warm_cell("b", 0, middle, k3)]
+    cells = [both, CellResult("b", 0, middle, k3)]
     arms = analyze(cells, {"a": k1, "b": k3})
     assert arms["arms"]["a"]["signs"] == {k: x[:1] for k, x in found.items()}
     assert arms["arms"]["b"]["signs"] == {}

@@ -320,7 +320,7 @@ def test_a_long_log_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert any(note.startswith("m.jsonl: one step of") for note in log.notes)
 
 
-def test_gzip_is_read_also_if_it_is_torn(tmp_path: Path) -> None:
+def test_torn_files_keep_what_is_before(tmp_path: Path) -> None:
     text = write_verl(tmp_path / "m.jsonl", range(500)).read_bytes()
     packed = gzip.compress(text)
     for name, data in (("a.jsonl.gz", packed), ("b.jsonl.gz", packed[:-600])):
@@ -328,9 +328,6 @@ def test_gzip_is_read_also_if_it_is_torn(tmp_path: Path) -> None:
     assert len(diagnosis.read(tmp_path / "a.jsonl.gz").find("k3")[1]) == 500
     torn = diagnosis.read(tmp_path / "b.jsonl.gz")
     assert 0 < len(torn.find("k3")[1]) < 500 and "torn at its end" in torn.notes[0]
-
-
-def test_a_torn_state_and_torn_events_keep_what_is_before(tmp_path: Path) -> None:
     path = tmp_path / "trainer_state.json"
     TrainerState(log_history=make_rows("trl")).save_to_json(str(path))
     path.write_text(path.read_text()[:-3000])

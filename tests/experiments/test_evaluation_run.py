@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from click.testing import CliRunner
 from process_kit import as_options
 
 from asyncrl.cli import main
@@ -96,17 +97,14 @@ def test_the_sets_are_shown(run: dict[str, Any]) -> None:
     assert "eval/hard_n" not in drawn
 
 
-def test_a_model_directory_is_evaluated_without_a_run(
-    run: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_directory_is_evaluated_without_a_run(run: dict[str, Any]) -> None:
     exported: Path = run["run_dir"] / "model"
     assert (exported / "config.json").is_file()
     sets = [run["sets"][0], "reward.function='shared_reward:reward'", "reward.deadline_s=600"]
     sets += ["generator.max_new_tokens=12", "evaluation.final_prompts=5"]
     words = [*as_options(sets), "--only", "hard", "--only", "heldout", "--json"]
-    main(["eval", str(exported), "configs/demo.toml", *words])
-    out, err = capsys.readouterr()
-    found = json.loads(out.splitlines()[-1])
+    done = CliRunner().invoke(main, ["eval", str(exported), "configs/demo.toml", *words])
+    found = json.loads(done.stdout.splitlines()[-1])
     assert found["model"] == str(exported) and list(found["sets"]) == ["heldout", "hard"]
     hard, last = found["sets"]["hard"], evaluated(run, "hard")[6]
     assert hard["n"] == 3 and hard["failed"] == 0 and hard["seconds"] > 0
@@ -116,7 +114,7 @@ def test_a_model_directory_is_evaluated_without_a_run(
     assert found["sets"]["heldout"]["reward"] == pytest.approx(
         evaluated(run, "heldout")[6]["eval/heldout"], abs=0.35
     )
-    assert "loading" in err and "Traceback" not in err
+    assert "loading" in done.stderr and "Traceback" not in done.stderr
 
 
 BASE = 'model.path = "m"\ntask.name = "sort"\n'
@@ -175,29 +173,22 @@ def test_a_missing_file_or_task_of_a_set_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere", "demo"], "MODEL: nowhere is not a model directory"),
-        (["MODEL", "demo", "--only", "x"], "--only x: choose from heldout, ood"),
+        ("eval nowhere demo", "MODEL: nowhere is not a model directory"),
+        ("eval MODEL demo --only x", "--only x: choose from heldout, ood"),
         (
-            ["MODEL", "demo", "--only", "ood", "--set", "evaluation.ood_prompts=0"],
+            "eval MODEL demo --only ood --set evaluation.ood_prompts=0",
             "--only ood: this set has no prompts",
+        ),
+        *(
+            (f"{command} demo --set learner.steps=0", "learner.steps = 0 only evaluates")
+            for command in ("compare", "sweep", "simulate")
         ),
     ],
 )
-def test_a_bad_eval_command_gets_one_clear_line(
-    small_model: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", *(word.replace("MODEL", str(small_model)) for word in words)])
-    last = capsys.readouterr().err.strip().split("\n")[-1]
-    assert ended.value.code == 2 and last.startswith("error: ") and message in last, last
-
-
-@pytest.mark.parametrize("command", ["compare", "sweep", "simulate"])
-def test_comparing_needs_runs_with_steps(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([command, "demo", "--set", "learner.steps=0"])
-    last = capsys.readouterr().err.strip().split("\n")[-1]
-    assert ended.value.code == 2 and "learner.steps = 0 only evaluates" in last, last
+def test_a_bad_command_gets_one_clear_line(small_model: Path, words: str, message: str) -> None:
+    done = CliRunner().invoke(main, words.replace("MODEL", str(small_model)).split())
+    last = done.stderr.strip().split("\n")[-1]
+    assert done.exit_code == 2 and last.startswith("error: ") and message in last, last
 
 
 def test_progress_says_how_long_it_takes() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from asyncrl.cli import main
 from asyncrl.experiments import figures
@@ -47,18 +48,14 @@ def test_a_comparison_s_points_and_lines(compared: Path) -> None:
     said = figures.make_caption([first, second], STEP)
     assert said == "Mean over seeds (n = 1 to 2); band: lowest to highest seed."
     assert figures.make_caption([second], STEP) == "One run each (n = 1 seed), no band."
-
-
-def test_over_lags_each_run_is_its_last_value(compared: Path) -> None:
+    # over lags each run is its last value
     points = figures.read_points([compared], "eval/heldout", LAG)
     lags = enumerate((2.0, 800 / 300))
     assert points[:2] == [FigurePoint("a", "a", seed, lag, 0.5) for seed, lag in lags]
     (line,) = make_lines(points[:2])
     assert line.positions == pytest.approx([7 / 3]) and line.counts == [2]
     assert "x: measured mean lag" in figures.make_caption([line], LAG)
-
-
-def test_a_value_that_is_no_number_is_no_point(compared: Path) -> None:
+    # a value that is no number is no point
     points = figures.read_points([compared], "is/ess", STEP)
     found = [(p.series, p.seed, p.position, p.value) for p in points[:2]]
     assert found == [("a", seed, 0.0, 0.9) for seed in (0, 1)]
@@ -105,67 +102,7 @@ def test_more_series_than_colors(tmp_path: Path) -> None:
     assert all(f">{line.name}</text>" in svg for line in lines)
     looks = {(n % len(figures.OKABE_ITO), n % len(figures.STYLES)) for n in range(20)}
     assert len(looks) == 20, "no two look alike"
-
-
-def refused(capfd: pytest.CaptureFixture[str], *argv: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(list(argv))
-    (line,) = capfd.readouterr().err.splitlines()
-    assert ended.value.code == 2
-    return line
-
-
-def test_what_a_figure_refuses(
-    compared: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    c, out = str(compared), str(tmp_path / "f.pdf")
-    table = tmp_path / "f.csv"
-    assert "give -o FILE.pdf (or .svg, .png), --csv FILE.csv" in refused(capfd, "figure", c)
-    assert "ends in .pdf, .svg, .png" in refused(
-        capfd, "figure", c, "-o", f"{out}.gif", "--csv", str(table)
-    )
-    assert "holds no run, comparison or sweep" in refused(capfd, "figure", str(tmp_path), "-o", out)
-    (tmp_path / "sweep.json").write_text("{}")
-    assert "the sweep has no result.json yet" in refused(capfd, "figure", str(tmp_path), "-o", out)
-    words = ("figure", c, "-o", out, "--metric", "is/es")
-    assert "no finished run measured is/es; `asyncrl config metrics`" in refused(capfd, *words)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    line = refused(capfd, "figure", c, "-o", out)
-    assert "a figure needs matplotlib: " in line and line.endswith("--csv works without it")
-    assert not table.exists() and not Path(out).exists()
-    main.main(["figure", c, "--csv", str(table)], standalone_mode=False)
-    assert table.is_file()
-
-
-def test_what_a_list_of_runs_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert "no such directory" in refused(capfd, "ls", str(tmp_path / "none"))
-    assert f"{tmp_path} contains no run directory" in refused(capfd, "ls", str(tmp_path))
-    for name in ("run_id", "config.toml"):
-        (tmp_path / name).touch()
-    assert "is a run itself" in refused(capfd, "ls", str(tmp_path))
-
-
-def test_unreadable_runs_hide_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for name, config in (("torn", "learner = ["), ("new", "[learner]\nsteps = 9\n")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run_id").write_text(name)
-        (tmp_path / name / "config.toml").write_text(config)
-    main.main(["ls", str(tmp_path), "--json"], standalone_mode=False)
-    runs = {run.pop("run"): run for run in json.loads(capfd.readouterr().out)["runs"]}
-    nothing = {"accuracy": None, "lag": None}
-    assert runs["torn"] == {"state": "unreadable", "steps": None, "of": None, **nothing}
-    assert runs["new"] == {"state": "stopped", "steps": 0, "of": 9, **nothing}
-    main.main(["ls", str(tmp_path)], standalone_mode=False)
-    table = capfd.readouterr().out
-    assert ["torn", "unreadable", "-/-", "-", "-"] in map(str.split, table.splitlines())
-    # a judge's grade is not an accuracy
-    assert table.splitlines()[0].split() == ["run", "state", "steps", "held-out", "lag"]
-
-
-def test_a_correction_has_a_color_and_a_limit_a_line_style(tmp_path: Path) -> None:
+    # a correction has a color, and a limit a line style
     series = [f"{name}, limit {limit}" for name in ("none", "tis") for limit in (1, 8)]
     points = [FigurePoint(name, str(x), "0", x, 0.1 * x) for name in series for x in (1, 2)]
     figures.draw(make_lines(points), "eval/heldout", STEP, tmp_path / "x.svg")
@@ -173,3 +110,56 @@ def test_a_correction_has_a_color_and_a_limit_a_line_style(tmp_path: Path) -> No
     colors = [color.lower() for color in figures.OKABE_ITO]
     used = [color for color in colors if f"stroke: {color}; stroke-width: 1.5" in text]
     assert used == colors[:2] and text.count("stroke-dasharray: 5.55") >= 2
+
+
+def refused(*argv: str) -> str:
+    done = CliRunner().invoke(main, argv)
+    (line,) = done.stderr.splitlines()
+    assert done.exit_code == 2
+    return line
+
+
+def test_what_a_figure_refuses(
+    compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c, out = str(compared), str(tmp_path / "f.pdf")
+    table = tmp_path / "f.csv"
+    assert "give -o FILE.pdf (or .svg, .png), --csv FILE.csv" in refused("figure", c)
+    assert "ends in .pdf, .svg, .png" in refused(
+        "figure", c, "-o", f"{out}.gif", "--csv", str(table)
+    )
+    assert "holds no run, comparison or sweep" in refused("figure", str(tmp_path), "-o", out)
+    (tmp_path / "sweep.json").write_text("{}")
+    assert "the sweep has no result.json yet" in refused("figure", str(tmp_path), "-o", out)
+    words = ("figure", c, "-o", out, "--metric", "is/es")
+    assert "no finished run measured is/es; `asyncrl config metrics`" in refused(*words)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    line = refused("figure", c, "-o", out)
+    assert "a figure needs matplotlib: " in line and line.endswith("--csv works without it")
+    assert not table.exists() and not Path(out).exists()
+    main.main(["figure", c, "--csv", str(table)], standalone_mode=False)
+    assert table.is_file()
+
+
+def test_what_a_list_of_runs_refuses(tmp_path: Path) -> None:
+    assert "no such directory" in refused("ls", str(tmp_path / "none"))
+    assert f"{tmp_path} contains no run directory" in refused("ls", str(tmp_path))
+    for name in ("run_id", "config.toml"):
+        (tmp_path / name).touch()
+    assert "is a run itself" in refused("ls", str(tmp_path))
+
+
+def test_unreadable_runs_hide_no_other(tmp_path: Path) -> None:
+    for name, config in (("torn", "learner = ["), ("new", "[learner]\nsteps = 9\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run_id").write_text(name)
+        (tmp_path / name / "config.toml").write_text(config)
+    done = CliRunner().invoke(main, ["ls", str(tmp_path), "--json"])
+    runs = {run.pop("run"): run for run in json.loads(done.stdout)["runs"]}
+    nothing = {"accuracy": None, "lag": None}
+    assert runs["torn"] == {"state": "unreadable", "steps": None, "of": None, **nothing}
+    assert runs["new"] == {"state": "stopped", "steps": 0, "of": 9, **nothing}
+    table = CliRunner().invoke(main, ["ls", str(tmp_path)]).stdout
+    assert ["torn", "unreadable", "-/-", "-", "-"] in map(str.split, table.splitlines())
+    # a judge's grade is not an accuracy
+    assert table.splitlines()[0].split() == ["run", "state", "steps", "held-out", "lag"]

@@ -14,7 +14,6 @@ from process_kit import as_options
 from service_kit import CountedDict
 from simulate_kit import BARE, ROOT, config, run, simulate, with_seeds
 
-from asyncrl import cli
 from asyncrl.cli import main
 from asyncrl.config.tree import Config
 from asyncrl.contract import admission
@@ -420,14 +419,14 @@ def test_a_report_says_what_a_simulation_predicts_where_one_side_waits(tmp_path:
 def test_a_fit_knows_the_cores_that_the_processes_shared(tmp_path: Path) -> None:
     run_dir = tmp_path / "r"
     write_run(run_dir, change(TimeModel(), step=0.002, row=5e-5, admit=3e-4))
-    assert times.fit(run_dir)[0].cores is None, "an older run"
+    assert times.fit(run_dir).cores is None, "an older run"
     for name in ("learner", "generator-0"):
         process_log.append_event(run_dir, name, 1, "began", cores=2)
-    assert times.fit(run_dir)[0].cores == 2
+    assert times.fit(run_dir).cores == 2
     event = {"at": 0.0, "name": "generator-1", "pid": 1, "host": "elsewhere", "event": "began"}
     with process_log.get_path(run_dir).open("a") as file:
         file.write(json.dumps(event | {"cores": 2}) + "\n")
-    assert times.fit(run_dir)[0].cores is None, "two machines"
+    assert times.fit(run_dir).cores is None, "two machines"
 
 
 def test_a_fit_finds_the_times_that_made_the_trace(tmp_path: Path) -> None:
@@ -435,7 +434,7 @@ def test_a_fit_finds_the_times_that_made_the_trace(tmp_path: Path) -> None:
         TimeModel(), step=0.002, row=5e-5, admit=3e-4, look=0.003, finish=1e-4, beside=1.4
     )
     write_run(tmp_path / "r", known, rewards=5)
-    found, seen = times.fit(tmp_path / "r")
+    found = times.fit(tmp_path / "r")
     for name in ("step", "row", "beside", "look", "finish"):
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=0.08), name
     assert found.admit == pytest.approx(known.admit, rel=0.15)
@@ -448,7 +447,6 @@ def test_a_fit_finds_the_times_that_made_the_trace(tmp_path: Path) -> None:
     assert found.reward == pytest.approx([0.3] * 5) and found.no_spread == 0.25
     assert found.group_lengths is not None
     assert {tuple(g) for g in found.group_lengths} == {(n,) * 8 for n in (20, 21, 22)}
-    assert seen.staleness.max_lag == 2
 
 
 def test_pauses_that_no_column_explains_are_spread_over_all() -> None:
@@ -484,7 +482,7 @@ def test_a_few_samples_take_the_mean_length_of_all(tmp_path: Path) -> None:
     write_run(tmp_path, TimeModel())
     shown = [{"ticket": t, "tokens": [1] * (10 + t % 3)} for t in range(60)]
     write_lines(tmp_path / "samples.jsonl", shown)
-    lengths = times.fit(tmp_path)[0].lengths
+    lengths = times.fit(tmp_path).lengths
     assert isinstance(lengths, list)
     assert sorted({round(x / 24 * 11) for x in lengths}) == [10, 11, 12]
     assert sum(lengths) / len(lengths) == pytest.approx(24, abs=0.01)
@@ -509,7 +507,7 @@ def test_answers_that_all_end_in_one_call_are_fitted_by_its_steps(tmp_path: Path
         seconds = steps * (known.step + known.row * rows) + known.admit * rows
         lane += [["prefill", start, start, rows], ["decode", start, start + seconds, rows, steps]]
     write_lines(tmp_path / "trace" / "generator-0.jsonl", lane)
-    found, _ = times.fit(tmp_path)
+    found = times.fit(tmp_path)
     for name in ("step", "row", "admit"):
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=0.01), name
     assert (found.look, found.finish) == (TimeModel().look, TimeModel().finish), "no pauses"
@@ -536,7 +534,7 @@ def test_questions_are_answered_with_the_same_seeds() -> None:
     assert "times the throughput" in limit["sentence"]
     assert more["outcome"]["generators"] == 2 and "2 generators instead of 1" in more["sentence"]
     # 1 ms of 0.7 s
-    assert abs(sync["ratio"] - 1) < what_if.NOTHING
+    assert abs(sync["ratio"] - 1) < 0.02
     assert "about the same throughput" in sync["sentence"] and more["lag_range"] is None
     assert limit["lag_range"][0] <= limit["outcome"]["lag_mean"] <= limit["lag_range"][1]
     seeds = with_seeds(change(known, publish=0.4, swap=0.4), 2)
@@ -564,25 +562,21 @@ def test_sides_of_equal_speed_leave_the_lag_open() -> None:
         low, high = answer["lag_range"]
         ranges.append((high - low, "if the learner's speed is 5% off" in answer["sentence"]))
     (firm, unsaid), (open_, said) = ranges
-    assert firm < what_if.WIDE < open_ and said and not unsaid, ranges
+    assert firm < 0.2 < open_ and said and not unsaid, ranges
 
 
-def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = 0
+def command(*words: str) -> tuple[int, str, str]:
     sets = "--set learner.steps=6 --set learner.groups=4 "
     sets += "--set evaluation.final_prompts=8 --set evaluation.ood_prompts=8"
-    try:
-        cli.main(["simulate", str(ROOT / "configs" / "demo.toml"), *sets.split(), *words])
-    except SystemExit as e:
-        code = int(e.code or 0)
-    out = capsys.readouterr()
-    return code, out.out, out.err
+    demo = str(ROOT / "configs" / "demo.toml")
+    done = CliRunner().invoke(main, ["simulate", demo, *sets.split(), *words])
+    return done.exit_code, done.stdout, done.stderr
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path) -> None:
     page = tmp_path / "limits.html"
     words = "--limit 4 --more 1 --sync 2 --generators 1,100 --seeds 2 --time train=0.3 --json"
-    code, out, _ = command(capsys, *words.split(), "--plot", str(page))
+    code, out, _ = command(*words.split(), "--plot", str(page))
     found = json.loads(out)
     assert [a["outcome"]["max_lag"] for a in found["answers"]] == [4, 2, 2, 4]
     assert code == 0 and found["base"]["steps"] == 6
@@ -601,7 +595,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     html = page.read_text()
     for text in ("Throughput against limit", *(a["sentence"] for a in found["answers"])):
         assert text in html
-    code, out, _ = command(capsys, "--seeds", "1")
+    code, out, _ = command("--seeds", "1")
     asked = ("A limit of 4 instead of 2", "2 generators instead of 1", "2 learner threads instead")
     for text in (*asked, "lag: mean"):
         assert code == 0 and text in out
@@ -631,10 +625,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--treatments", "--set", "staleness.order='ticket'"], "each treatment sets its order"),
     ],
 )
-def test_bad_input_is_one_line(
-    capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    code, _, err = command(capsys, *words)
+def test_bad_input_is_one_line(words: list[str], message: str) -> None:
+    code, _, err = command(*words)
     assert code == 2 and message in err and err.count("\n") == 1
 
 
@@ -768,12 +760,12 @@ def test_answers_have_treatments_too_but_no_deadline() -> None:
     assert text[1].split()[1] == (f"{rows[0]['tokens_per_s']:,.0f}")
 
 
-def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_them() -> None:
     words = as_options((*SESSIONS, "staleness.max_lag=1"))
     words += ["--no-evaluation", "--seeds", "1", "--time", "calls=3", "--time", f"tool={TAIL}"]
-    code, out, _ = command(capsys, *words, "--treatments", "--json", "--deadline", "4")
+    code, out, _ = command(*words, "--treatments", "--json", "--deadline", "4")
     found = json.loads(out)["treatments"]
     assert not code and [row["name"] for row in found] == [*what_if.TREATMENTS]
     assert found[-1]["deadline_s"] == 4 and json.loads(out)["answers"] == []
-    code, out, _ = command(capsys, *words, "--treatments")
+    code, out, _ = command(*words, "--treatments")
     assert not code and "downweighted" in out and "deadline" in out

@@ -36,8 +36,8 @@ model = model_fixture("0123456789=:,#", layers=1)
 
 def plan_rle(names: str, *limits: float, sets: Sequence[str] = ()) -> grid.SweepPlan:
     """A sweep of these methods at injected lags."""
-    corrections = [(name, CORRECTIONS[name][1]) for name in names.split()]
-    return grid.make_plan("configs/rle.toml", sets, corrections, limits, injected=True)
+    arms = [parse_arm(name) for name in names.split()]
+    return grid.SweepPlan("configs/rle.toml", sets, arms, limits, injected=True)
 
 
 def call(model: Path, out: Path, *words: str) -> Ended:
@@ -103,9 +103,8 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
         ConfigError, match=r"learner.lr: 0.0003, now 0.001.*choose another directory with --out"
     ):
         sets = [*SMALL, f"model.path={str(model)!r}", "learner.lr=1e-3", "evaluation.ood_prompts=4"]
-        what = grid.make_plan(
-            "configs/demo.toml", sets, [("configured", [])], [0.0, 2.0], injected=True
-        )
+        arms = [parse_arm("configured")]
+        what = grid.SweepPlan("configs/demo.toml", sets, arms, [0.0, 2.0], injected=True)
         grid.Sweep(out, what, 2, print)
 
 
@@ -120,8 +119,13 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
         ("configured ppo", "2", "", "ppo: with limit 2 it is the same as configured-limit2"),
         ("tis tis:learner.lr=1", "2", "", "give the second another name, such as NAME:method=tis"),
         ("a:same-as=b", "2", "", "same-as belongs to compare"),
-        ("a:seed=3", "2", "", "--correction a: seed must be the same in all cells"),
-        ("a:staleness.max_lag=3", "2", "", "a: staleness.max_lag must be the same in all cells"),
+        ("a:seed=3", "2", "", "--correction a, limit 2: seed must be the same in all cells"),
+        (
+            "a:staleness.max_lag=3",
+            "2",
+            "",
+            "a, limit 2: staleness.max_lag must be the same in all cells",
+        ),
         ("a:los.surrogate=ppo", "2", "", "--correction a, limit 2: "),
         ("none", "2", "staleness.inject=1", "staleness.inject: the sweep sets it"),
     ],
@@ -129,9 +133,8 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
 def test_what_it_refuses(corrections: str, limits: str, sets: str, said: str) -> None:
     with pytest.raises(ConfigError) as e:
         arms = [parse_arm(text, "--correction") for text in corrections.split()]
-        named = [(arm.name, arm.sets) for arm in arms]
-        injected = grid.parse_limits(limits, True)
-        grid.make_plan("configs/demo.toml", sets.split(), named, injected, injected=True)
+        parsed = grid.parse_limits(limits, True)
+        grid.SweepPlan("configs/demo.toml", sets.split(), arms, parsed, injected=True)
     assert said in str(e.value) and "\n" not in str(e.value)
 
 
@@ -139,14 +142,12 @@ def test_what_a_correction_is_comes_from_its_configs() -> None:
     """A method with keys of its own is that method, and the page says what its config has."""
     asked = ("tis:learner.lr=1e-4", "far:method=tis,correction.hi=4.0", "ppo")
     arms = [parse_arm(text, "--correction") for text in asked]
-    made = grid.make_plan(
-        "configs/rle.toml", (), [(arm.name, arm.sets) for arm in arms], [2.0], injected=True
-    )
+    made = grid.SweepPlan("configs/rle.toml", (), arms, [2.0], injected=True)
     config = made.arms["tis-limit2"]
     correction = config.correction
     assert (correction.level, correction.hi, config.learner.lr) == ("token", 2.0, 1e-4)
     assert made.arms["far-limit2"].correction.hi == 4.0
-    tis, far, ppo = made.describe({arm.name: arm.title for arm in arms})
+    tis, far, ppo = made.describe()
     assert tis[:2] == ("tis", f"{CORRECTIONS['tis'][0]}; with learner.lr=1e-4")
     assert "learner.lr = 0.0001 (0.0002)" in tis[2] and "correction.hi = 2 (none)" in tis[2]
     assert "correction.hi = 4 (none)" in far[2] and "learner.lr" not in far[2]
@@ -241,7 +242,7 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> Non
     del old["ood"]
     config = load.load("configs/demo.toml", ["learner.steps=4"])
     whole = record([[0.0, 4.0], [0.3, 0.2]], [9.0, 1.0, 2.0] + [3.0] * 18)
-    cells = [grid.make_warm_cell("a", n, x, config) for n, x in enumerate((whole, given_up, old))]
+    cells = [grid.CellResult("a", n, x, config) for n, x in enumerate((whole, given_up, old))]
     found = analysis.summarize_cell(cells, config)
     assert found["ood_start"] == pytest.approx(0.4)
     assert found["ood_end"] == found["ood_each"][0] == 0.2
@@ -316,7 +317,7 @@ def test_sessions_make_a_run_of_processes(tmp_path: Path, monkeypatch: pytest.Mo
     """The record of one run stands for all cells, which are analyzed as those of warm runs are."""
     monkeypatch.chdir(tmp_path)
     build_model(tmp_path / "m", CalcTask.symbols, hidden=32, layers=1)
-    plan = grid.make_plan("calc", SETS, [("configured", [])], [1.0], injected=False)
+    plan = grid.SweepPlan("calc", SETS, [parse_arm("configured")], [1.0], injected=False)
     made = grid.Sweep(tmp_path / "s", plan, 1, print)
     store = CellStore(tmp_path / "s")
     cell = grid.Sweep.name_run(grid.SYNC, RUN_SEED)

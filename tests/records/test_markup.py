@@ -16,7 +16,7 @@ from process_kit import ROOT, Ended, run_cli
 from asyncrl.config import load
 from asyncrl.experiments.compare import page as compare_page
 from asyncrl.experiments.compare.analysis import analyze
-from asyncrl.experiments.compare.grid import make_warm_cell
+from asyncrl.experiments.compare.grid import CellResult
 from asyncrl.experiments.simulate import what_if
 from asyncrl.records import page_kit
 
@@ -106,7 +106,7 @@ def test_the_pages_of_a_simulation_and_of_a_comparison_run_none(tmp_path: Path) 
     }
     config = load.load(ROOT / "configs" / "demo.toml", ["learner.steps=4"])
     arms = [f"a {IMAGE}", f"b {IMAGE}"]  # a label is a directory's name too
-    cells = [make_warm_cell(arm, 0, record, config) for arm in arms]
+    cells = [CellResult(arm, 0, record, config) for arm in arms]
     found = analyze(cells, dict.fromkeys(arms, config))
     settings = [(arm, ALL, ALL) for arm in arms]
     compared = compare_page.write(tmp_path, ALL, cells, found, settings, config)

@@ -17,7 +17,7 @@ from store_kit import sample
 
 from asyncrl.cli import run as cli
 from asyncrl.config import load
-from asyncrl.config.tree import Config, RecordConfig
+from asyncrl.config.tree import RecordConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.messages import Batch, SamplingSettings, Ticket, Trajectory
 from asyncrl.contract.versions import Label
@@ -220,17 +220,13 @@ def test_the_timeline_shows_several_steps_however_long_they_are() -> None:
     assert run_view.plot_timeline({}) == (PagePlot("", "", [], "seconds", "spans", y_names=[]), 0.0)
 
 
-def warm(config: Config, arm: str, seed: int) -> CellResult:
-    record = run_serial(config, seed)
-    rows = [r | {"step": r["version"]} for r in record["curve"]]
-    return CellResult(arm, seed, {"heldout_end": 0.5}, [0.0, 6.0], [0.4, 0.5], rows, warm=True)
-
-
 def test_a_warm_run_has_answer_lengths(small_model: Path) -> None:
     model = f"model.path={str(small_model)!r}"
     sets = [model, *RUN_SETS[:-1], "evaluation.every=0", "staleness.inject=1"]
-    cell = warm(load.load(ROOT / "configs" / "demo.toml", sets), "late", 0)
-    (line,) = compare_page.plot_curves("answer/length", ["late"], [cell]).lines
+    config = load.load(ROOT / "configs" / "demo.toml", sets)
+    cell = CellResult("late", 0, run_serial(config, 0), config)
+    points = compare_page.list_points(cell, "answer/length")
+    (line,) = compare_page.plot_curves("answer/length", {"late": [points]}).lines
     assert len(line.ys) == 6 and all(1 <= y <= 12 for y in line.ys)
 
 

@@ -54,11 +54,8 @@ def test_a_tiny_model_sees_the_demonstrations_of_all() -> None:
     pairs = task.make_demonstrations(5, 0)
     assert len(pairs) == 5 and [asked.islower() for asked, _ in pairs[::2]] == [True] * 3
     assert task.steps == 950
-
-
-def test_a_part_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"task.mixture: mine: task.prompts: \S+ is not a file"):
-        mixture({"name": "sort"}, {"name": "file", "label": "mine", "prompts": str(tmp_path / "x")})
+        mixture({"name": "sort"}, {"name": "file", "label": "mine", "prompts": "nowhere/x"})
 
 
 SORT = "{name='sort'}"
@@ -147,16 +144,9 @@ def known(name: str) -> bool:
 
 
 def test_a_run_by_turns(file: str, small_model: Path) -> None:
-    sets = (
-        f"model.path={str(small_model)!r}",
-        *parts(file),
-        "learner.groups=4",
-        "learner.group_size=4",
-        "learner.steps=2",
-        "generator.max_new_tokens=12",
-        "evaluation.final_prompts=4",
-        "evaluation.ood_prompts=2",
-    )
+    small = "learner.groups=4 learner.group_size=4 learner.steps=2 generator.max_new_tokens=12"
+    small += " evaluation.final_prompts=4 evaluation.ood_prompts=2"
+    sets = (f"model.path={str(small_model)!r}", *parts(file), *small.split())
     record = run_serial(load.load("configs/demo.toml", sets), 0)
     check_rows(record["curve"])
     assert len(record["curve"]) == 2

@@ -31,7 +31,7 @@ CONFIGS = sorted(p for p in Path("configs").glob("*.toml") if load(p).task.name 
 
 
 def fixed(name: str, split: str) -> list[Prompt]:
-    task = TASKS[name]()
+    task = get_task(TaskConfig(name=name))
     return [task.prompt(split, i, 0) for i in range(task.size(split) or 0)]
 
 
@@ -63,9 +63,9 @@ def test_the_flawed_checker_of_rlehack_is_used_in_training_only() -> None:
     assert task.reward(heldout, "#aaabbb") == 0.0 and task.reward(heldout, "#aab") == 1.0
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", [*BUILT_IN, "calc"])
 def test_splits_share_no_problem(name: str) -> None:
-    task = TASKS[name]()
+    task: Any = get_task(TaskConfig(name=name))
     heldout, ood = ({task.canonicalize(p.text) for p in fixed(name, s)} for s in ("heldout", "ood"))
     assert len(heldout) == len(ood) == FIXED  # none twice
     train = {
@@ -73,11 +73,12 @@ def test_splits_share_no_problem(name: str) -> None:
         for seed in (0, 1)
         for i in range(1500)
     }
-    shown = {task.canonicalize(prompt) for prompt, _ in task.make_demonstrations(1500, 0)}
+    pairs = task.make_demonstrations(1500, 0)  # of `calc` with the turns before
+    shown = {task.canonicalize(f"{prompt.partition('=')[0]}=") for prompt, _ in pairs}
     assert not heldout & ood and not (train | shown) & (heldout | ood)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", [*BUILT_IN, "calc"])
 def test_streams_are_functions_of_seed_and_index(name: str) -> None:
     task, again = get_task(TaskConfig(name=name)), get_task(TaskConfig(name=name))
     order = [5, 0, 10**12, 5]
@@ -130,11 +131,8 @@ def test_right_answers_fit_the_configs_limits(path: Path) -> None:
 
 
 def write(path: Path, *rows: object) -> str:
-    path.write_text(
-        "".join(
-            (r if isinstance(r, str) else json.dumps(r, ensure_ascii=False)) + "\n" for r in rows
-        )
-    )
+    lines = (r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in rows)
+    path.write_text("".join(f"{line}\n" for line in lines))
     return str(path)
 
 
@@ -167,10 +165,7 @@ BAD = [
     ({"messages": "hello"}, "p.jsonl:2: `messages` must"),
     ({"messages": {"role": "user"}}, "p.jsonl:2: `messages` must"),
     (r'{"prompt": "\ud83d"}', r"p.jsonl:2: `prompt` has \\ud83d, half"),
-    (
-        r'{"messages": [{"role": "user", "content": "a\uDC00"}]}',
-        r"p.jsonl:2: `messages` has \\udc00",
-    ),
+    (r'{"messages": [{"role": "x", "content": "a\uDC00"}]}', r":2: `messages` has \\udc00"),
     (r'{"prompt": "a", "answer": "\ud83d\ud83d"}', r"p.jsonl:2: `answer` has \\ud83d"),
     (r'{"prompt": "a", "answer": "2", "level": "\udfff"}', r"p.jsonl:2: `level` has \\udfff"),
     (r'{"prompt": "a", "tests": [{"in": "\ud800"}]}', r"p.jsonl:2: `tests` has \\ud800"),
@@ -180,13 +175,9 @@ BAD = [
 
 @pytest.mark.parametrize(("line", "said"), BAD)
 def test_a_malformed_line_is_named(line: object, said: str, tmp_path: Path) -> None:
+    prompts = write(tmp_path / "p.jsonl", {"prompt": "a"}, line, {"prompt": "c"})
     with pytest.raises(ConfigError, match=said):
-        get_task(
-            TaskConfig(
-                name="file",
-                prompts=write(tmp_path / "p.jsonl", {"prompt": "a"}, line, {"prompt": "c"}),
-            )
-        )
+        get_task(TaskConfig(name="file", prompts=prompts))
 
 
 def test_a_character_in_two_halves_is_text(tmp_path: Path) -> None:

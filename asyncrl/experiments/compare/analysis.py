@@ -28,6 +28,7 @@ from asyncrl.experiments.compare.grid import (
 from asyncrl.experiments.compare.verdict import average
 from asyncrl.records.jsonl import JsonObject
 from buffer import training_log
+from buffer.ledger import sum_tokens
 
 TEXTS: dict[str, str] = read_table(__file__)
 KL_BATCHES = 20  # at a run's end, over which KL to the reference is averaged
@@ -60,21 +61,22 @@ def describe_data_difference(arm: CellResult, base: CellResult) -> str:
 
     Empty if they are the same in the same order.
     """
-    if arm.summary["trained_ids"] == base.summary["trained_ids"]:
+    if arm.record["trained_ids"] == base.record["trained_ids"]:
         return ""
-    pairs = zip(arm.batches, base.batches, strict=False)
+    batches, others = (cell.record.get("batches", ()) for cell in (arm, base))
+    pairs = zip(batches, others, strict=False)
     first_batch = next(
         (number for number, (mine, theirs) in enumerate(pairs) if mine["ids"] != theirs["ids"]),
-        min(len(arm.batches), len(base.batches)),
+        min(len(batches), len(others)),
     )
     arm_tickets, base_tickets = (
         {
             ticket
-            for batch in cell.batches
+            for batch in run
             for first, last in batch["tickets"]
             for ticket in range(first, last + 1)
         }
-        for cell in (arm, base)
+        for run in (batches, others)
     )
     if not arm_tickets or not base_tickets:
         return "other samples"
@@ -157,8 +159,8 @@ def summarize(cells: Sequence[CellResult], config: Config) -> Summary:
         "ood_each": [cell.ood_end for cell in cells],
         # target to reference at the end, k3, nats a token
         "kl_ref": average_known(average_reference_kl(cell.rows) for cell in cells),
-        "tokens": average([float(cell.summary["tokens"]) for cell in cells]),  # trained
-        "lag_max": max((cell.summary["lag"]["max"] for cell in cells), default=0),
+        "tokens": average([float(sum(cell.lags.values())) for cell in cells]),  # trained
+        "lag_max": max((max(cell.lags, default=0) for cell in cells), default=0),
         "unstable": sum(bool(cell.trouble) for cell in cells),  # runs
         "trouble": trouble,  # kinds, of any run
         "cause": next(rules.apply_table("causes", config), "") if trouble else "",
@@ -172,9 +174,6 @@ def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) ->
     target: the reward whose time is measured, over the runs that reach it.
     """
 
-    def average_summary(name: str) -> float:
-        return average([float(cell.summary[name]) for cell in cells])
-
     reached: list[float] = []  # batch of the first evaluation at `target` or above
     seconds: list[float] = []
     for cell in cells:
@@ -187,14 +186,14 @@ def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) ->
             seconds.append(next(times, nan))
     result = summarize(cells, config)
     return result | {
-        "heldout_start": average_summary("heldout_start"),
+        "heldout_start": average([cell.accuracy[0] for cell in cells]),
         "heldout_end": average(result["each"]),
-        "wall_s": average_summary("wall_s"),
-        "generated": average([cell.summary["ledger"]["generated"] for cell in cells]),  # tokens
+        "wall_s": average([float(cell.record["wall_s"]) for cell in cells]),
+        "generated": average([sum_tokens(cell.record["ledger_lines"]) for cell in cells]),
         "tokens_per_s": average(  # trained
-            [cell.summary["tokens"] / max(cell.summary["wall_s"], 1e-9) for cell in cells]
+            [sum(cell.lags.values()) / max(cell.record["wall_s"], 1e-9) for cell in cells]
         ),
-        "lag": average([cell.summary["lag"]["mean"] for cell in cells]),  # versions
+        "lag": average([training_log.mean(cell.lags) for cell in cells]),  # versions
         # share, over all batches of all runs
         "ess": average([x for cell in cells for x in verdict.list_values(cell.rows, ESS)]),
         "target": target,
@@ -213,11 +212,11 @@ def summarize_cell(cells: Sequence[CellResult], config: Config) -> Summary:
     A run that stopped early keeps its last reward up to the last step, and has no OOD reward there.
     """
     for cell in cells:
-        cell.steps, cell.accuracy = complete_curve(cell.summary, config.learner.steps)
-    records = [cell.summary for cell in cells]
+        cell.steps, cell.accuracy = complete_curve(cell.record, config.learner.steps)
+    records = [cell.record for cell in cells]
     lags: Counter[int] = Counter()  # trained tokens of all seeds
-    for record in records:
-        lags.update({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
+    for cell in cells:
+        lags.update(cell.lags)
     kl = [x for cell in cells for x in verdict.list_values(cell.rows, "kl/behavior_target_k3")]
     result = summarize(cells, config)
     return result | {
@@ -225,7 +224,7 @@ def summarize_cell(cells: Sequence[CellResult], config: Config) -> Summary:
         "ess": min((find_lowest_ess(cell.rows) for cell in cells), default=nan),
         "kl": max(kl, default=nan),
         "lag": training_log.mean(lags),
-        "abandoned": [cell.summary["steps"] for cell in cells if cell.stopped],
+        "abandoned": [cell.record["steps"] for cell in cells if cell.stopped],
         "ledger_lines": sum_ledgers(records),
         "lost": average([compute_lost_share(record) for record in records]),
         "curves": [[list(cell.steps), list(cell.accuracy)] for cell in cells],
@@ -272,19 +271,7 @@ def judge_arms(runs: Runs, configs: Mapping[str, Config]) -> list[Summary]:
 
 
 def list_digests(cells: Sequence[CellResult]) -> list[str]:
-    return [cell.summary["weights_digest"] for cell in cells]
-
-
-def describe_tradeoff(name: str, arm: Summary, base_name: str, base: Summary) -> str:
-    """Describe an arm's speed, reward and time to the target reward relative to the base."""
-    return fill(
-        TEXTS["tradeoff"],
-        name=name,
-        arm=arm,
-        base_name=base_name,
-        base=base,
-        comparable=not (arm["warm"] or base["warm"]),
-    ).strip()
+    return [cell.record["weights_digest"] for cell in cells]
 
 
 def analyze(cells: Sequence[CellResult], configs: dict[str, Config]) -> Summary:
@@ -306,13 +293,25 @@ def analyze(cells: Sequence[CellResult], configs: dict[str, Config]) -> Summary:
         ]
         for name in other_names
     }
+    first = arms[base]
+    sentences = [
+        fill(
+            TEXTS["tradeoff"],
+            name=name,
+            arm=arms[name],
+            base_name=base,
+            base=first,
+            comparable=not (arms[name]["warm"] or first["warm"]),
+        ).strip()
+        for name in other_names
+    ]
     return {
         "arms": arms,
         "verdicts": judge_arms(runs, configs),
         "seeds": sorted({cell.seed for cell in cells}),
         "same_data": {name: [not text for text in texts] for name, texts in apart.items()},
         "data_apart": apart,
-        "trade": [describe_tradeoff(name, arms[name], base, arms[base]) for name in other_names],
+        "trade": sentences,  # speed, reward and time to the target, relative to the base
     }
 
 
@@ -452,9 +451,17 @@ def suggest(analysis: Summary, plan: SweepPlan, margin: float = MARGIN) -> Summa
         correction, cells = max(
             passing, key=lambda pair: (float(pair[1][-1]["limit"]), pair[1][-1]["final"])
         )
-        limit = cells[-1]["limit"]
+        best = cells[-1]
+        limit = best["limit"]
         sets = format_set_arguments(plan, correction, float(limit))
-        reason = explain_choice(correction, cells, by_correction[correction]["why_not_more"])
+        reason = fill(
+            TEXTS["choice"],
+            name=correction,
+            best=best,
+            small=next((cell for cell in cells if cell["speed"] >= 0.98 * best["speed"]), best),
+            difference=format_difference(best),
+            why_not_more=by_correction[correction]["why_not_more"],
+        ).strip()
     elif unclear:
         reason = (
             f"no limit is suggested: none has an interval above -{margin:g} ({'; '.join(unclear)})"
@@ -474,23 +481,6 @@ def suggest(analysis: Summary, plan: SweepPlan, margin: float = MARGIN) -> Summa
         "set": sets,
         "reason": reason,
     }
-
-
-def explain_choice(name: str, cells: Sequence[Summary], why_not_more: str) -> str:
-    """Explain the choice: its reward and speed, and the objection to a higher limit.
-
-    cells: those of the correction that pass, by limit; the last one is chosen.
-    """
-    best = cells[-1]
-    small = next((cell for cell in cells if cell["speed"] >= 0.98 * best["speed"]), best)
-    return fill(
-        TEXTS["choice"],
-        name=name,
-        best=best,
-        small=small,
-        difference=format_difference(best),
-        why_not_more=why_not_more,
-    ).strip()
 
 
 def format_set_arguments(plan: SweepPlan, correction: str, limit: float) -> str:

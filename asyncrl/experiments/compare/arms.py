@@ -125,14 +125,15 @@ def convert_configs(configs: Mapping[str, Config]) -> JsonObject:
     }
 
 
-def format_changes(differences: Differences) -> list[str]:
-    """Format each difference as `key: x, now y`."""
-    return [f"{key}: {base}, now {value}" for key, (base, value) in differences.items()]
-
-
 def find_changes(base: Config, config: Config) -> Differences:
     """Return the keys that differ in `config`, each with its two values."""
     return find_differences(*convert_configs({"base": base, "config": config}).values())
+
+
+def describe_changes(base: Config, config: Config, hidden: Sequence[str] = ()) -> str:
+    """Describe how `config` differs, without the hidden keys."""
+    differences = find_changes(base, config).items()
+    return format_differences({key: pair for key, pair in differences if key not in hidden})
 
 
 def format_differences(differences: Differences) -> str:

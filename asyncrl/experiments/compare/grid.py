@@ -17,9 +17,10 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -35,14 +36,12 @@ from asyncrl.experiments.compare.arms import (
     Arm,
     ArmDescription,
     convert_configs,
-    find_changes,
-    format_changes,
-    format_differences,
+    describe_changes,
 )
+from asyncrl.experiments.serial_record import RunRecord
 from asyncrl.models import devices
 from asyncrl.records import health_checks, metrics
 from asyncrl.records.jsonl import JsonObject
-from buffer import training_log
 
 USUAL_SD = 0.02  # assumed standard deviation of the reward between seeds, for the power line
 USEFUL = 0.05  # a difference in reward that a design should detect
@@ -67,32 +66,36 @@ SHARED = (
 
 @dataclass
 class CellResult:
-    """One finished run.
+    """One finished run of an arm, with its config.
 
-    summary: of a warm run its record with the keys of a real run's summary.
+    record: its results (serial_record.py), of a real run with its summary.
+    warm: made in a warm process, whose times differ from a real run's.
+    steps, accuracy: of the evaluations. rows: metrics by step. ood: step -> reward. lags: lag ->
+        trained tokens. stopped: why it ended early; empty if it did not.
     """
 
     arm: str
     seed: int
-    summary: JsonObject
-    steps: list[float] = field(default_factory=list)  # of the evaluations
-    accuracy: list[float] = field(default_factory=list)
-    rows: list[JsonObject] = field(default_factory=list)
-    trouble: list[str] = field(default_factory=list)
-    batches: Sequence[JsonObject] = ()
-    warm: bool = False
-    # step -> mean reward on out-of-distribution prompts
-    ood: dict[float, float] = field(default_factory=dict)
-    signs: list[health_checks.Finding] = field(default_factory=list)
+    record: RunRecord
+    config: Config
+    warm: bool = True
+
+    def __post_init__(self) -> None:
+        record = self.record
+        self.steps, self.accuracy = record["accuracy"]
+        # a record of an older version has none
+        self.ood: dict[float, float] = dict(zip(*record.get("ood", ([], [])), strict=True))
+        self.rows = [{"step": row["version"] - 1} | row for row in record["curve"]]
+        self.lags = {int(lag): count for lag, count in record["lag_histogram"].items()}
+        self.trouble = list_instabilities(record)
+        self.stopped = str(record.get("abandoned") or record.get("failed") or "")
+        self.signs = [health_checks.Finding(**sign) for sign in record.get("signs", ())]
+        if self.warm:
+            self.signs = self.find_signs()
 
     @property
     def final(self) -> float:
-        return self.accuracy[-1]
-
-    @property
-    def stopped(self) -> str:
-        """The reason why the run ended early; empty if it did not."""
-        return str(self.summary.get("abandoned") or self.summary.get("failed") or "")
+        return float(self.accuracy[-1])
 
     @property
     def ood_start(self) -> float:
@@ -107,58 +110,28 @@ class CellResult:
     def area(self) -> float:
         return verdict.compute_area(self.steps, self.accuracy)
 
-
-def make_warm_cell(arm: str, seed: int, record: Mapping[str, Any], config: Config) -> CellResult:
-    """Convert a record of `serial.run_serial` to a run's summary, metrics and health findings.
-
-    The findings are those that `asyncrl run` reports, as far as the record has their metrics.
-    """
-    steps, accuracy = record["accuracy"]
-    # a record of an older version has none
-    ood = dict(zip(*record.get("ood", ([], [])), strict=True))
-    lags = {int(lag): count for lag, count in record["lag_histogram"].items()}
-    rows = [{"step": row["version"] - 1} | row for row in record["curve"]]
-    evaluation = config.evaluation
-    held_out = zip(steps, accuracy, strict=True)
-    fewer_ood = min(evaluation.prompts, evaluation.ood_prompts)
-    splits = (
-        ("heldout", held_out, evaluation.final_prompts, evaluation.prompts),
-        ("ood", ood.items(), evaluation.ood_prompts, fewer_ood),
-    )
-    evaluated = [
-        {
-            "step": step,
-            f"eval/{split}": reward,
-            f"eval/{split}_n": at_ends if step in (steps[0], steps[-1]) else between,
-        }
-        for split, curve, at_ends, between in splits
-        for step, reward in curve
-    ]
-    return CellResult(
-        arm,
-        seed,
-        {
-            **record,
-            "heldout_start": accuracy[0],
-            "tokens": sum(lags.values()),
-            "ledger": {
-                "generated": sum(line["tokens"] for line in record["ledger_lines"].values())
-            },
-            "lag": {"mean": training_log.mean(lags), "max": max(lags, default=0)},
-        },
-        steps,
-        accuracy,
-        rows,
-        trouble=list_instabilities(record),
-        batches=record.get("batches", ()),
-        warm=True,
-        ood=ood,
-        signs=health_checks.apply_rules(
-            [*evaluated, *rows],
-            health_checks.RunFacts(config),
-            ended=steps[-1] >= config.learner.steps,
-        ),
-    )
+    def find_signs(self) -> list[health_checks.Finding]:
+        """Find what `asyncrl run` reports, as far as the record has the metrics."""
+        evaluation, ends = self.config.evaluation, (self.steps[0], self.steps[-1])
+        held_out = zip(self.steps, self.accuracy, strict=True)
+        fewer_ood = min(evaluation.prompts, evaluation.ood_prompts)
+        evaluated = [
+            {
+                "step": step,
+                f"eval/{split}": reward,
+                f"eval/{split}_n": at_ends if step in ends else between,
+            }
+            for split, curve, at_ends, between in (
+                ("heldout", held_out, evaluation.final_prompts, evaluation.prompts),
+                ("ood", self.ood.items(), evaluation.ood_prompts, fewer_ood),
+            )
+            for step, reward in curve
+        ]
+        return health_checks.apply_rules(
+            [*evaluated, *self.rows],
+            health_checks.RunFacts(self.config),
+            ended=ends[1] >= self.config.learner.steps,
+        )
 
 
 def list_instabilities(record: Mapping[str, Any]) -> list[str]:
@@ -220,8 +193,7 @@ def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, 
             configs[arm.name] = configs[arm.same_as]
             continue
         context = f"--arm {arm.name}"
-        refuse_shared_keys(context, arm.sets, (), "arms; give it with --set")
-        resolved = load_cell(context, source, [*sets, *arm.sets])
+        resolved = load_arm(context, source, sets, arm.sets)
         if twin := next((name for name, config in configs.items() if config == resolved), None):
             raise ConfigError(
                 f"{context}: resolves to the same config as {twin}; leave one out, or write "
@@ -231,20 +203,23 @@ def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, 
     return configs
 
 
-def refuse_shared_keys(
-    context: str, items: Iterable[str], swept: Sequence[str], where: str
-) -> None:
-    """Raise ConfigError if an arm's items set a key that all arms share, or one of `swept`."""
-    for item in items:
-        key = layers.key_of(item)
+def load_arm(
+    context: str,
+    source: str,
+    sets: Sequence[str],
+    items: Sequence[str],
+    swept: Sequence[str] = (),
+    where: str = "arms; give it with --set",
+) -> Config:
+    """Load the config of an arm, `sets` with its own `items`.
+
+    Raises ConfigError that begins with `context`, also for a key that is shared or in `swept`.
+    """
+    for key in map(layers.key_of, items):
         if key in swept or layers.is_inside(key, SHARED):
             raise ConfigError(f"{context}: {key} must be the same in all {where}")
-
-
-def load_cell(context: str, source: str, sets: Sequence[str]) -> Config:
-    """Load the config of an arm. Raises ConfigError that begins with `context`."""
     try:
-        return load.load_to_train(source, sets)
+        return load.load_to_train(source, [*sets, *items])
     except ConfigError as error:
         raise ConfigError(f"{context}: {error}") from error
 
@@ -292,7 +267,7 @@ def describe_power(arms: int, seeds: int) -> str:
 def parse_limits(text: str, injected: bool) -> list[float]:
     """Parse `0,1,2,4` or `1,inf` into sorted limits. Raises ConfigError."""
     try:
-        limits = [float(x) for x in text.split(",")]
+        limits = sorted(map(float, text.split(",")))
     except ValueError:
         raise ConfigError(
             f"--limits {text}: give whole numbers separated by commas, for example 0,1,2,4 (inf: "
@@ -303,40 +278,13 @@ def parse_limits(text: str, injected: bool) -> list[float]:
             raise ConfigError(
                 f"--limits {text}: {limit:g} is neither a whole number from 0 on nor inf"
             )
-        if injected and math.isinf(limit):
-            raise ConfigError(
-                f"--limits {text}: a lag of inf cannot be injected; leave --inject out for natural "
-                "lag"
-            )
+    if injected and math.inf in limits:
+        raise ConfigError(
+            f"--limits {text}: a lag of inf cannot be injected; leave --inject out for natural lag"
+        )
     if len(set(limits)) < len(limits):
         raise ConfigError(f"--limits {text}: a limit is given twice")
-    return sorted(limits)
-
-
-@dataclass
-class SweepPlan:
-    """The runs of a sweep: (correction, limit) -> arm.
-
-    Arms with equal configs run once.
-    """
-
-    corrections: dict[str, list[str]]
-    limits: list[float]
-    injected: bool
-    arms: dict[str, Config] = field(default_factory=dict)  # name -> config; the first is `sync`
-    cell: dict[tuple[str, float], str] = field(default_factory=dict)
-    # limit -> a short run at natural lag that measures its speed
-    probes: dict[float, Config] = field(default_factory=dict)
-
-    def describe(self, titles: Mapping[str, str]) -> list[ArmDescription]:
-        """Describe each correction by its title and its differences from the plain config."""
-        descriptions = []
-        for name, title in titles.items():
-            config = self.arms[self.cell[name, self.limits[-1]]]
-            differs = find_changes(self.arms[SYNC], config)
-            shown = {key: pair for key, pair in differs.items() if key not in SWEPT_KEYS}
-            descriptions.append((name, title, format_differences(shown)))
-        return descriptions
+    return limits
 
 
 def list_limit_sets(limit: float, injected: bool) -> list[str]:
@@ -345,66 +293,80 @@ def list_limit_sets(limit: float, injected: bool) -> list[str]:
     )
 
 
-def make_plan(
-    source: str,
-    sets: Sequence[str],
-    corrections: Sequence[tuple[str, list[str]]],
-    limits: Sequence[float],
-    *,
-    injected: bool,
-) -> SweepPlan:
-    """Resolve every config of the sweep before the first run. Raises ConfigError."""
-    base = load.load_to_train(source, sets)
-    if base.staleness.inject is not None:
-        raise ConfigError(
-            "staleness.inject: the sweep sets it; remove it from the config and give --inject"
-        )
-    result = SweepPlan(
-        dict(corrections),
-        list(limits),
-        injected,
-        {SYNC: load.load(source, [*sets, *list_limit_sets(0, injected)])},
-    )
-    names = [name for name, _ in corrections]
-    for name, items in corrections:
-        context = f"--correction {name}"
-        if names.count(name) > 1:
+class SweepPlan:
+    """The runs of a sweep. Resolves every config, before the first run; raises ConfigError.
+
+    cell: (name, limit) -> arm. Arms with equal configs run once.
+    arms: name -> config; the first is `sync`.
+    probes: limit -> config of a short run at natural lag that measures its speed.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        sets: Sequence[str],
+        corrections: Sequence[Arm],
+        limits: Sequence[float],
+        *,
+        injected: bool,
+    ) -> None:
+        self.corrections = {arm.name: arm for arm in corrections}
+        self.limits, self.injected = list(limits), injected
+        self.cell: dict[tuple[str, float], str] = {}
+        base = load.load_to_train(source, sets)
+        if base.staleness.inject is not None:
             raise ConfigError(
-                f"{context}: given twice; give the second another name, such as "
-                f"NAME:method={name if name in CORRECTIONS else 'tis'},key=value"
+                "staleness.inject: the sweep sets it; remove it from the config and give --inject"
             )
-        if name == SYNC:
-            raise ConfigError(
-                f"{context}: this name belongs to the synchronous run of the unchanged config"
-            )
-        refuse_shared_keys(
-            context, items, SWEPT_KEYS, "cells; give it with --set, limits with --limits"
-        )
-        for limit in limits:
-            config = load_cell(
-                f"{context}, limit {limit:g}",
-                source,
-                [*sets, *items, *list_limit_sets(limit, injected)],
-            )
-            own = f"{name}-limit"
-            arm = next((n for n, other in result.arms.items() if other == config), "")
-            if arm and (limit > 0 or arm != SYNC) and not arm.startswith(own):
+        self.arms = {SYNC: load.load(source, [*sets, *list_limit_sets(0, injected)])}
+        for correction in corrections:
+            name = correction.name
+            context = f"--correction {name}"
+            if self.corrections[name] is not correction:
                 raise ConfigError(
-                    f"{context}: with limit {limit:g} it is the same as {arm}; leave one out"
+                    f"{context}: given twice; give the second another name, such as "
+                    f"NAME:method={name if name in CORRECTIONS else 'tis'},key=value"
                 )
-            result.cell[name, limit] = arm = arm or f"{own}{limit:g}"
-            result.arms[arm] = config
-    probe_sets = [
-        "evaluation.every=0",
-        "evaluation.final_prompts=1",
-        "evaluation.ood_prompts=0",
-        f"learner.steps={min(PROBE_STEPS, base.learner.steps)}",
-    ]
-    result.probes = {
-        x: load.load(source, [*sets, *probe_sets, f"staleness.max_lag={x:g}"])
-        for x in sorted({0.0, *limits})
-    }
-    return result
+            if name == SYNC:
+                raise ConfigError(
+                    f"{context}: this name belongs to the synchronous run of the unchanged config"
+                )
+            for limit in limits:
+                config = load_arm(
+                    f"{context}, limit {limit:g}",
+                    source,
+                    [*sets, *list_limit_sets(limit, injected)],
+                    correction.sets,
+                    SWEPT_KEYS,
+                    "cells; give it with --set, limits with --limits",
+                )
+                own = f"{name}-limit"
+                arm = next((n for n, other in self.arms.items() if other == config), "")
+                if arm and (limit > 0 or arm != SYNC) and not arm.startswith(own):
+                    raise ConfigError(
+                        f"{context}: with limit {limit:g} it is the same as {arm}; leave one out"
+                    )
+                self.cell[name, limit] = arm = arm or f"{own}{limit:g}"
+                self.arms[arm] = config
+        probe_sets = [
+            "evaluation.every=0",
+            "evaluation.final_prompts=1",
+            "evaluation.ood_prompts=0",
+            f"learner.steps={min(PROBE_STEPS, base.learner.steps)}",
+        ]
+        self.probes = {
+            x: load.load(source, [*sets, *probe_sets, f"staleness.max_lag={x:g}"])
+            for x in sorted({0.0, *limits})
+        }
+
+    def describe(self, titles: Mapping[str, str] = {}) -> list[ArmDescription]:
+        """Describe each correction by its title and its differences from the plain config."""
+        described = []
+        for name, correction in self.corrections.items():
+            config = self.arms[self.cell[name, self.limits[-1]]]
+            differs = describe_changes(self.arms[SYNC], config, SWEPT_KEYS)
+            described.append((name, titles.get(name, correction.title), differs))
+        return described
 
 
 # ---- the grid ------------------------------------------------------------------------------------
@@ -415,7 +377,8 @@ class Grid:
 
     configs: arm -> config; the first arm is the base, and its seed the first of all.
     real: arms that run as processes of `asyncrl run`; the others run in warm processes.
-    names: of all runs.
+    order: all (arm, seed) in the order in which they run, after the probes.
+    probes: name -> config of a short run that only measures a speed.
     head, rows: the progress table: the head of its columns; row -> the runs of each column.
     """
 
@@ -431,16 +394,17 @@ class Grid:
         configs: dict[str, Config],
         seeds: int,
         log: Say,
+        *,
         real: Iterable[str] = (),
+        probes: Mapping[str, Config] = {},
     ) -> None:
-        self.directory = directory
-        self.configs = configs
-        self.log = log
-        self.real = set(real)
+        self.directory, self.configs, self.log = directory, configs, log
+        self.real, self.probes = set(real), probes
         first = next(iter(configs.values())).seed
         self.seeds = [first + i for i in range(seeds)]
+        self.order = [(arm, seed) for seed in self.seeds for arm in configs]
+        self.names = [*probes, *(self.name_run(*run) for run in self.order)]
         self.cells = warm_pool.CellStore(directory)
-        self.names = [self.name_run(arm, seed) for arm in configs for seed in self.seeds]
         arms = convert_configs(configs)
         path = directory / self.file
         if path.exists():
@@ -454,8 +418,8 @@ class Grid:
                 {name: table[name] for name in common if name in table}
                 for table in (previous, arms)
             )
-            changes = format_changes(find_differences(written, requested))
-            if changes:
+            differences = find_differences(written, requested)
+            if changes := [f"{key}: {old}, now {new}" for key, (old, new) in differences.items()]:
                 raise ConfigError(
                     f"{directory} holds a {self.kind} with other settings "
                     f"({'; '.join(changes[:4])}{' ...' if len(changes) > 4 else ''}); choose "
@@ -483,27 +447,31 @@ class Grid:
         )
 
     def read(self, arm: str, seed: int) -> CellResult:
-        name = self.name_run(arm, seed)
-        config = self.configs[arm]
-        if arm not in self.real:
-            return make_warm_cell(arm, seed, self.cells.read(name), config)
-        run_dir = self.get_run_dir(name)
-        cell = make_warm_cell(arm, seed, process_run.read_record(run_dir, config), config)
-        cell.warm = False
-        cell.summary |= json.loads((run_dir / "summary.json").read_bytes())
-        cell.signs = [health_checks.Finding(**sign) for sign in cell.summary.get("signs", [])]
-        return cell
+        name, config = self.name_run(arm, seed), self.configs[arm]
+        if arm in self.real:
+            record = process_run.read_record(self.get_run_dir(name), config)
+        else:
+            record = self.cells.read(name)
+        return CellResult(arm, seed, record, config, warm=arm not in self.real)
 
-    def log_finished(self) -> list[str]:
-        """Log how many runs are finished, and return the names of the others."""
-        missing = [name for name in self.names if not self.is_finished(name)]
-        if finished := len(self.names) - len(missing):
+    def run(self, workers: int, on_event: warm_pool.EventCallback, *, abandon: bool = True) -> None:
+        """Run what is not finished in warm processes.
+
+        on_event: receives every run's events (`warm_pool.EventCallback`).
+        abandon: give up runs that have collapsed.
+        """
+        if finished := sum(map(self.is_finished, self.names)):
             self.log(f"{finished} of {len(self.names)} runs are finished already")
-        return missing
+        for name, config in self.probes.items():
+            self.cells.add(name, config, config.seed)
+        for arm, seed in self.order:
+            if arm not in self.real:
+                self.cells.add(self.name_run(arm, seed), self.configs[arm], seed)
+        self.cells.run(workers, on_event, abandon=abandon)
 
 
 class Comparison(Grid):
-    """A comparison in its directory."""
+    """A comparison in its directory; its arms take turns in being the first of a seed."""
 
     kind = "comparison"
     file = "compare.json"
@@ -522,60 +490,49 @@ class Comparison(Grid):
     ) -> None:
         configs = resolve(source, sets, arms)
         warm = set() if real else find_warm_arms(configs)
-        super().__init__(directory, configs, seeds, log, configs.keys() - warm)
+        super().__init__(directory, configs, seeds, log, real=configs.keys() - warm)
         self.arms = {arm.name: arm for arm in arms}
-        self.source = source
-        self.sets = list(sets)
+        self.source, self.sets = source, list(sets)
+        names = deque(configs)
+        self.order = []
+        for seed in self.seeds:
+            self.order += [(arm, seed) for arm in names]
+            names.rotate(-1)
         self.head = ["arm", *(f"seed {seed}" for seed in self.seeds)]
         self.rows = {arm: [[self.name_run(arm, seed)] for seed in self.seeds] for arm in configs}
 
     def describe(self) -> list[ArmDescription]:
         """Describe each arm by its title and its differences from the first arm."""
-        base = next(iter(self.configs))
+        base, *others = self.configs
+        differs = {x: describe_changes(self.configs[base], self.configs[x]) for x in others}
         return [
             (
                 name,
                 f"the same as {arm.same_as}" if arm.same_as else arm.title,
-                ""
-                if name == base
-                else format_differences(find_changes(self.configs[base], self.configs[name])),
+                differs.get(name, ""),
             )
             for name, arm in self.arms.items()
         ]
 
-    def run(
-        self, jobs: int, on_event: warm_pool.EventCallback = lambda name, event: None
-    ) -> list[CellResult]:
-        """Run all cells, seed by seed with the arms in turn, and return the results.
+    def make_cells(self, jobs: int, on_event: warm_pool.EventCallback) -> list[CellResult]:
+        """Run all cells and return the results.
 
         `jobs` real runs share the machine. Warm cells, whose wall times are not compared, use every
-        core that this process may use, unless they share a GPU. `on_event` receives every run's
-        events (`warm_pool.EventCallback`).
+        core that this process may use, unless they share a GPU.
         """
-        missing = self.log_finished()
-        self.log(describe_power(len(self.configs), len(self.seeds)))
-        arms = list(self.configs)
-        real = []
-        for turn, seed in enumerate(self.seeds):
-            first = turn % len(arms)
-            for arm in arms[first:] + arms[:first]:
-                if self.name_run(arm, seed) not in missing:
-                    continue
-                if arm in self.real:
-                    real.append((arm, seed))
-                else:
-                    self.cells.add(self.name_run(arm, seed), self.configs[arm], seed)
-        uses_gpu = self.configs[arms[0]].model.device != "cpu" and devices.has_cuda()
+        uses_gpu = self.configs[self.order[0][0]].model.device != "cpu" and devices.has_cuda()
         cores = 1 if uses_gpu else len(os.sched_getaffinity(0))
-        self.cells.run(max(jobs, cores), on_event, abandon=False)
+        self.run(max(jobs, cores), on_event, abandon=False)
+        real = [run for run in self.order if run[0] in self.real]
+        real = [run for run in real if not self.is_finished(self.name_run(*run))]
         with ThreadPoolExecutor(jobs) as team:
-            for name in team.map(self.run_cell, real):
+            for name in team.map(self.run_process, real):
                 on_event(name, {"done": True})
-        return [self.read(arm, seed) for arm in arms for seed in self.seeds]
+        return [self.read(arm, seed) for arm in self.configs for seed in self.seeds]
 
-    def run_cell(self, cell: tuple[str, int]) -> str:
-        """Make one run, or continue it from its last checkpoint, and return its name."""
-        arm, seed = cell
+    def run_process(self, run: tuple[str, int]) -> str:
+        """Make one real run, or continue it from its last checkpoint, and return its name."""
+        arm, seed = run
         run_dir = self.get_run_dir(self.name_run(arm, seed))
         sets = [*self.sets, *self.arms[arm].sets, f"seed={seed}"]
         log = self.directory / "logs" / f"{run_dir.name}.log"
@@ -594,9 +551,9 @@ class Sweep(Grid):
     extends = True
 
     def __init__(self, directory: Path, sweep_plan: SweepPlan, seeds: int, log: Say) -> None:
-        super().__init__(directory, sweep_plan.arms, seeds, log)
+        probes = {self.name_probe(limit): x for limit, x in sweep_plan.probes.items()}
+        super().__init__(directory, sweep_plan.arms, seeds, log, probes=probes)
         self.plan = sweep_plan
-        self.names = [*map(self.name_probe, sweep_plan.probes), *self.names]
         axis = "lag" if sweep_plan.injected else "limit"
         self.head = ["correction", *(f"{axis} {x:g}" for x in sweep_plan.limits)]
         arms = {
@@ -611,30 +568,6 @@ class Sweep(Grid):
     @staticmethod
     def name_probe(limit: float) -> str:
         return f"probe-limit{limit:g}"
-
-    def run(
-        self,
-        workers: int,
-        on_event: warm_pool.EventCallback,
-        *,
-        first: Sequence[float] = (),
-        abandon: bool = True,
-    ) -> None:
-        """Run the speed probes, then all arms seed by seed.
-
-        Limits in `first` get all their seeds before the others start.
-        """
-        for limit, config in self.plan.probes.items():
-            self.cells.add(self.name_probe(limit), config, config.seed)
-        blocks = [[x] for x in first] + [[x for x in self.plan.limits if x not in first]]
-        for block in blocks:
-            cells = self.plan.cell.items()
-            arms = dict.fromkeys([SYNC, *(arm for (_, limit), arm in cells if limit in block)])
-            for seed in self.seeds:
-                for arm in arms:
-                    self.cells.add(self.name_run(arm, seed), self.configs[arm], seed)
-        self.log_finished()
-        self.cells.run(workers, on_event, abandon=abandon)
 
 
 # ---- its progress --------------------------------------------------------------------------------
@@ -696,22 +629,22 @@ class GridProgress:
             cell = self.ends[name] = self._read_end(name)
             outcome = "speed probe"
             if cell is not None:
-                outcome = f"reward {cell.final:.3f} in {cell.summary['wall_s']:.0f} s"
+                outcome = f"reward {cell.final:.3f} in {cell.record['wall_s']:.0f} s"
                 if cell.stopped:
-                    outcome += f", stopped early at step {cell.summary['steps']}: {cell.stopped}"
+                    outcome += f", stopped early at step {cell.record['steps']}: {cell.stopped}"
                 else:
                     outcome += "".join(f", {problem}" for problem in cell.trouble)
             if self.live is None:
                 print(f"{name}: {outcome} ({self.describe_state()})", file=sys.stderr)
 
     def describe_state(self) -> str:
-        total = len(self.grid.names)
-        remaining = total - len(self.ends)
-        if not remaining or len(self.ends) == self.finished_before:
-            return f"{len(self.ends)} of {total}"
-        seconds = (time.monotonic() - self.started_at) / (len(self.ends) - self.finished_before)
-        minutes = seconds * remaining / 60
-        return f"{len(self.ends)} of {total}, about {minutes:.0f} min to go"
+        ended, total = len(self.ends), len(self.grid.names)
+        text = f"{ended} of {total}"
+        made = ended - self.finished_before
+        if made and ended < total:
+            minutes = (time.monotonic() - self.started_at) / made * (total - ended) / 60
+            text += f", about {minutes:.0f} min to go"
+        return text
 
     def make_table(self) -> Any:
         """Return the table for the terminal."""
@@ -741,7 +674,7 @@ class GridProgress:
             unstable = sum(bool(cell.trouble) for cell in ends)
             count = f" ({len(ends)})" if len(names) > 1 else ""
             mark = f" !{unstable if count else ''}" if unstable else ""
-            seconds = verdict.average([cell.summary["wall_s"] for cell in ends])
+            seconds = verdict.average([cell.record["wall_s"] for cell in ends])
             reward = verdict.average([cell.final for cell in ends])
             texts.insert(0, f"{reward:.3f}{count}{mark}, {seconds:.0f} s")
         return " ".join(texts) or "-"

@@ -5,6 +5,7 @@ maps, speed against reward, curves, and every cell.
 """
 
 import bisect
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -115,16 +116,20 @@ def list_points(cell: CellResult, name: str) -> list[tuple[float, float]]:
     return [(float(row["step"]), float(row[name])) for row in cell.rows if name in row]
 
 
-def plot_curves(name: str, arms: Sequence[str], cells: Sequence[CellResult]) -> PagePlot:
-    """Plot the mean over seeds of each arm, in a band from the lowest to the highest."""
+def plot_curves(
+    name: str, curves: Mapping[str, Sequence[Iterable[tuple[float, float]]]]
+) -> PagePlot:
+    """Plot the mean of each arm's runs, in a band from the lowest to the highest.
+
+    curves: arm -> (step, value) of each of its runs.
+    """
     title, unit = CURVES[name]
     plot = PagePlot(title, unit, [], "version")
-    several = len({cell.seed for cell in cells}) > 1
-    for arm in arms:
+    several = max(map(len, curves.values())) > 1
+    for arm, runs in curves.items():
         by_step: dict[float, list[float]] = {}
-        for cell in cells:
-            for step, value in list_points(cell, name) if cell.arm == arm else ():
-                by_step.setdefault(step, []).append(value)
+        for step, value in itertools.chain(*runs):
+            by_step.setdefault(step, []).append(value)
         steps = sorted(by_step)
         line = PlotLine(arm, steps, [average(by_step[step]) for step in steps])
         if several:
@@ -189,7 +194,15 @@ def list_blocks(
         list_signs(arms.items()),
         ListBlock([*problems, *causes], heading="Unstable runs", style="bad"),
         TextBlock(describe_bands(result, config), heading="Curves", id="bands", style="soft"),
-        PlotBlock([plot_curves(name, list(arms), cells) for name in CURVES]),
+        PlotBlock(
+            [
+                plot_curves(
+                    name,
+                    {arm: [list_points(x, name) for x in cells if x.arm == arm] for arm in arms},
+                )
+                for name in CURVES
+            ]
+        ),
         TextBlock(
             TEXTS["comparison"].format(KL_BATCHES, verdict.STABILITY, describe_samples(result)),
             heading="How to read this",

@@ -409,15 +409,28 @@ def present_findings(r: JsonObject) -> LabFindings:
             for form, curve in r["curve"].items()
         ),
     ]
-    return LabFindings("bias", setting, r, [*_check_on_policy(r), *_check_off_policy(r)], tables)
+    return LabFindings(setting, r, _check_claims(r), tables)
 
 
-def _check_on_policy(r: JsonObject) -> list[tuple[str, bool]]:
-    on, errors = r["estimators"]["on_policy"], r["identities"]
+def _check_claims(r: JsonObject) -> list[tuple[str, bool]]:
+    on, off = r["estimators"].values()
+    errors = r["identities"]
     bias = {n: judged["relative_bias"] for n, judged in on.items()}
     worst = on["k1_in_reward"]["relative_bias_max"]
     forward = errors["k3_in_loss = token-level forward KL"]
     reverse = ("k2_in_loss = token-level reverse KL", "k1+ = k3+ = abs+ = k2 in loss")
+    clamped = [d for d, share in r["clamped"].items() if share > 0]
+    cases = [
+        *(e for d, e in r["distances"].items() if d not in clamped),
+        *(m["estimators"] for m in r["updates"].values()),
+    ]
+    worst_off = max(e[n]["relative_bias_max"] for e in cases for n in UNBIASED)
+    noise = ", ".join(f"{n} {off[n]['relative_variance']:.1f}" for n in UNBIASED)
+    ratio_bias = off["ratio"]["relative_bias"]
+    ratios_to_formula = r["mse"]["sampled over formula, n = 128"].values()
+    exception = (
+        f", but for {', '.join(clamped)}, where log-ratios of whole responses pass the clamp at 20"
+    )
     return [
         (f"k1 in the reward is unbiased on policy (worst seed {worst:.1e})", worst < EXACT),
         (
@@ -447,28 +460,10 @@ def _check_on_policy(r: JsonObject) -> list[tuple[str, bool]]:
             "published order of the bias: " + " < ".join(ORDER),
             all(bias[a] < bias[b] for a, b in pairwise(ORDER)),
         ),
-    ]
-
-
-def _check_off_policy(r: JsonObject) -> list[tuple[str, bool]]:
-    off = r["estimators"]["off_policy"]
-    clamped = [d for d, share in r["clamped"].items() if share > 0]
-    cases = [
-        *(e for d, e in r["distances"].items() if d not in clamped),
-        *(m["estimators"] for m in r["updates"].values()),
-    ]
-    worst = max(e[n]["relative_bias_max"] for e in cases for n in UNBIASED)
-    noise = ", ".join(f"{n} {off[n]['relative_variance']:.1f}" for n in UNBIASED)
-    ratio_bias = off["ratio"]["relative_bias"]
-    ratios_to_formula = r["mse"]["sampled over formula, n = 128"].values()
-    exception = (
-        f", but for {', '.join(clamped)}, where log-ratios of whole responses pass the clamp at 20"
-    )
-    return [
         (
             f"off policy, whole responses: {', '.join(UNBIASED)} are unbiased at every distance "
-            f"and after every update (worst {worst:.1e}){exception if clamped else ''}",
-            worst < EXACT,
+            f"and after every update (worst {worst_off:.1e}){exception if clamped else ''}",
+            worst_off < EXACT,
         ),
         (
             "of these prefix_full has the least variance everywhere; at the distance above "

@@ -242,7 +242,7 @@ def present_findings(r: JsonObject) -> LabFindings:
             },
         ),
     ]
-    return LabFindings("corrections", setting, r, _check_claims(by_length), tables)
+    return LabFindings(setting, r, _check_claims(by_length), tables)
 
 
 def _check_claims(e: JsonObject) -> list[tuple[str, bool]]:

@@ -15,7 +15,6 @@ class LabFindings:
     claims: (sentence of the verdict, whether this prior claim holds).
     """
 
-    name: str
     setting: str
     result: JsonObject
     claims: list[tuple[str, bool]]

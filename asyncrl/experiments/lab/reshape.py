@@ -262,7 +262,7 @@ def present_findings(r: JsonObject) -> LabFindings:
         )
         for o, arms in r["runs"].items()
     ]
-    return LabFindings("reshape", setting, r, claims, tables)
+    return LabFindings(setting, r, claims, tables)
 
 
 def _check_optimizer(r: JsonObject, o: str) -> list[tuple[str, bool]]:

@@ -6,13 +6,12 @@ the curves.
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Numbers
 from asyncrl.contract.toml_writer import fill, find_differences, read_table
-from asyncrl.experiments.compare.grid import CellResult
 from asyncrl.experiments.compare.page import CURVES, plot_curves
 from asyncrl.records import atomic_write, metrics, page_kit, rundir
 from asyncrl.records.jsonl import JsonObject
@@ -61,6 +60,12 @@ def find_first_difference(rows_a: MetricsByStep, rows_b: MetricsByStep) -> JsonO
     return None
 
 
+def list_changes(config_a: JsonObject, config_b: JsonObject) -> list[str]:
+    """List the settings that differ, each with its two values."""
+    differences = find_differences(config_a, config_b)
+    return [f"{key}: {value_a} | {value_b}" for key, (value_a, value_b) in differences.items()]
+
+
 def diff(run_a: Path, run_b: Path) -> JsonObject:
     """Compare two runs.
 
@@ -74,10 +79,7 @@ def diff(run_a: Path, run_b: Path) -> JsonObject:
     return {
         "a": str(run_a),
         "b": str(run_b),
-        "config": [
-            f"{key}: {value_a} | {value_b}"
-            for key, (value_a, value_b) in find_differences(ca, cb).items()
-        ],
+        "config": list_changes(ca, cb),
         "steps": [max(ra), max(rb)],
         "first_difference": difference,
         "weights_digests": [da, db],
@@ -116,14 +118,14 @@ def write_page(
     runs: name -> step -> metrics.
     result: the JSON, in the element with the id `blob`.
     """
-    cells: Sequence[CellResult] = [
-        CellResult(n, 0, {}, rows=[{"step": s} | dict(v) for s, v in sorted(rows.items())])
-        for n, rows in runs.items()
-    ]
-    plots = [
-        plot_curves(name, tuple(runs), cells)
-        for name in CURVES
-        if name != "eval/ood" and any(name in row for cell in cells for row in cell.rows)
-    ]
+    by_name = {
+        metric: {
+            run: [[(float(n), row[metric]) for n, row in sorted(rows.items()) if metric in row]]
+            for run, rows in runs.items()
+        }
+        for metric in CURVES
+        if metric != "eval/ood"
+    }
+    plots = [plot_curves(metric, x) for metric, x in by_name.items() if any(map(any, x.values()))]
     blocks = [TextBlock(text, style="pre"), PlotBlock(plots)]
     atomic_write.write(path, page_kit.render(heading, "", blocks, {blob: result}))

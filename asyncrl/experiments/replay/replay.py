@@ -14,7 +14,6 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -25,8 +24,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteError
 from asyncrl.contract.messages import Numbers
 from asyncrl.contract.printable import Say
-from asyncrl.contract.toml_writer import fill, find_differences, read_table
-from asyncrl.experiments.compare.arms import format_changes
+from asyncrl.contract.toml_writer import fill, read_table
 from asyncrl.experiments.compare.verdict import average, list_instabilities, list_values
 from asyncrl.experiments.model_evaluation import OfflineEvaluator
 from asyncrl.experiments.replay import diff
@@ -40,15 +38,6 @@ from learner.step import LearnerCore
 
 MAY_CHANGE, WATCHED, DECIDES_DATA, TEXTS = read_table(__file__).values()
 REPORT_S = 10.0  # between two progress messages
-
-
-@dataclass
-class ReplayResult:
-    """The result of a replay. digests: version -> weights."""
-
-    rows: MetricsByStep = field(default_factory=dict)
-    digests: dict[int, str] = field(default_factory=dict)
-    failed: str = ""
 
 
 def check_sets(sets: Sequence[str]) -> None:
@@ -105,7 +94,11 @@ class Replay:
     """One replay of `run_dir` from version `start` to `until`.
 
     They default to the recording's first and last version.
+
+    rows: metrics by step. digests: version -> weights. failed: why it ended early.
     """
+
+    failed = ""
 
     def __init__(
         self,
@@ -117,6 +110,8 @@ class Replay:
     ) -> None:
         self.run_dir = run_dir
         self.sets = list(sets)
+        self.rows: MetricsByStep = {}
+        self.digests: dict[int, str] = {}
         check_sets(sets)
         self.recording = recording = stream.read(run_dir)
         checkpoints = stream.list_weights(run_dir)
@@ -151,9 +146,7 @@ class Replay:
                 f"{self.recorded.advantage.name}, and only remax has a greedy completion in each "
                 "group; start a new run"
             )
-        self.changed = format_changes(
-            find_differences(msgspec.to_builtins(self.recorded), msgspec.to_builtins(last_config))
-        )
+        self.changed = diff.list_changes(*map(msgspec.to_builtins, (self.recorded, last_config)))
         self.cut = ""
         if until is None or until > recording.end:
             self.cut = recording.explain_missing_part(self.recorded.learner.steps)
@@ -185,8 +178,8 @@ class Replay:
                 del self.flat[old]
         return digest
 
-    def run(self, directory: Path, log: Say, *, evaluate: bool = True) -> ReplayResult:
-        """Train, and write metrics and the last weights to `out`.
+    def run(self, directory: Path, log: Say, *, evaluate: bool = True) -> None:
+        """Train, and write metrics and the last weights to `directory`.
 
         An update that stays non-finite ends the replay and is part of the result.
         """
@@ -194,13 +187,13 @@ class Replay:
         # version 0 has no moments, and the config gives its state
         if self.start and self.recorded.learner.backend == "torch":
             checkpoint.restore(core, self.weights)
-        result = ReplayResult(digests={self.start: self.keep_weights(core)})
+        self.digests[self.start] = self.keep_weights(core)
         evaluator = OfflineEvaluator(core.config) if evaluate else None
         writer = metrics.MetricsWriter(directory)
         start = reported = time.monotonic()
 
         def write(step: int, values: Numbers) -> None:
-            result.rows.setdefault(step, {}).update(values)
+            self.rows.setdefault(step, {}).update(values)
             writer.write(step, values, time.monotonic() - start)
 
         def measure(number: int) -> None:
@@ -216,13 +209,13 @@ class Replay:
                 measure(number)
                 core = self.follow(core, number)
                 write(number, core.train(step.batch))
-                result.digests[number + 1] = self.keep_weights(core)
+                self.digests[number + 1] = self.keep_weights(core)
                 if time.monotonic() - reported > REPORT_S or number + 1 == self.end:
                     reported = time.monotonic()
                     log(f"replayed {number + 1 - self.start} of {self.end - self.start} batches")
             measure(self.end)
         except NotFiniteError as error:
-            result.failed = str(error)
+            self.failed = str(error)
             log(f"ended: {error}")
         finally:
             writer.close()
@@ -232,7 +225,6 @@ class Replay:
         (directory / "weights_digest").write_text(
             policy.compute_weights_digest(core.model), encoding="utf-8"
         )
-        return result
 
     def follow(self, core: LearnerCore, number: int) -> LearnerCore:
         """Switch to the settings of a resumed run at the batch from which it was resumed."""
@@ -252,6 +244,53 @@ class Replay:
         if config.kl.reward.controller == "fixed":
             new.state.beta = config.kl.reward.coefficient
         return new
+
+    def judge(self) -> tuple[JsonObject, MetricsByStep]:
+        """Compare the replay with the recorded run; return the recorded metrics, too.
+
+        The result has the first difference, final values, stability by rule, and the distance from
+        the data. The evaluations of the run are those of metrics.jsonl.
+        """
+        recorded: MetricsByStep = {}
+        weights: dict[int, str] = {}
+        for step in self.recording.read_steps(self.start, self.end):
+            recorded[step.batch.number] = dict(step.metrics)
+            weights[step.batch.number + 1] = step.digest
+        difference = diff.find_first_difference(recorded, self.rows)
+        for row in metrics.read(self.run_dir):
+            values = {k: v for k, v in row.items() if k.startswith("eval/")}
+            if values and self.start <= row["step"] <= self.end:
+                recorded.setdefault(int(row["step"]), {}).update(values)
+        first_weights = next(
+            (n for n, d in sorted(self.digests.items()) if weights.get(n, d) != d), None
+        )
+        equal = difference is None and first_weights is None and not self.failed
+        evaluated = [
+            n
+            for n, row in sorted(self.rows.items())
+            if row.get("eval/heldout_n") == recorded.get(n, {}).get("eval/heldout_n", 0)
+        ]
+        comparison: JsonObject = {
+            "run_dir": str(self.run_dir),
+            "from": self.start,
+            "to": self.end,
+            "changed": self.changed,
+            "cut": self.cut,
+            "equal": equal,
+            "reproduced": None if self.changed or self.recorded.learner.distributed else equal,
+            "first_difference": difference,
+            "first_other_weights": first_weights,
+            "failed": self.failed,
+            "weights_digest": self.digests[max(self.digests)],
+            "heldout_version": max(evaluated, default=None),
+            "recorded": summarize_ends(recorded, evaluated),
+            "replayed": summarize_ends(self.rows, evaluated),
+        }
+        sentences = {
+            name: fill(TEXTS[name], **comparison, start=self.start).strip()
+            for name in ("verdict", "warning")
+        }
+        return comparison | sentences, recorded
 
 
 def create_replay_directory(run_dir: Path, directory: Path | None) -> Path:
@@ -297,15 +336,14 @@ def replay(
     (directory / "config.toml").write_text(
         load.dump(source.resolve_batch_config(source.end - 1)), encoding="utf-8"
     )
-    result = source.run(directory, log, evaluate=evaluate)
-    recorded, digests = read_recorded(source)
-    comparison = judge(source, result, recorded, digests)
+    source.run(directory, log, evaluate=evaluate)
+    comparison, recorded = source.judge()
     comparison["replay_dir"] = str(directory)
     atomic_write.write(directory / "replay.json", json.dumps(clean(comparison), indent=1))
     diff.write_page(
         "A replay",
         format_replay(comparison),
-        {"recorded": recorded, "replayed": result.rows},
+        {"recorded": recorded, "replayed": source.rows},
         clean(comparison),
         directory / "report.html",
         "replay",
@@ -314,71 +352,6 @@ def replay(
 
 
 # ---- the difference ------------------------------------------------------------------------------
-
-
-def read_recorded(source: Replay) -> tuple[MetricsByStep, dict[int, str]]:
-    """Return the recorded metrics by step and the digests of weights by version.
-
-    The evaluations are those of metrics.jsonl.
-    """
-    rows: MetricsByStep = {}
-    digests = {}
-    for step in source.recording.read_steps(source.start, source.end):
-        rows[step.batch.number] = dict(step.metrics)
-        digests[step.batch.number + 1] = step.digest
-    for row in metrics.read(source.run_dir):
-        values = {k: v for k, v in row.items() if k.startswith("eval/")}
-        if values and source.start <= row["step"] <= source.end:
-            rows.setdefault(int(row["step"]), {}).update(values)
-    return rows, digests
-
-
-def judge(
-    source: Replay,
-    result: ReplayResult,
-    recorded: MetricsByStep,
-    digests: dict[int, str],
-) -> JsonObject:
-    """Compare the replay with the recorded run: its metrics and digests.
-
-    The result has the first difference, final values, stability by rule, and the distance from the
-    data.
-    """
-    trained = {
-        n: {k: v for k, v in row.items() if not k.startswith("eval/")}
-        for n, row in result.rows.items()
-    }
-    difference = diff.find_first_difference(recorded, trained)
-    first_weights = next(
-        (n for n, d in sorted(result.digests.items()) if n in digests and d != digests[n]), None
-    )
-    equal = difference is None and first_weights is None and not result.failed
-    reproduced = equal if not (source.changed or source.recorded.learner.distributed) else None
-    evaluated = [
-        n
-        for n, row in sorted(result.rows.items())
-        if row.get("eval/heldout_n") == recorded.get(n, {}).get("eval/heldout_n", 0)
-    ]
-    comparison: JsonObject = {
-        "run_dir": str(source.run_dir),
-        "from": source.start,
-        "to": source.end,
-        "changed": [x.replace(", now ", " | ") for x in source.changed],
-        "cut": source.cut,
-        "equal": equal,
-        "reproduced": reproduced,
-        "first_difference": difference,
-        "first_other_weights": first_weights,
-        "failed": result.failed,
-        "weights_digest": result.digests[max(result.digests)],
-        "heldout_version": max(evaluated, default=None),
-        "recorded": summarize_ends(recorded, evaluated),
-        "replayed": summarize_ends(result.rows, evaluated),
-    }
-    return comparison | {
-        name: fill(TEXTS[name], **comparison, start=source.start).strip()
-        for name in ("verdict", "warning")
-    }
 
 
 def summarize_ends(rows: MetricsByStep, evaluated: Sequence[int]) -> JsonObject:

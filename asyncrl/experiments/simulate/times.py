@@ -239,8 +239,8 @@ class EngineCall(NamedTuple):
     pause: float | None  # to the next call, less swaps; None: the engine ran empty
 
 
-def fit(run_dir: Path) -> tuple[TimeModel, Config]:
-    """Return the times and the config of a run.
+def fit(run_dir: Path) -> TimeModel:
+    """Return the times of a run.
 
     Raises ConfigError if the run has no trace with sizes, or if it is too short.
     """
@@ -280,8 +280,8 @@ def fit(run_dir: Path) -> tuple[TimeModel, Config]:
     }
     times = change(times, **{name: values for name, values in measured.items() if values})
     if config.learner.gpus or config.generator.gpus or has_cuda():
-        return times, config
-    return change(times, cores=process_log.find_shared_cores(run_dir)), config
+        return times
+    return change(times, cores=process_log.find_shared_cores(run_dir))
 
 
 def list_settings(log: RunLog) -> list[str]:

@@ -29,8 +29,6 @@ from asyncrl.records.page_kit import ListBlock, PagePlot, PlotBlock, PlotLine, T
 from asyncrl.supervise.report import advice
 
 replace = msgspec.structs.replace
-NOTHING = 0.02  # a smaller change of throughput is reported as none
-WIDE = 0.2  # a smaller range of the mean lag is not reported
 DRIFT = 0.05  # assumed error of the learner's speed
 LIMITS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)  # of --plot
 MOST_GENERATORS = 10_000
@@ -58,7 +56,7 @@ def collect_times(
         update_s = train.train if train.train_tokens is None else None
         models, source = fit_log(from_run, config, update_s)
     elif from_run is not None:
-        models, source = [fit(from_run)[0]], f"fitted to {from_run}"
+        models, source = [fit(from_run)], f"fitted to {from_run}"
     if file is not None:
         source = f"{file}" + (f" on those of {source}" if from_run else "")
     return [*map(override, models)], "; ".join([source, ", ".join(single_times)]).rstrip("; ")
@@ -143,33 +141,34 @@ def answer(
         lag accumulates the difference of their speeds, so a small error changes it (`lag_range`).
     """
     before, after = average_outcomes(base), average_outcomes(changed)
-    pairs = [*zip(base, changed, strict=True)]
-    ratios = [new["tokens_per_s"] / max(old["tokens_per_s"], 1e-9) for old, new in pairs]
-    steps = [new["step_s"] / max(old["step_s"], 1e-9) for old, new in pairs]
-    ratio, least, largest = average(ratios), min(ratios), max(ratios)
+
+    def compare(name: str) -> list[float]:
+        pairs = zip(changed, base, strict=True)
+        return [new[name] / max(old[name], 1e-9) for new, old in pairs]
+
+    ratios, steps = compare("tokens_per_s"), compare("step_s")
     lags = [outcome["lag_mean"] for outcome in (after, *drifted)]
-    low, high = min(lags), max(lags)
-    result = {"question": question, "ratio": ratio, "least": least, "largest": largest}
-    result |= {"step_ratio": average(steps), "step_least": min(steps), "step_largest": max(steps)}
+    result = {
+        "question": question,
+        "ratio": average(ratios),
+        "least": min(ratios),
+        "largest": max(ratios),
+        "step_ratio": average(steps),
+        "step_least": min(steps),
+        "step_largest": max(steps),
+        "outcome": after,
+        "lag_range": (min(lags), max(lags)) if drifted else None,
+    }
     sentence = fill(
         TEXTS["answer"],
         **result,
         instead=instead,
-        same=abs(ratio - 1) < NOTHING,
         seeds=len(ratios),
         before=before,
-        after=after,
-        low=low,
-        high=high,
-        wide=WIDE,
         drift=DRIFT,
         limited_by=describe_limiting_side(after),
     )
-    return result | {
-        "sentence": sentence.strip(),
-        "outcome": after,
-        "lag_range": (low, high) if drifted else None,
-    }
+    return result | {"sentence": sentence.strip()}
 
 
 def ask(config: Config, kind: str, value: Any) -> tuple[str, object, Config, JsonObject]:
@@ -239,9 +238,7 @@ def predict(run_dir: Path) -> dict[str, str]:
     for finding in advice.list_advice(config, run_dir, ended=is_finished)[0]:
         if question := questions.get(finding.name):
             with contextlib.suppress(ConfigError):
-                run = functools.partial(
-                    simulate_seeds, times=fit(run_dir)[0], seeds=1, evaluate=False
-                )
+                run = functools.partial(simulate_seeds, times=fit(run_dir), seeds=1, evaluate=False)
                 (prediction,) = answer_questions(config, run, run(config), question)
                 predictions[finding.name] = prediction["sentence"].rstrip(".")
     return predictions
