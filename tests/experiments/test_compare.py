@@ -10,10 +10,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from process_kit import ENV, PATIENT, ROOT, RUN_SEED, Ended, as_options, run_command
+from warm_run_kit import make_record
 
 from asyncrl.config import load
 from asyncrl.experiments import figures
@@ -173,16 +173,10 @@ def cell(
     accuracy: tuple[float, ...] = (0.4, 0.6, 0.8),
 ) -> CellResult:
     """A run of four batches, with times and three evaluations."""
-    record = {
-        "accuracy": [[0, 2, 4], [*accuracy]],
-        "curve": [{"version": n + 1, "t": 10.0 * n} for n in range(4)],
-        "lag_histogram": {"0": 100},
-        "ledger_lines": {"trained": {"tokens": 100}},
-        "wall_s": 40.0,
-        "weights_digest": arm,
-        "trained_ids": ids or str(batches),
-        "batches": [{"ids": str(b), "tickets": b} for b in batches],
-    }
+    curve = [{"version": n + 1, "t": 10.0 * n} for n in range(4)]
+    record = make_record([[0, 2, 4], [*accuracy]], curve, wall_s=40.0, weights_digest=arm)
+    record |= {"trained_ids": ids or str(batches)}
+    record |= {"batches": [{"ids": str(b), "tickets": b} for b in batches]}
     return CellResult(arm, 0, record, DEMO, warm=False)
 
 
@@ -312,16 +306,8 @@ def test_signs_of_warm_runs(tmp_path: Path) -> None:
         {"version": n + 1, "t": 1.0, "reward/mean": 0.5, "kl/target_ref_k3": 0.008 * n}
         for n in range(50)
     ]
-    record: dict[str, Any] = {
-        "accuracy": [[0.0, 20.0, 50.0], [0.4, 0.6, 0.9]],
-        "ood": [[0.0, 20.0, 50.0], [0.4, 0.2, 0.1]],
-        "curve": lost,
-        "lag_histogram": {"0": 1},
-        "wall_s": 1.0,
-        "ledger_lines": {},
-        "weights_digest": "d",
-        "trained_ids": "x",
-    }
+    record = make_record([[0.0, 20.0, 50.0], [0.4, 0.6, 0.9]], lost)
+    record["ood"] = [[0.0, 20.0, 50.0], [0.4, 0.2, 0.1]]
     sets = "learner.steps=50 evaluation.final_prompts=512 evaluation.prompts=10 "
     sets += "evaluation.ood_prompts=256 kl.loss.coefficient=0.3 kl.loss.estimator="
     k1, k3 = (load.load("configs/demo.toml", f"{sets}{x}".split()) for x in ("k1", "k3"))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from models_kit import model_fixture
 from process_kit import ROOT, RUN_SEED, Ended, as_options, run_cli
+from warm_run_kit import SMALL, make_record
 
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -21,15 +22,6 @@ from asyncrl.models.policy import build_model
 from asyncrl.tasks.calc import CalcTask
 
 pytestmark = pytest.mark.slow
-
-# An untrained model is never right: the entropy term is what moves its weights.
-SMALL_TEXT = (
-    "learner.steps=4 learner.groups=4 learner.group_size=4 generator.slots=16 "
-    "generator.max_new_tokens=12 evaluation.every=2 evaluation.prompts=8 "
-    "evaluation.final_prompts=8 evaluation.ood_prompts=0 loss.entropy=0.1"
-)
-SMALL = SMALL_TEXT.split()
-
 
 model = model_fixture("0123456789=:,#", layers=1)
 
@@ -208,17 +200,10 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(
 def cell(correction: str, limit: str, low: float, high: float, **more: Any) -> dict[str, Any]:
     """A cell of three seeds, stable unless `more` says otherwise."""
     middle, sd = (low + high) / 2, (high - low) / 4.97
-    return {
-        "correction": correction,
-        "limit": limit,
-        "difference": {"mean": middle, "sd": sd, "interval": [low, high]},
-        "ess": 0.9,
-        "unstable": 0,
-        "seeds": 3,
-        "trouble": ["collapse"],
-        "final": 0.7,
-        "speed": {"1": 1.5, "2": 1.9, "4": 1.91, "8": 1.91}[limit],
-    } | more
+    values = {"ess": 0.9, "unstable": 0, "seeds": 3, "trouble": ["collapse"], "final": 0.7}
+    values |= {"difference": {"mean": middle, "sd": sd, "interval": [low, high]}}
+    speed = {"1": 1.5, "2": 1.9, "4": 1.91, "8": 1.91}[limit]
+    return values | {"correction": correction, "limit": limit, "speed": speed} | more
 
 
 def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> None:
@@ -226,17 +211,7 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> Non
 
     def record(ood: list[list[float]], kls: list[float]) -> dict[str, Any]:
         curve = [{"version": n + 1, "t": 0.0} | {"kl/target_ref_k3": k} for n, k in enumerate(kls)]
-        return {
-            "curve": curve,
-            "accuracy": [[0.0, 4.0], [0.5, 0.6]],
-            "lag_histogram": {"0": 1},
-            "steps": 4,
-            "abandoned": "",
-            "ledger_lines": {},
-            "weights_digest": "",
-            "trained_ids": "",
-            "ood": ood,
-        }
+        return make_record([[0.0, 4.0], [0.5, 0.6]], curve, ood=ood)
 
     given_up, old = record([[0.0, 2.0], [0.5, 0.9]], []), record([], [])
     del old["ood"]

@@ -7,11 +7,11 @@ import html
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from browser_kit import dom
 from process_kit import ROOT, Ended, run_cli
+from warm_run_kit import make_record
 
 from asyncrl.config import load
 from asyncrl.experiments.compare import page as compare_page
@@ -94,16 +94,7 @@ def test_the_pages_of_a_simulation_and_of_a_comparison_run_none(tmp_path: Path) 
     empty = {"times": ALL, "limited_by": ALL, "sweep": [], "answers": [{"sentence": ALL}]}
     what_if.write_page(simulated, ALL, empty, f"# {ALL}")
     curve = [{"version": n + 1, "t": 1.0, "reward/mean": 0.5} for n in range(4)]
-    record: dict[str, Any] = {
-        "accuracy": [[0.0, 4.0], [0.4, 0.9]],
-        "ood": [[0.0, 4.0], [0.4, 0.1]],
-        "curve": curve,
-        "lag_histogram": {"0": 1},
-        "wall_s": 1.0,
-        "ledger_lines": {},
-        "weights_digest": "d",
-        "trained_ids": "x",
-    }
+    record = make_record([[0.0, 4.0], [0.4, 0.9]], curve, ood=[[0.0, 4.0], [0.4, 0.1]])
     config = load.load(ROOT / "configs" / "demo.toml", ["learner.steps=4"])
     arms = [f"a {IMAGE}", f"b {IMAGE}"]  # a label is a directory's name too
     cells = [CellResult(arm, 0, record, config) for arm in arms]

@@ -96,10 +96,8 @@ def test_what_cannot_be_mixed_is_refused_in_one_line(item: str) -> None:
 def parts(file: str) -> tuple[str, ...]:
     """The run has a reward function for `sort`, and `mine` its own."""
     mine = f"{{name='file', label='mine', prompts='{file}', reward='mixture_reward:reward'}}"
-    return (
-        "task.name='mixture'",
-        f"task.mixture=[{{name='sort', weight=3, max_new_tokens=5}}, {mine}]",
-    )
+    sort = "{name='sort', weight=3, max_new_tokens=5}"
+    return ("task.name='mixture'", f"task.mixture=[{sort}, {mine}]")
 
 
 def check_rows(rows: list[dict[str, Any]]) -> None:
