@@ -5,7 +5,7 @@ Reports describe an arm by its resolved config, never by its name.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,24 +29,18 @@ ArmDescription = tuple[str, str, str]
 
 @dataclass
 class Arm:
-    """A name and the `--set` items that make the arm differ.
+    """A name and the `--set` items that make the arm differ, those of a method first.
 
-    sets: all items, those of `method` first.
-    extra_sets: the items besides the method.
+    title: the arm as it was requested, by default its items.
     """
 
     name: str
     sets: list[str]
     same_as: str = ""
-    method: str = ""
-    extra_sets: Sequence[str] = ()
+    title: str = ""
 
-    @property
-    def title(self) -> str:
-        """Description of the arm as it was requested."""
-        summary = CORRECTIONS[self.method][0] if self.method else ""
-        changes = ", ".join(self.extra_sets if self.method else self.sets)
-        return "; with ".join(part for part in (summary, changes) if part) or "as configured"
+    def __post_init__(self) -> None:
+        self.title = self.title or ", ".join(self.sets) or "as configured"
 
 
 def parse_arm(text: str, option: str = "--arm") -> Arm:
@@ -58,32 +52,33 @@ def parse_arm(text: str, option: str = "--arm") -> Arm:
     - `NAME:same-as=OTHER` repeats an arm.
     """
     name, colon, keys = text.partition(":")
+    context = f"{option} {text}"
     is_method = name in CORRECTIONS
     if not (colon or is_method):
         raise ConfigError(
-            f"{option} {text}: no such method{methods.suggest_method(name)}; choose from "
+            f"{context}: no such method{methods.suggest_method(name)}; choose from "
             f"{', '.join(CORRECTIONS)}; or write NAME:key=value,key=value"
         )
     if not re.fullmatch(r"[\w.+-]+", name):
-        raise ConfigError(f"{option} {text}: a name may have letters, digits and . + - _")
+        raise ConfigError(f"{context}: a name may have letters, digits and . + - _")
     # A comma inside brackets or quotes belongs to the value.
     items = [item.strip() for item in re.split(r",(?=\s*[\w.-]+\s*=)", keys) if item.strip()]
     if not is_method and (
         twin := next((m for m in CORRECTIONS if methods.simplify(m) == methods.simplify(name)), "")
     ):
         raise ConfigError(
-            f"{option} {text}: the name {name} reads like the method {twin}; write {twin}:..., or "
+            f"{context}: the name {name} reads like the method {twin}; write {twin}:..., or "
             f"another name and {METHOD}={twin} among its keys"
         )
     if len(items) == 1 and items[0].startswith("same-as="):
         if is_method:
             raise ConfigError(
-                f"{option} {text}: {name} is a method; give an arm that repeats another a "
+                f"{context}: {name} is a method; give an arm that repeats another a "
                 "name that is not a method"
             )
         if option == "--correction":
             raise ConfigError(
-                f"{option} {text}: same-as belongs to compare; a sweep does not repeat a correction"
+                f"{context}: same-as belongs to compare; a sweep does not repeat a correction"
             )
         return Arm(name, [], items[0].removeprefix("same-as="))
     key_of = {item: layers.key_of(item) for item in items}
@@ -93,41 +88,40 @@ def parse_arm(text: str, option: str = "--arm") -> Arm:
     ]
     if is_method and chosen:
         raise ConfigError(
-            f"{option} {text}: {name} is a method; give an arm with {METHOD}={chosen[0]} another "
-            "name"
+            f"{context}: {name} is a method; give an arm with {METHOD}={chosen[0]} another name"
         )
     if not (chosen or is_method):
         return Arm(name, extra_sets)
     if len(chosen) > 1:
-        raise ConfigError(f"{option} {text}: {METHOD} is given twice")
+        raise ConfigError(f"{context}: {METHOD} is given twice")
     method = chosen[0] if chosen else name
     if method not in CORRECTIONS:
         raise ConfigError(
-            f"{option} {text}: {METHOD}={method}: no such method{methods.suggest_method(method)}; "
+            f"{context}: {METHOD}={method}: no such method{methods.suggest_method(method)}; "
             f"choose from {', '.join(CORRECTIONS)}"
         )
     if method != "configured" and "correction.preset" in key_of.values():
         raise ConfigError(
-            f"{option} {text}: a method has all keys of the correction, so correction.preset has "
+            f"{context}: a method has all keys of the correction, so correction.preset has "
             "no effect; leave out one of the two"
         )
-    return Arm(name, [*CORRECTIONS[method][1], *extra_sets], "", method, extra_sets)
+    summary, sets = CORRECTIONS[method]
+    title = "; with ".join(filter(None, (summary, ", ".join(extra_sets))))
+    return Arm(name, [*sets, *extra_sets], title=title)
 
 
 # ---- what differs --------------------------------------------------------------------------------
 
 
-def convert_configs(configs: Mapping[str, Config]) -> JsonObject:
-    """Convert each config to JSON types, by name."""
-    return {
-        name: json.loads(json.dumps(msgspec.to_builtins(config)))
-        for name, config in configs.items()
-    }
+def convert_config(config: Config) -> JsonObject:
+    """Convert a config to JSON types."""
+    values: JsonObject = json.loads(json.dumps(msgspec.to_builtins(config)))
+    return values
 
 
 def find_changes(base: Config, config: Config) -> Differences:
     """Return the keys that differ in `config`, each with its two values."""
-    return find_differences(*convert_configs({"base": base, "config": config}).values())
+    return find_differences(convert_config(base), convert_config(config))
 
 
 def describe_changes(base: Config, config: Config, hidden: Sequence[str] = ()) -> str:

@@ -35,7 +35,7 @@ from asyncrl.experiments.compare.arms import (
     CORRECTIONS,
     Arm,
     ArmDescription,
-    convert_configs,
+    convert_config,
     describe_changes,
 )
 from asyncrl.experiments.serial_record import RunRecord
@@ -405,12 +405,12 @@ class Grid:
         self.order = [(arm, seed) for seed in self.seeds for arm in configs]
         self.names = [*probes, *(self.name_run(*run) for run in self.order)]
         self.cells = warm_pool.CellStore(directory)
-        arms = convert_configs(configs)
+        arms = {name: convert_config(config) for name, config in configs.items()}
         path = directory / self.file
         if path.exists():
             previous = json.loads(path.read_bytes())["arms"]
             try:  # fills configs of older versions with the defaults of newer keys
-                previous = convert_configs({n: load.build(raw) for n, raw in previous.items()})
+                previous = {n: convert_config(load.build(raw)) for n, raw in previous.items()}
             except ConfigError:
                 pass  # a key no longer exists: the arms differ below
             common = previous.keys() & arms if self.extends else {*previous, *arms}
