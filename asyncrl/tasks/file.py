@@ -246,7 +246,6 @@ class FileTask:
     Without `heldout`, a fixed tenth of the problems (at least one) is held out.  A training prompt
     that is also in `heldout` or `ood` is excluded from training.
 
-    overlap: number of excluded prompts.
     unanswered: number of training prompts without an answer."""
 
     name = "file"
@@ -265,7 +264,6 @@ class FileTask:
         }
         fixed = {canonicalize(file) for rows in self.sets.values() for file in rows}
         fresh = [file for file in prompts_read if canonicalize(file) not in fixed]
-        self.overlap = len(prompts_read) - len(fresh)
         if not heldout:
             problems = sorted({canonicalize(file) for file in fresh})
             if len(problems) < 2:

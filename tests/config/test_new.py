@@ -120,7 +120,7 @@ def test_config_prompts_and_reward_fit_together(
     task = get_task(c.task)
     assert isinstance(task, FileTask)
     assert (len(task.sets["train"]), len(task.sets["heldout"])) == (800, 160)
-    assert task.overlap == 0 and task.unanswered == 0
+    assert task.unanswered == 0
     reward = import_module(str(project / "reward.py")).reward
     for p in (*task.sets["train"], *task.sets["heldout"]):
         assert sum(map(int, p.text.rstrip("=").split("+"))) == int(p.answer)

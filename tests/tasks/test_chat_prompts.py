@@ -70,33 +70,19 @@ def read(rows: list[Any], tmp: Path, **columns: str) -> list[Prompt]:
 TEXT = st.text(string.ascii_letters + " \n<>/?", min_size=1, max_size=8).filter(str.strip)
 VALUES = st.none() | st.booleans() | st.integers(-9, 9) | TEXT
 ARGUMENTS = st.dictionaries(st.sampled_from("abc"), VALUES, max_size=2)
-CALLS = st.lists(
-    st.builds(
-        lambda name, values: {"type": "function", "function": {"name": name, "arguments": values}},
-        st.sampled_from(["add", "look"]),
-        ARGUMENTS,
-    ),
-    min_size=1,
-    max_size=2,
-)
-TOOLS = st.lists(
-    st.builds(
-        lambda name, text: {
-            "type": "function",
-            "function": {"name": name, "description": text, "parameters": {"type": "object"}},
-        },
-        st.sampled_from(["add", "look"]),
-        TEXT,
-    ),
-    max_size=2,
-)
-USER = st.builds(lambda text: [{"role": "user", "content": text}], TEXT)
-ANSWER = st.builds(
-    lambda text, thought: (
-        {"role": "assistant", "content": text} | ({"reasoning_content": thought} if thought else {})
-    ),
-    TEXT,
-    st.none() | TEXT,
+NAME = st.sampled_from(["add", "look"])
+
+
+def functions(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    inside = st.fixed_dictionaries({"name": NAME, **fields})
+    return st.fixed_dictionaries({"type": st.just("function"), "function": inside})
+
+
+CALLS = st.lists(functions(arguments=ARGUMENTS), min_size=1, max_size=2)
+TOOLS = st.lists(functions(description=TEXT, parameters=st.just({"type": "object"})), max_size=2)
+USER = TEXT.map(lambda text: [{"role": "user", "content": text}])
+ANSWER = st.fixed_dictionaries(
+    {"role": st.just("assistant"), "content": TEXT}, optional={"reasoning_content": TEXT}
 )
 TOOL_TURNS = st.builds(
     lambda content, calls, result: [
@@ -107,14 +93,9 @@ TOOL_TURNS = st.builds(
     CALLS,
     TEXT,
 )
-ROUND = st.builds(
-    lambda user, tools, answer: [*user, *(tools or []), answer],
-    USER,
-    st.none() | TOOL_TURNS,
-    ANSWER,
-)
+ROUND = st.tuples(USER, st.just([]) | TOOL_TURNS, ANSWER.map(lambda turn: [turn]))
 CHATS = st.builds(
-    lambda system, rounds, user, end: [*system, *itertools.chain(*rounds), *user, *end],
+    lambda system, rounds, *end: list(itertools.chain(system, *itertools.chain(*rounds), *end)),
     st.just([]) | st.just([{"role": "system", "content": "be brief"}]),
     st.lists(ROUND, max_size=2),
     USER,

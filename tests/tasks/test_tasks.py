@@ -234,7 +234,7 @@ def test_a_files_splits_share_no_problem_and_training_cycles(tmp_path: Path) -> 
     assert not texts["train"] & (texts["heldout"] | texts["ood"])
     assert not texts["heldout"] & texts["ood"]
     # 30 less one in ood; a tenth of 29 held out
-    assert task.overlap == 2 and len(texts["train"]) == 27 and len(texts["heldout"]) == 2
+    assert len(texts["train"]) == 27 and len(texts["heldout"]) == 2
     assert {p.split for p in task.sets["heldout"]} == {"heldout"}
     n = len(task.sets["train"])
     turns = [[task.prompt("train", i, 5).id for i in range(t * n, (t + 1) * n)] for t in range(2)]

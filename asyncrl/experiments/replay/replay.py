@@ -293,21 +293,6 @@ class Replay:
         return comparison | sentences, recorded
 
 
-def create_replay_directory(run_dir: Path, directory: Path | None) -> Path:
-    """Create a directory for a replay: `directory`, or RUN/replays/N.
-
-    Raises ConfigError if it is in use.
-    """
-    if directory is None:
-        used = [int(p.name) for p in (run_dir / "replays").glob("*") if p.name.isdigit()]
-        directory = run_dir / "replays" / str(max(used, default=0) + 1)
-    if (directory / "config.toml").exists():
-        raise ConfigError(f"{directory} holds a run or a replay already; give another --out")
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "command").write_text(" ".join(sys.argv) + "\n", encoding="utf-8")
-    return directory
-
-
 def replay(
     run_dir: Path,
     sets: Sequence[str],
@@ -320,8 +305,9 @@ def replay(
 ) -> JsonObject:
     """Run `asyncrl replay` and return the content of replay.json.
 
-    Raises ConfigError for a run without a recording, a key that may not change or missing versions,
-    and DamagedDataError for a damaged recording.
+    out: by default RUN/replays/N. Raises ConfigError if it is in use, and for a run without a
+    recording, a key that may not change or missing versions. Raises DamagedDataError for a damaged
+    recording.
     """
     source = Replay(run_dir, sets, start=start, until=until)
     if source.cut:
@@ -332,20 +318,26 @@ def replay(
             f"learner.ranks = {source.recorded.learner.ranks}; one torch process rounds "
             "differently, so the results are not bitwise equal"
         )
-    directory = create_replay_directory(run_dir, out)
-    (directory / "config.toml").write_text(
+    if out is None:
+        used = [int(p.name) for p in (run_dir / "replays").glob("*") if p.name.isdigit()]
+        out = run_dir / "replays" / str(max(used, default=0) + 1)
+    if (out / "config.toml").exists():
+        raise ConfigError(f"{out} holds a run or a replay already; give another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "command").write_text(" ".join(sys.argv) + "\n", encoding="utf-8")
+    (out / "config.toml").write_text(
         load.dump(source.resolve_batch_config(source.end - 1)), encoding="utf-8"
     )
-    source.run(directory, log, evaluate=evaluate)
+    source.run(out, log, evaluate=evaluate)
     comparison, recorded = source.judge()
-    comparison["replay_dir"] = str(directory)
-    atomic_write.write(directory / "replay.json", json.dumps(clean(comparison), indent=1))
+    comparison["replay_dir"] = str(out)
+    atomic_write.write(out / "replay.json", json.dumps(clean(comparison), indent=1))
     diff.write_page(
         "A replay",
         format_replay(comparison),
         {"recorded": recorded, "replayed": source.rows},
         clean(comparison),
-        directory / "report.html",
+        out / "report.html",
         "replay",
     )
     return comparison
