@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from asyncrl.config.tree import (
     Config,
-    EvaluationSetConfig,
     JudgeConfig,
     RewardConfig,
     RewardModelConfig,
@@ -128,7 +127,7 @@ def resolve_reward_configs(config: Config) -> dict[str, Config]:
         for part in config.task.mixture
         if part.has_own_reward
     }
-    for chosen in filter(has_own_reward, config.evaluation.sets):
+    for chosen in (entry for entry in config.evaluation.sets if entry.task or entry.reward):
         task = TaskConfig(name=chosen.task, options=chosen.options) if chosen.task else config.task
         reward = _replace_reward(config, chosen.reward)
         parts[chosen.name] = replace(config, task=task, reward=reward)
@@ -161,8 +160,3 @@ def _replace_reward(
     return replace(
         config.reward, function=function, functions=[], weights=[], judge=judge, model=model
     )
-
-
-def has_own_reward(evaluation_set: EvaluationSetConfig) -> bool:
-    """Return whether a set has another reward than the run."""
-    return bool(evaluation_set.task or evaluation_set.reward)

@@ -166,24 +166,6 @@ def check_identities(case: EstimatorCase, gradients: dict[str, Tensor]) -> Numbe
     }
 
 
-def split_gradient(exact: Tensor, gradients: dict[str, Tensor]) -> dict[str, Numbers]:
-    """Return the parts of the gradient of E[k] against the exact gradient.
-
-    The score-function part is the term in the reward, the path-wise part the term in the loss.
-    """
-    parts = {}
-    for name in kl.ESTIMATORS:
-        score, path = gradients[f"{name}_in_reward"], gradients[f"{name}_in_loss"]
-        parts[name] = {
-            "score": compute_relative_error(score, exact),
-            "path": compute_relative_error(path, exact),
-            "sum": compute_relative_error(score + path, exact),
-            "score_size": float(score.norm() / exact.norm()),
-            "path_size": float(path.norm() / exact.norm()),
-        }
-    return parts
-
-
 def update_policy(space: ResponseSpace, mu: Tensor, count: int, seed: int) -> Tensor:
     """Return theta after `count` minibatch updates of vanilla policy gradient.
 
@@ -311,7 +293,19 @@ def _measure_case(
             for d, case in by_distance.items()
         },
         "identities": check_identities(on_policy, gradients),
-        "parts": split_gradient(on_policy.exact, gradients),
+        # of the gradient of E[k]: the score-function part is the term in the reward, the path-wise
+        # part the term in the loss
+        "parts": {
+            name: {
+                "score": compute_relative_error(score, on_policy.exact),
+                "path": compute_relative_error(path, on_policy.exact),
+                "sum": compute_relative_error(score + path, on_policy.exact),
+                "score_size": float(score.norm() / on_policy.exact.norm()),
+                "path_size": float(path.norm() / on_policy.exact.norm()),
+            }
+            for name in kl.ESTIMATORS
+            for score, path in [(gradients[f"{name}_in_reward"], gradients[f"{name}_in_loss"])]
+        },
         "distances": {d: judge_all(case) for d, case in by_distance.items()},
         "updates": by_updates,
         "curve": {

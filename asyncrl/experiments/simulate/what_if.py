@@ -328,8 +328,6 @@ def simulate(
         config = replace(config, learner=replace(config.learner, steps=steps))
     counts = parse_counts(generators) if generators else [config.generators]
     limit, inject = config.staleness.limit, config.staleness.inject
-    for problem in rules.apply_table("simulations", config):
-        raise ConfigError(problem)
     for extra in questions.get("added_generators", ()):
         if not 1 <= config.generators + extra <= MOST_GENERATORS:
             raise ConfigError(
@@ -338,8 +336,9 @@ def simulate(
             )
     if plot is not None and not plot.parent.is_dir():
         raise ConfigError(f"--plot {plot}: the directory {plot.parent} does not exist")
-    for problem in rules.apply_table("treatments", config) if treatments else ():
-        raise ConfigError(problem)
+    for table in ("simulations", "treatments") if treatments else ("simulations",):
+        for problem in rules.apply_table(table, config):
+            raise ConfigError(problem)
     if deadline is not None and not treatments:
         raise ConfigError("--deadline: belongs to --treatments")
     if deadline is not None and not config.agent.uses_sessions:
