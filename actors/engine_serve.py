@@ -61,6 +61,7 @@ RETRY_S = 2.0  # between two attempts to reach a lost server
 RESTARTS = 3  # of a server of our own
 GENERATE = "/inference/v1/generate"
 STEP_S = 0.05  # the longest wait of a step
+LINGER_S = 0.005  # for answers that end with one
 POLL_S = 0.01  # between two looks for a server
 # vLLM's processes outlive one that is killed: all end with this process, and with the server
 TOGETHER = """exec 3<&0
@@ -117,7 +118,8 @@ class AnswerStream(asyncio.Protocol):
         transport.write(self.message)
 
     def data_received(self, data: bytes) -> None:
-        self.timeout.reschedule(time.monotonic() + SILENT_S)
+        if (until := time.monotonic() + SILENT_S) > (self.timeout.when() or 0.0) + 1.0:
+            self.timeout.reschedule(until)
         try:
             self.parser.feed_data(data)
             if self.parser.get_status_code() == 200:
@@ -318,7 +320,9 @@ class ServeEngine(ProbedEngine):
         """Handle what has come, and wait for the end of an answer, at most STEP_S."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STEP_S):
-                return await self.finished.get()
+                ended = await self.finished.get()
+            await asyncio.sleep(LINGER_S)
+            return ended
         return None
 
     async def _complete(self, live: LiveRequest) -> None:
@@ -471,19 +475,20 @@ class ServeEngine(ProbedEngine):
                 if ready is not None:
                     await server.probe  # so that it meets no later weights
                 probe = server.probe = self.loop.create_future()  # from now on answers wait for it
+                version = weights.path.name
                 update = {
                     "path": str(weights.path),
-                    "version": weights.path.name,
+                    "version": version,
                     # without its cache, a server reads the tokens of running requests again
                     "clear_cache": self.in_flight != "keep_kv",
                 }
-                server.given.add(weights.path.name)
+                server.given.add(version)
                 try:
                     await self._call(server, UPDATE, update)
                 except LOST as error:
                     probe.set_exception(error)
                     probe.exception()  # asyncio complains of one that is not looked at
-                    server.given.remove(weights.path.name)
+                    server.given.remove(version)
                     if not server.given and not isinstance(error, OSError):
                         raise ConfigError(
                             f"generator.servers: {server.url} cannot take the weights of "
@@ -562,7 +567,7 @@ def build_command(config: Config, host: str, port: int) -> list[str]:
         "host": host,
         "port": port,
         "tensor_parallel_size": width,
-        "stream_interval": 8,  # tokens in a message
+        "stream_interval": 16,  # tokens in a message
         "enable_scale_out": True,
         "worker_extension_cls": "actors.vllm_transfer.FileExtension",
         "middleware": "actors.vllm_transfer.UpdateRoute",

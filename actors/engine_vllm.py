@@ -598,9 +598,10 @@ class ProbedEngine(Engine):
 
     def add(self, requests: Iterable[CompletionRequest]) -> None:
         """See `actors.engine.Engine`.  A sample does not depend on the others: each has a seed."""
-        for request in requests:
+        requests = list(requests)
+        numbers = draw_uniform_rows([request.stream for request in requests], 1)[:, 0].tolist()
+        for request, number in zip(requests, numbers, strict=True):
             require_room(request, self.context)
-            (number,) = draw_uniform_rows([request.stream], 1)[:, 0].tolist()
             self.begin(request, int(number * 2**31))
 
     def begin(self, request: CompletionRequest, seed: int) -> None:
@@ -698,7 +699,7 @@ class VllmEngine(ProbedEngine):
             )
         # replace the probe of the last swap, which has not run yet
         if self.expected is not None:
-            self.llm.abort_request([self._join_id(PROBE, self.loads)])
+            self.llm.abort_request([f"{PROBE}-{self.loads}"])
         if self.in_flight == "recompute_kv":
             self.llm.reset_prefix_cache(reset_running_requests=True)
         self.label = label
@@ -708,14 +709,14 @@ class VllmEngine(ProbedEngine):
         self.expected = expected
         settings = make_sampling_params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         self.llm.add_request(
-            self._join_id(PROBE, self.loads),
+            f"{PROBE}-{self.loads}",
             self._build_prompt(self.ids, PROBE),
             settings,
             priority=-1,
         )
 
     def begin(self, request: CompletionRequest, seed: int) -> None:
-        name = self._join_id(*request.key)
+        name = "-".join(map(str, request.key))
         settings = make_sampling_params(
             max_tokens=request.max_new_tokens,
             temperature=request.temperature,
@@ -792,10 +793,6 @@ class VllmEngine(ProbedEngine):
         cleanup_dist_env_and_memory()
 
     # ---- internals -------------------------------------------------------------------------------
-
-    @staticmethod
-    def _join_id(*parts: Any) -> str:
-        return "-".join(map(str, parts))
 
     def _build_prompt(self, ids: list[int], group: Hashable) -> dict[str, Any]:
         return {"prompt_token_ids": ids, "cache_salt": self.salt(group, self.loads)}

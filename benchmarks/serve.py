@@ -16,7 +16,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import collections
 import json
 import statistics
 import subprocess
@@ -125,9 +124,7 @@ class Side:
             "wall": time.monotonic() - wall,
             "cpu": time.process_time() - cpu,
             "engine": self.engine_s,
-            # of one server
-            "paused": sum(self.pauses) / 2,
-            "pause": statistics.median(self.pauses or [0.0]),
+            "pause": statistics.fmean(self.pauses or [0.0]),  # of a server in an update
         }
 
 
@@ -200,14 +197,14 @@ def main() -> None:
             for worker in workers.values():
                 worker.end()
             pairs = [(row["served"], row["embedded"]) for row in rows]
-            paused = [s["paused"] / s["wall"] for s, _ in pairs]
+            paused = [s["pause"] / s["wall"] * count / STEP for s, _ in pairs]
             cpu = [s["cpu"] / e["cpu"] for s, e in pairs]
             rest = [s["cpu"] / (e["cpu"] - e["engine"]) for s, e in pairs]
-            ms: dict[str, dict[str, float]] = collections.defaultdict(dict)
-            for kind in SETS:
+            ms: dict[str, dict[str, float]] = {kind: {} for kind in SETS}
+            for kind, found in ms.items():
                 for name in rows[0][kind]:
                     value = statistics.median(row[kind][name] for row in rows)
-                    ms[kind][name] = round(1e3 * value * (1 if name == "pause" else STEP / count))
+                    found[name] = round(1e3 * value * (1 if name == "pause" else STEP / count))
             goals += [
                 rounds.figure(
                     f"{size}: pause of a server, of a step", paused, 0.05, at_least=False

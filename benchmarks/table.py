@@ -66,6 +66,10 @@ PROGRAMS = {
     "kills": Program("kills.py", ("kills",), 10),
     "tinker_kills": Program("kills.py --tinker --kills 300", ("tinker_kills",), 20),
     "server_kills": Program("kills.py --servers played --kills 300", ("played_server_kills",), 5),
+    "real_server_kills": Program(
+        "kills.py --servers real --kills 100 --seconds 1800", ("real_server_kills",), 30
+    ),
+    "serve": Program("serve.py", ("serve",), 12),
     "chaos": Program("chaos.py --faults 400", ("chaos",), 10),
     "network": Program("network.py", ("network",), 6),
     "ray_run": Program("ray_run.py", ("ray_run",), 3),

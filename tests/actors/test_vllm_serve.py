@@ -258,7 +258,7 @@ def test_the_command_of_one_of_two_servers(model: tuple[Path, policy.PolicyModel
         "--max-num-seqs 4 --block-size 32 --kv-cache-memory-bytes --gpu-memory-utilization 0.05 "
         "--logprobs-mode processed_logprobs --max-logprobs 1 --generation-config vllm "
         "--disable-log-stats --enforce-eager --host 127.0.0.1 --port 9 --tensor-parallel-size 1 "
-        "--stream-interval 8 --enable-scale-out "
+        "--stream-interval 16 --enable-scale-out "
         "--worker-extension-cls actors.vllm_transfer.FileExtension "
         "--middleware actors.vllm_transfer.UpdateRoute"
     )

@@ -139,9 +139,9 @@ def make_plan(config: Config) -> ClusterPlan:
             "key heads and intermediate_size have to be multiples of it"
         )
     shards = learner.process_count // learner.mesh.replicate // tensor
-    copies = f"learner.mesh.shard of backend fsdp2 (now {shards})"
     remedies = {
-        f"a learner rank: raise {copies}, or set learner.offload = true": rank,
+        f"a learner rank: raise learner.mesh.shard of backend fsdp2 (now {shards}), or set "
+        "learner.offload = true": rank,
         f"a server: raise generator.tensor_parallel (now {several}), or lower generator.slots "
         f"(now {settings.slots})": server,
     }

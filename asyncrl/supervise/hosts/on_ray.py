@@ -101,7 +101,7 @@ class RayHost:
             with keys.private_umask():
                 for name, data in secret.items():
                     (key / name).write_bytes(data)
-            command = [*spec.argv, "--keys", str(key)] if secret else spec.argv
+            command = [*spec.argv, "--keys", str(key)]
             log = self.folder / f"{spec.name}-{incarnation}.log"
             spec = spec._replace(argv=importing.make_command("asyncrl.cli", *command), log=log)
             self.sent[incarnation] = 0
@@ -334,11 +334,11 @@ class RayLauncher(ProcessLauncher):
                 raise ConfigError(
                     f"{spec.name}: placement only has room for {self.count_slots()} generators"
                 )
-            patience = self.config.watchdog.startup_s
-            command = ["join", self.config.wires.address, "--index", str(number)]
-            command += ["--wait", f"{patience:g}", *join.list_trust_options(self.config)]
-            spec = spec._replace(argv=command)
-            key_dir = Path(self.config.wires.curve_dir) / spec.name
+            config = self.config
+            command = ["join", config.wires.address, "--index", str(number)]
+            command += ["--wait", f"{config.watchdog.startup_s:g}"]
+            spec = spec._replace(argv=command + join.list_trust_options(config))
+            key_dir = Path(config.wires.curve_dir) / spec.name
             secret = {name: (key_dir / name).read_bytes() for name in KEY_FILES}
         self.incarnations += 1
         host = self.ensure_host(bundle)
@@ -450,7 +450,6 @@ def place_bundles(config: Config, run_dir: Path, on: str, say: Say) -> tuple[Con
     buffer, weights, gateway = (
         f"tcp://{description['ip']}:{port}" for port in description["ports"]
     )
-    curve_dir = wires.curve_dir or str((run_dir / "keys").resolve())
     config = replace(
         config,
         wires=replace(
@@ -458,7 +457,7 @@ def place_bundles(config: Config, run_dir: Path, on: str, say: Say) -> tuple[Con
             address=wires.address or buffer,
             weights_address=wires.weights_address or weights,
             gateway_address=wires.gateway_address or (gateway if config.uses_sessions else ""),
-            curve_dir=curve_dir,
+            curve_dir=wires.curve_dir or str((run_dir / "keys").resolve()),
         ),
     )
     launcher.config = config
