@@ -41,9 +41,9 @@ class UpdateRoute:
             return await self.app(scope, receive, send)
         update = await Request(scope, receive).json()
         engine = scope["app"].state.engine_client
-        began = time.monotonic()
         try:
             await engine.engine_core.pause_scheduler_async("keep", update["clear_cache"])
+            began = time.monotonic()
             await asyncio.gather(
                 engine.collective_rpc("asyncrl_load_file", args=(update["path"],)),
                 engine.update_weight_version(update["version"]),

@@ -8,7 +8,8 @@ process takes at most 15 % of the CPU time of one with the embedded engine, for 
 tokens, rewards and encoded deliveries.  Also the ratio to that process without its engine's calls.
 
 Both are the real generator in a process of its own, but for a replaced socket; a round asks both
-for the same completions, by turns.  A pause is what the server's route of an update answers."""
+for the same completions, by turns.  A pause lasts from the engine's answer to the pause to its
+answer to the call that ends it, as the server says."""
 
 from __future__ import annotations
 
