@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,25 +54,17 @@ def dump_rows(key: str, rows: Any) -> str:
     return "".join(lines)
 
 
-def find_prompt_keys(table: Mapping[str, Any]) -> Iterator[tuple[str, JsonObject, str]]:
-    """Yield (full name, section, key) for every key of a config's table that names prompts."""
-    task = table.get("task")
-    mixture = task.get("mixture", []) if isinstance(task, dict) else []
-    for number, section in enumerate([task, *mixture]):
-        for key in KEYS:
-            name = f"task.mixture[{number - 1}].{key}" if number else f"task.{key}"
-            if isinstance(section, dict) and key in section:
-                yield name, section, key
-    for number, section in enumerate((table.get("evaluation") or {}).get("sets", [])):
-        if "file" in section:
-            yield f"evaluation.sets[{number}].file", section, "file"
-
-
 def write_objects(table: JsonObject, folder: Path) -> None:
     """Replace the objects in a config's table by the paths of files with their rows.
 
     The files are named by their content, so that a resumed run reads the same rows. Raises
     ConfigError."""
-    for name, section, key in find_prompt_keys(table):
-        if not isinstance(section[key], str):
-            section[key] = write_content(dump_rows(name, section[key]), folder)
+    task = table.get("task")
+    mixture = task.get("mixture", []) if isinstance(task, dict) else []
+    sections = {"task": task} | {f"task.mixture[{n}]": part for n, part in enumerate(mixture)}
+    sets = enumerate((table.get("evaluation") or {}).get("sets", []))
+    sections |= {f"evaluation.sets[{n}]": part for n, part in sets}
+    for name, section in sections.items():
+        for key in ("file",) if name.startswith("evaluation") else KEYS:
+            if isinstance(section, dict) and not isinstance(section.get(key, ""), str):
+                section[key] = write_content(dump_rows(f"{name}.{key}", section[key]), folder)
