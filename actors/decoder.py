@@ -9,6 +9,7 @@ a version is one number per column.
 from __future__ import annotations
 
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -497,11 +498,17 @@ def capture(step: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
     """Capture a step as a CUDA graph; return a function that runs it.
 
     All graphs share one memory pool: they run one after another, and what a step leaves is in
-    tensors from outside. Its result is that of the last run.
+    tensors from outside. Its result is that of the last run. A step that cannot be captured is
+    returned as it is, with a message.
     """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=make_pool(), capture_error_mode="thread_local"):
-        result = step()
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=make_pool(), capture_error_mode="thread_local"):
+            result = step()
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        print(f"engine: a decode step runs without a CUDA graph: {reason}", file=sys.stderr)
+        return step
 
     def replay() -> Tensor | None:
         graph.replay()

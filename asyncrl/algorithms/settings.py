@@ -127,6 +127,8 @@ def list_variants(kind: Any) -> tuple[Any, ...]:
 
 
 WITH_COEFFICIENT = read_with("coefficient")
+WITH_LEVEL = read_with("level")
+WITH_PREFIX = read_with("off_policy", "prefix", "prefix_full")
 WITH_REJECT = read_with("reject")
 # IS-reshape with gamma of each token
 WITH_TOKEN_GAMMA = read_with("budget", "none", "tokens")
@@ -394,15 +396,15 @@ class WeightedCorrection(Correction):
     level: Level = "token"
     """Importance weights pi_prox / mu per token, per completion (sequence: product; geometric:
     geometric mean), or none."""
-    bound: Annotated[Bound, read_with("level")] = "truncate"
+    bound: Annotated[Bound, WITH_LEVEL] = "truncate"
     """Bound on the weights. truncate: at most hi; clip: into [lo, hi]; mask: 0 outside [lo, hi]."""
-    lo: Annotated[NonNegative | None, read_with("level"), read_with("bound", "clip", "mask")] = None
+    lo: Annotated[NonNegative | None, WITH_LEVEL, read_with("bound", "clip", "mask")] = None
     """Lower bound of a weight. Absent: 0.5 (geometric: 0.99)."""
     hi: Annotated[
-        PositiveFloat | None, read_with("level"), read_with("bound", "truncate", "clip", "mask")
+        PositiveFloat | None, WITH_LEVEL, read_with("bound", "truncate", "clip", "mask")
     ] = None
     """Upper bound of a weight. Absent: 2 (geometric: 1.01)."""
-    self_normalize: Annotated[bool, read_with("level")] = False
+    self_normalize: Annotated[bool, WITH_LEVEL] = False
     """Divide the weights by their mean over the batch, after the bound. It keeps the effective
     learning rate constant."""
     function: str = ""
@@ -713,16 +715,14 @@ class KLLoss(Section):
     """Correction of the term on stale samples. none: no correction; ratio: a ratio per token;
     prefix: the exact sequence-level gradient; prefix_full: the same with less variance, by the KL
     over the whole vocabulary."""
-    discount: Annotated[
-        Share, WITH_COEFFICIENT, read_with("off_policy", "prefix", "prefix_full")
-    ] = 1.0
+    discount: Annotated[Share, WITH_COEFFICIENT, WITH_PREFIX] = 1.0
     """prefix, prefix_full: discount of later terms. 1: exact; 0: token level, with less
     variance."""
     truncate: Annotated[
         float,
         Meta(gt=0),
         WITH_COEFFICIENT,
-        read_with("off_policy", "prefix", "prefix_full"),
+        WITH_PREFIX,
     ] = float("inf")
     """prefix, prefix_full: upper bound of the prefix weights. inf: exact."""
 

@@ -42,6 +42,9 @@ LOGIT_CHUNK = 1 << 24  # logits in memory at a time (64 MB in fp32)
 WORTH_A_TABLE = {"cpu": 1 << 13}
 WORTH_A_TABLE_ELSEWHERE = 1 << 20
 HIDDEN = 1 << 40  # the position of padding, behind all queries
+# of a module whose parameters are divided among ranks: gathers them, and calls as a forward pass
+# (learner/distributed/fsdp_backend.py)
+GATHERED_CALL = "gathered_call"
 
 
 def copy_to(device: torch.device, x: Tensor) -> Tensor:
@@ -725,20 +728,11 @@ def compute_logprobs(
     run_layer: Callable[..., Any] = operator.call
     if recompute and torch.is_grad_enabled():  # keeps only a layer's arguments
         run_layer = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    compute = _compute_packed_logprobs
-    lp, ent, hidden, *inputs = call_as_forward(lay.hf, compute, lay, rows, run_layer, fixed)
+    call: Callable[..., Any] = getattr(lay.hf, GATHERED_CALL, operator.call)
+    lp, ent, hidden, *inputs = call(_compute_packed_logprobs, lay, rows, run_layer, fixed)
     return ForwardOutput(
         lp, ent if rows.want_entropy else None, hidden if rows.want_hidden else None, *inputs
     )
-
-
-def call_as_forward(module: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function` as a forward pass of `module`.
-
-    A module whose parameters are divided among ranks has a `gathered_call`, which gathers them for
-    the call (learner/distributed/fsdp_backend.py).
-    """
-    return getattr(module, "gathered_call", operator.call)(function, *args, **kwargs)
 
 
 def _compute_packed_logprobs(
@@ -754,29 +748,30 @@ def _compute_packed_logprobs(
     x = lay.part.embed(pl.ids, model.embed_tokens.weight)
     cos, sin = lay.compute_rope(pl.positions)
     if fixed:
-        parts = (table[:, 0, : lay.head_dim // 2].contiguous() for table in (cos, sin))
+        halves = (table[:, 0, : lay.head_dim // 2].contiguous() for table in (cos, sin))
         parameters = dict(lay.hf.named_parameters())
-        block = partial(_apply_fixed_block, weights=parameters, turns=torch.complex(*parts))
+        block = partial(_apply_fixed_block, weights=parameters, turns=torch.complex(*halves))
     else:
         block = partial(apply_block, cos=cos.to(x.dtype), sin=sin.to(x.dtype))
     for i, ids in enumerate(_list_replayed(lay, pl, rows)):
         kwargs = {"rows": pl.attention, "replayed": ids}
-        x = call_as_forward(model.layers[i], run_layer, block, lay, i, x, **kwargs)
+        call = getattr(model.layers[i], GATHERED_CALL, operator.call)
+        x = call(run_layer, block, lay, i, x, **kwargs)
     scale, scored = rows.locate(pl)
     support = rows.build_support(head.device)
-    if not fixed:
+    if fixed:
+        parts = scale, scored, x.index_select(0, pl.picks)
+        scale, scored, picked = map(exact_operators.pad_rows, parts)
+        hidden = exact_operators.normalize(picked, lay.eps)
+        head = (head * model.norm.weight).T.contiguous().T
+    else:
         hidden = apply_rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
-        inputs = lay.part.enter(hidden), head, scored, scale
-        lp, ent = pick_logprobs(*inputs, rows.want_entropy, support, lay.part)
-        return lp, ent, hidden, scale, support
-    n = len(pl.picks)
-    scale, scored, picked = map(
-        exact_operators.pad_rows, (scale, scored, x.index_select(0, pl.picks))
-    )
-    hidden = exact_operators.normalize(picked, lay.eps)
-    head = (head * model.norm.weight).T.contiguous().T
-    lp, ent = pick_logprobs(hidden, head, scored, scale, rows.want_entropy, support)
-    return lp[:n], ent[:n], hidden[:n] * model.norm.weight, scale[:n], support
+    inputs = lay.part.enter(hidden), head, scored, scale
+    lp, ent = pick_logprobs(*inputs, rows.want_entropy, support, lay.part)
+    if fixed:
+        lp, ent, hidden, scale = (table[: len(pl.picks)] for table in (lp, ent, hidden, scale))
+        hidden = hidden * model.norm.weight
+    return lp, ent, hidden, scale, support
 
 
 def _list_replayed(lay: ModelLayout, pl: PackingPlan, rows: ForwardInput) -> list[Tensor | None]:

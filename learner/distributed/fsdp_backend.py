@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, DamagedDataError
-from asyncrl.models.packed_forward import WholeModel
+from asyncrl.models.packed_forward import GATHERED_CALL, WholeModel
 from asyncrl.models.policy import PolicyModel, list_published, recompute_modules
 from asyncrl.models.trainer import Trainer
 from asyncrl.records.jsonl import JsonObject
@@ -191,8 +191,8 @@ class FsdpBackend(DistributedBackend):
             sharded.set_force_sum_reduction_for_comms(True)
             # for instance the experts that no token of a rank chose
             sharded.set_reduce_scatter_unused_params(True, recurse=False)
-            sharded.gathered_call = operator.call
-            register_fsdp_forward_method(sharded, "gathered_call")
+            setattr(sharded, GATHERED_CALL, operator.call)
+            register_fsdp_forward_method(sharded, GATHERED_CALL)
         self.roots.append(sharded)
 
     def release_gathered(self) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +25,7 @@ from packaging.requirements import Requirement
 from pretend_gpu import GPU, pretend_gpu, waits
 from process_kit import ROOT
 
+from actors import decoder
 from actors.decoding.drafts import DraftPolicy
 from actors.engine import Completion, load_model
 from actors.engine_embedded import EmbeddedEngine
@@ -264,9 +266,12 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
 MEASURED = ("peaks", "engine", "generate", "learner", "plain learner", "asynchronous", "shared")
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", [*MEASURED, "shared on a GPU"])
 def test_a_part_measures_rates(name: str, parts: Any, work: Path) -> None:
-    found = parts.run_part(f"{name} 0.5B", "cpu", "tiny", work)
+    name, _, gpu = name.partition(" on a ")
+    parts.Setting("cpu", parts.SCALES["tiny"], work).model_directory("0.5B")
+    with pretend_gpu() if gpu else nullcontext():
+        found = parts.run_part(f"{name} 0.5B", "cuda" if gpu else "cpu", "tiny", work)
     rates = [value for key, value in found.items() if key.endswith("per_s")]
     assert rates and all(rate > 0 for rate in rates)
     if "lag" in found or "lags" in found:
@@ -336,6 +341,13 @@ def test_ratios_have_goals(monkeypatch: pytest.MonkeyPatch) -> None:
 def gpu() -> Iterator[None]:
     with pretend_gpu():
         yield
+
+
+def test_a_step_that_cannot_be_captured_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    def step() -> None: ...
+
+    assert decoder.capture(step) is step
+    assert "engine: a decode step runs without a CUDA graph: " in capsys.readouterr().err
 
 
 def test_it_computes_as_the_cpu_and_refuses_its_tensors(gpu: None) -> None:

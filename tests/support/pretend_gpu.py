@@ -266,6 +266,7 @@ def pretend_gpu() -> Iterator[None]:
         "get_device_properties": lambda *_: SimpleNamespace(total_memory=80 * 10**9),
         "memory_reserved": lambda *_: 0,
         "memory_allocated": lambda *_: 0,
+        "max_memory_allocated": lambda *_: 0,
     }
     read_model = PreTrainedModel.from_pretrained.__func__
 
