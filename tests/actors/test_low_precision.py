@@ -176,11 +176,8 @@ def test_the_shipped_config_has_no_mismatch_but_that_of_the_sums(sort_model: Pat
         *("record.reference_kl_every=1", f"model.path='{sort_model}'"),
     ]
     curves = {}
-    for name, sets in (
-        ("shared", []),
-        ("kl", ["kl.loss.coefficient=0.1"]),
-        ("alone", ["learner.shared_rounding=false"]),
-    ):
+    beside = {"shared": [], "kl": ["kl.loss.coefficient=0.1"]}
+    for name, sets in (beside | {"alone": ["learner.shared_rounding=false"]}).items():
         config = load.load(ROOT / "configs" / "fp8.toml", [*small, *sets])
         assert config.generator.quantize == "fp8"
         curves[name] = run_serial(config, 0)["curve"]

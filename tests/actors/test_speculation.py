@@ -243,13 +243,8 @@ def test_a_row_without_drafts_keeps_no_other_from_them(model: Any) -> None:
 def test_drafts_pay_while_the_gain_is_above_their_cost() -> None:
     policy = DraftPolicy(6, "auto")
     assert vars(policy) == {
-        "draft_tokens": 6,
-        "rows": "auto",
-        "seconds": {},
-        "lookup_s": 0.0,
-        "looked_up": 0,
-        "drafted": 64.0,
-        "yielded": 64.0 * 4,
+        **{"draft_tokens": 6, "rows": "auto", "seconds": {}, "lookup_s": 0.0, "looked_up": 0},
+        **{"drafted": 64.0, "yielded": 64.0 * 4},
     }
     assert not policy.pays(1), "nothing is measured"
     policy.seconds = {2: (2.0, 6.0), 8: (1.0, 3.75)}

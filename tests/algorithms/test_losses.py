@@ -257,15 +257,10 @@ def convert(path: Path, *sets: str) -> Any:
     raw = {
         "model": {"path": str(path), "device": "cpu"},
         "task": {"name": "sort"},
-        "learner": {
-            "groups": GROUPS,
-            "group_size": SIZE,
-            "steps": 9,
-            "lr": 0.1,
-            "optimizer": "sgd",
-        },
+        "learner": {"groups": GROUPS, "group_size": SIZE, "steps": 9, "lr": 0.1},
         "record": {"split_every": 0, "reference_kl_every": 0},
     }
+    raw["learner"] |= {"optimizer": "sgd"}
     return load.convert(raw, "test", sets=sets)
 
 
