@@ -140,8 +140,8 @@ PLANTED = [
     Planted(
         "the adaptive coefficient is frozen",
         LEARNER + "step.py",
-        "self.state.beta = controller.update(",
-        "_ = controller.update(",
+        "self.state.beta = kl.adapt_beta(",
+        "_ = kl.adapt_beta(",
         STOPS + "the_adaptive_coefficient_is_the_controllers",
     ),
     Planted(
