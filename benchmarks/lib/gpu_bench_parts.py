@@ -32,6 +32,7 @@ from transformers import (
 
 from actors.engine import CompletionRequest
 from actors.engine_embedded import EmbeddedEngine
+from actors.turn import build_trajectory
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Batch, Trajectory
@@ -57,7 +58,7 @@ class Scale:
     slots: int  # rows decoded at the same time
     rows: int  # sequences of a learner's batch
     groups: int  # prompts of a run's batch
-    steps: int  # of a run
+    steps: int  # of a run; half as many at limit 0, where each waits for the longest answer
     seconds: float  # a measurement lasts about so long
     matrix: int  # rows and columns of the matrices that find the device's peak
     copied: int  # bytes of the copy that finds the memory's bandwidth
@@ -78,12 +79,12 @@ def _shape(hidden: int, layers: int, heads: int, inner: int, vocabulary: int) ->
 SCALES = {
     "tiny": Scale(
         {"0.5B": _shape(64, 2, 4, 96, 500), "1.5B": _shape(64, 3, 4, 96, 500)},
-        *(6, 8, 16, 8, 8, 2, 2, 0.2, 64, 1 << 16),
+        *(6, 8, 16, 8, 8, 2, 4, 0.2, 64, 1 << 16),
     ),
     # the shapes of Qwen3-0.6B and Qwen3-1.7B
     "full": Scale(
         {"0.5B": _shape(1024, 28, 16, 3072, 151_936), "1.5B": _shape(2048, 28, 16, 6144, 151_936)},
-        *(64, 512, 2048, 128, 32, 8, 5, 20.0, 8192, 1 << 30),
+        *(64, 512, 2048, 128, 32, 8, 8, 20.0, 8192, 1 << 30),
     ),
 }
 
@@ -465,7 +466,7 @@ def write_config(setting: Setting, size: str, limit: int) -> tuple[Path, list[st
         "task.heldout": str(heldout),
         "reward.function": f"{reward}:score",
         "staleness.max_lag": limit,
-        "learner.steps": scale.steps,
+        "learner.steps": scale.steps if limit else scale.steps // 2,
         "learner.groups": scale.groups,
         "learner.group_size": GROUP,
         "learner.lr": 1e-7,
@@ -521,6 +522,17 @@ class SharedRun(serial.SerialRun):
         if goal is not None and goal in self.copies:
             self.turn.engine.load(self.copies[goal], goal, str(goal.number))
             self.loaded = goal
+
+    def deliver(self) -> None:
+        """Score beside decoding, as processes do: `SerialRun` waits for each reward."""
+        for finished in self.turn.pop_due(self.clock + serial.SLICE):
+            self.turn.submit(finished)
+        for judged, result in self.turn.poll_results():
+            sample = build_trajectory(judged, result)
+            self.numbers.record_answer(sample)
+            self.store.deliver(sample, self.clock)
+            if self.store.is_complete(sample.ticket):
+                self.meter.on_complete([sample.ticket], self.clock)
 
 
 def measure_shared(setting: Setting, size: str) -> dict[str, Any]:
