@@ -19,7 +19,7 @@ from actors.gateway.call_tree import CallNode
 from actors.gateway.environment_pool import EnvironmentPool
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
 from actors.gateway.refusals import TOO_LONG, CallRefused
-from actors.gateway.service import Gateway, SessionSource, WaitCause, compute_env_seed
+from actors.gateway.service import Gateway, SessionSource, WaitCause
 from actors.gateway.sessions import Session, SessionPlayer
 from actors.schedule import LeasedTicket
 from asyncrl.config.tree import Config
@@ -119,7 +119,7 @@ class EnvironmentSource(LocalSource):
                 session=session.number,
                 kind="reset",
                 prompt=grant.ticket.prompt,
-                seed=compute_env_seed(self.gateway.config, grant.ticket),
+                seed=session.seed,
                 attempt=grant.ticket.attempt,
                 first=first,
                 opponent=self.agent.choose_opponent(grant.ticket.kind),

@@ -27,10 +27,11 @@ from actors.gateway.agents.session_messages import (
     SessionResult,
 )
 from actors.gateway.endpoint.web import Endpoint
-from actors.gateway.recovery.session_journal import OpenedSession
+from actors.gateway.recovery.session_journal import read_kept_port, write_endpoint_files
 from actors.gateway.refusals import CallRefused
 from actors.gateway.service import Gateway, name_agent_log
-from actors.gateway.session_api import SessionApi, read_kept_port, write_endpoint_files
+from actors.gateway.session_api import SessionApi
+from actors.gateway.sessions import Session
 from asyncrl.contract.errors import ConfigError
 from asyncrl.transport.http_server import ListenAddress
 from asyncrl.transport.sockets import BufferSocket, PeerSocket
@@ -50,7 +51,7 @@ class AgentSession:
     dead_at: the time at which its process is killed if it has not stopped
     """
 
-    opened: OpenedSession
+    session: Session
     stop_at: float = math.inf
     dead_at: float = math.inf
 
@@ -118,7 +119,7 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
         for worker in list(self.workers):
             # stop the agents of ended sessions: at once if failed, else after grace_s
             for number, player in worker.playing.items():
-                session = player.opened.session
+                session = player.session
                 if session.state != "open" and player.stop_at == math.inf:
                     failed = session.outcome is not None and session.outcome.failed
                     player.stop_at = now + (0.0 if failed else session.limits.grace_s)
@@ -132,11 +133,10 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
 
     def on_reply(self, worker: _AgentProcess, reply: SessionResult) -> None:
         player = worker.playing.pop(reply.number)
-        self._end_session(player.opened, reply, self.sessions.current_time())
+        self._end_session(player.session, reply, self.sessions.current_time())
 
-    def _end_session(self, opened: OpenedSession, result: SessionResult, now: float) -> None:
+    def _end_session(self, session: Session, result: SessionResult, now: float) -> None:
         """End a session by its agent's result, unless the agent has ended it over HTTP."""
-        session = opened.session
         try:
             if session.state != "open":
                 return
@@ -157,7 +157,7 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
     def on_lost(self, worker: _AgentProcess, reason: str, *, hung: bool) -> None:
         """Fail the sessions of a lost process; without a reason they begin again."""
         for player in worker.playing.values():
-            session = player.opened.session
+            session = player.session
             if session.state != "open":
                 continue
             if reason:
@@ -181,26 +181,25 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
         )
         while room:
             lease = f"played here {self.part} {self.numbers + 1}"
-            if (opened := self.sessions.lease_session(lease, {self.part})) is None:
+            if (session := self.sessions.lease_session(lease, {self.part})) is None:
                 break
             worker = min(ready, key=lambda worker: len(worker.playing))
             room -= 1
             self.numbers += 1
-            worker.playing[self.numbers] = AgentSession(opened)
-            worker.send(SessionOrders([self._build_access(opened)]))
+            worker.playing[self.numbers] = AgentSession(session)
+            worker.send(SessionOrders([self._build_access(session)]))
         self.sessions.asks += room - self.requested
         self.requested = room
 
-    def _build_access(self, opened: OpenedSession) -> SessionAccess:
-        session = opened.session
+    def _build_access(self, session: Session) -> SessionAccess:
         return SessionAccess(
             number=self.numbers,
             name=session.name,
             url=f"{self.url}/s/{session.name}",
-            api_key=opened.key,
+            api_key=session.api_key,
             model=self.agent.model,
             prompt=session.ticket.prompt,
-            seed=opened.seed,
+            seed=session.seed,
             attempt=session.attempt,
             first=session.first,
             deadline_s=session.limits.deadline_s,
@@ -287,8 +286,7 @@ async def serve(gateway: Gateway) -> None:
         gateway.finish()
         sessions.news.set()
         if gateway.over:
-            if sessions.journal is not None:
-                sessions.journal.clear()
+            sessions.journal.clear()
             await asyncio.sleep(OVER_S)
     finally:
         for pool in agents:

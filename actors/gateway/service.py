@@ -633,6 +633,7 @@ class Gateway(TicketHolder):
             self.chat.with_date(when),
             own_prompt=encode_prompt(self.tokenizer, ticket.prompt),
             opened=opened,
+            seed=compute_env_seed(self.config, ticket),
         )
 
     def restore(self, session: Session) -> None:

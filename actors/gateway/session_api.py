@@ -7,29 +7,26 @@ endpoint and the gateway's turns.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Collection
 from datetime import datetime
-from pathlib import Path
 
 from actors.gateway.call_tree import CallNode
 from actors.gateway.endpoint.requests import RequestPolicy
 from actors.gateway.recovery.session_journal import (
-    OpenedSession,
     SessionJournal,
     SessionOpening,
+    read_endpoint_file,
     restore,
 )
 from actors.gateway.refusals import CallRefused
-from actors.gateway.service import Gateway, SessionSource, WaitCause, compute_env_seed
+from actors.gateway.service import Gateway, SessionSource, WaitCause
 from actors.gateway.sessions import Session
 from asyncrl.contract.messages import SampleKey, Ticket
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
-from asyncrl.records import private
 
 REMEMBERED = 4096  # leases, and ended sessions, that can still be looked up
 # the description of a session's wait, by the key of the agent that plays it
@@ -55,14 +52,12 @@ class SessionApi(SessionSource):
             images=gateway.chat.image_shape is not None,
         )
         self.run_key = read_endpoint_file(gateway.run_dir, "agent.key") or secrets.token_urlsafe(32)
-        # None for sessions that end with this process: a program or function plays them
-        self.journal: SessionJournal | None = None
-        if self.leased_parts:
-            self.journal = SessionJournal(gateway.run_dir / f"sessions-{gateway.index}")
+        # of the leased sessions; those that a program or function plays end with this process
+        self.journal = SessionJournal(gateway.run_dir / f"sessions-{gateway.index}")
         # (ticket, sample, attempt) -> an ended session whose file is kept until it is acknowledged
-        self.unacked: dict[SampleKey, OpenedSession] = {}
-        self.opened: OrderedDict[str, OpenedSession] = OrderedDict()
-        self.leases: OrderedDict[str, OpenedSession] = OrderedDict()
+        self.unacked: dict[SampleKey, str] = {}
+        self.opened: OrderedDict[str, Session] = OrderedDict()
+        self.leases: OrderedDict[str, Session] = OrderedDict()
         self.answers: dict[CallNode, asyncio.Future[CallNode | None]] = {}  # of open calls
         self.asks = 0  # leases that wait for a sample
         self.starting: set[str] = set()  # parts without a ready agents' process
@@ -84,21 +79,19 @@ class SessionApi(SessionSource):
     def current_time(self) -> float:
         return time.monotonic()
 
-    def find(self, name: str) -> OpenedSession | None:
+    def find(self, name: str) -> Session | None:
         return self.opened.get(name)
 
-    async def lease(self, lease: str, wait_s: float) -> OpenedSession | None:
+    async def lease(self, lease: str, wait_s: float) -> Session | None:
         deadline = self.current_time() + wait_s
         self.asks += 1
         self.wake()
         try:
             while True:
-                opened = self.leases.get(lease)
-                if opened is None:
-                    opened = self.lease_session(lease, self.leased_parts)
+                session = self.leases.get(lease) or self.lease_session(lease, self.leased_parts)
                 seconds_left = deadline - self.current_time()
-                if opened is not None or seconds_left <= 0 or self.is_over or self.is_ending:
-                    return opened
+                if session is not None or seconds_left <= 0 or self.is_over or self.is_ending:
+                    return session
                 self.news.clear()
                 try:
                     await asyncio.wait_for(self.news.wait(), seconds_left)
@@ -107,7 +100,7 @@ class SessionApi(SessionSource):
         finally:
             self.asks -= 1
 
-    def lease_session(self, lease: str, parts: Collection[str]) -> OpenedSession | None:
+    def lease_session(self, lease: str, parts: Collection[str]) -> Session | None:
         """Begin a session of the parts' next waiting sample; None without one, or room."""
         gateway = self.gateway
         grant = next(iter(gateway.list_waiting_tickets(parts)), None)
@@ -116,36 +109,33 @@ class SessionApi(SessionSource):
         name = (grant.ticket.ticket, grant.waiting[0], grant.ticket.exact_version)
         session = gateway.begin_session(grant, grant.waiting.pop(0), first=name not in self.begun)
         self.begun.add(name)
-        seed = compute_env_seed(gateway.config, grant.ticket)
-        opened = OpenedSession(session, secrets.token_urlsafe(32), seed)
-        is_leased = gateway.get_agent(session).serve
         # an evaluation's session has no file: a restarted gateway evaluates another version
-        if self.journal is not None and is_leased and session.ticket.kind == "train":
+        if gateway.get_agent(session).serve and session.ticket.kind == "train":
             opening = SessionOpening(
                 name=session.name,
                 sample=session.sample,
-                key=opened.key,
+                key=session.api_key,
                 lease=lease,
-                seed=opened.seed,
+                seed=session.seed,
                 first=session.first,
                 date=(session.composer.when or datetime.now()).isoformat(),
                 opened=session.opened,
             )
-            opened.file = self.journal.open(opening, session.ticket)
-        self.add(opened, lease)
-        return opened
+            self.journal.open(opening, session.ticket)
+        self.add(session, lease)
+        return session
 
     def is_open(self, session: Session) -> bool:
         """Whether the gateway has the session, which was neither delivered nor lost."""
         return session.number in self.gateway.sessions
 
-    def add(self, opened: OpenedSession, lease: str) -> None:
+    def add(self, session: Session, lease: str) -> None:
         """Register a session under its name and its lease."""
-        self.opened[opened.session.name] = self.leases[lease] = opened
+        self.opened[session.name] = self.leases[lease] = session
         while len(self.leases) > REMEMBERED:
             self.leases.popitem(last=False)
         while len(self.opened) > REMEMBERED:
-            ended = (x for x, other in self.opened.items() if not self.is_open(other.session))
+            ended = (x for x, other in self.opened.items() if not self.is_open(other))
             if (ended_name := next(ended, None)) is None:
                 break
             del self.opened[ended_name]
@@ -156,7 +146,7 @@ class SessionApi(SessionSource):
         Ended sessions are delivered again; the buffer ignores samples that it has.
         """
         gateway = self.gateway
-        for file, opening, records in self.journal.read() if self.journal is not None else ():
+        for opening, records in self.journal.read() if self.leased_parts else ():
             ticket = [record.ticket for record in records if record.ticket is not None][-1]
             now = self.current_time()
             when = datetime.fromisoformat(opening.date)
@@ -166,13 +156,13 @@ class SessionApi(SessionSource):
             try:
                 restore(session, records, now)
             except KeyError as error:
-                file.fail(f"call {error} is missing")
+                self.journal.fail(opening.name, f"call {error} is missing")
                 continue
-            session.first = opening.first
+            session.first, session.seed = opening.first, opening.seed
+            session.api_key = opening.key
             gateway.restore(session)
             self.begun.add((ticket.ticket, session.sample, ticket.exact_version))
-            opened = OpenedSession(session, opening.key, opening.seed, file=file)
-            self.add(opened, opening.lease)
+            self.add(session, opening.lease)
             if session.is_complete:
                 gateway.deliver(session)
             else:
@@ -212,11 +202,11 @@ class SessionApi(SessionSource):
 
     def on_drop(self, session: Session) -> None:
         """Forget a session that was delivered or lost, and refuse its open calls."""
-        opened = self.opened[session.name]
-        if opened.file.is_kept and session.key in self.gateway.outbox.list_unacked_keys():
-            self.unacked[session.key] = opened
+        has_file = session.name in self.journal.files
+        if has_file and session.key in self.gateway.outbox.list_unacked_keys():
+            self.unacked[session.key] = session.name
         else:
-            opened.file.remove()
+            self.journal.remove(session.name)
         session.fail("its ticket has expired: the learner was restarted")
         for call in session.open_calls.values():
             future = self.answers.pop(call, None)
@@ -226,7 +216,7 @@ class SessionApi(SessionSource):
 
     def on_progress(self, session: Session, ticket: Ticket | None = None) -> None:
         """Record the session's state, from which a restarted gateway continues it."""
-        self.opened[session.name].file.append_progress(session, ticket)
+        self.journal.append_progress(session, ticket)
 
     def explain_wait(self, session: Session, limit: str, left_s: float, now: float) -> WaitCause:
         agent = self.gateway.get_agent(session)
@@ -253,31 +243,5 @@ class SessionApi(SessionSource):
         """
         unacked_keys = self.gateway.outbox.list_unacked_keys() if self.unacked else ()
         for key in [key for key in self.unacked if key not in unacked_keys]:
-            self.unacked.pop(key).file.remove()
+            self.journal.remove(self.unacked.pop(key))
         self.news.set()
-
-
-def read_endpoint_file(run_dir: Path, name: str) -> str:
-    """Read RUN/agent.url or RUN/agent.key of an earlier process; "" if it is missing."""
-    try:
-        descriptor = private.open_private(run_dir / name, os.O_RDONLY)
-    except FileNotFoundError:
-        return ""
-    with os.fdopen(descriptor) as file:
-        return file.read().strip()
-
-
-def read_kept_port(run_dir: Path) -> int:
-    """Read the port in RUN/agent.url; 0 if there is none."""
-    port = read_endpoint_file(run_dir, "agent.url").rpartition(":")[2]
-    return int(port) if port.isdecimal() and int(port) < 1 << 16 else 0
-
-
-def write_endpoint_files(run_dir: Path, url: str, key: str) -> None:
-    """Write RUN/agent.url and RUN/agent.key, which only this user can read."""
-    for name, text in (("agent.key", key), ("agent.url", url)):
-        temporary_path = run_dir / f"{name}.new"
-        descriptor = private.open_private(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(f"{text}\n".encode())
-        temporary_path.replace(run_dir / name)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -143,12 +144,15 @@ class Session:
     composer: ChatFormat
     own_prompt: ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     opened: float = 0.0
+    seed: int = 0  # for its environment or agent
     first: bool = True  # no earlier attempt at the sample has begun
 
     def __post_init__(self) -> None:
         self.number = 0  # at the gateway
         self.last: CallNode | None = None  # the policy's newest answered call
         self.name = f"{self.ticket.ticket}.{self.sample}.{self.attempt}"
+        self.api_key = secrets.token_urlsafe(32)  # of the session's URL
+        self.turn = asyncio.Lock()  # held by the one call whose prompt is being composed
         self.tree = CallTree()
         self.images: dict[str, bytes] = {}  # digest -> blob, of its calls
         self.open_calls: dict[int, CallNode] = {}

@@ -314,7 +314,7 @@ def test_a_session_of_an_older_version_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "sessions"
     folder.mkdir(mode=0o700)
     shutil.copy(FILES / "session_1.0.1", folder / "1.0.1")
-    ((_, opening, records),) = SessionJournal(folder).read()
+    ((opening, records),) = SessionJournal(folder).read()
     assert (opening.name, opening.key, opening.opened) == ("1.0.1", "key", 5.0)
     assert [x.ticket for x in records if x.ticket][-1].ticket == 1
     calls = [record.call for record in records if record.call is not None]

@@ -20,7 +20,7 @@ from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import parse_hermes
 from actors.gateway.endpoint import web
 from actors.gateway.endpoint.requests import ParsedRequest
-from actors.gateway.endpoint.web import OpenedSession
+from actors.gateway.sessions import Session
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.messages import Prompt
 
@@ -59,16 +59,15 @@ def python_of(environment: str) -> str:
 class Ended:
     """What came of a session.  ignored: what its requests asked for in vain."""
 
-    opened: OpenedSession
+    session: Session
     left: SessionResult
     ignored: set[str] = field(default_factory=set)
 
     @property
     def prompts(self) -> list[str]:
         """Of its calls."""
-        session = self.opened.session
-        text = self.opened.session.composer.decode_text
-        return [text(node.prompt_ids.tolist()) for node in session.tree.nodes]
+        text = self.session.composer.decode_text
+        return [text(node.prompt_ids.tolist()) for node in self.session.tree.nodes]
 
 
 class Runner:
@@ -93,16 +92,16 @@ class Runner:
         left = [*answers]
 
         def answer(call: CallNode) -> str:
-            prompt = opened.session.composer.decode_text(call.prompt_ids.tolist())
+            prompt = opened.composer.decode_text(call.prompt_ids.tolist())
             aside = next((asides[text] for text in asides if text in prompt), None)
             return aside or (left.pop(0) if len(left) > 1 else left[0])
 
         self.served.service.say = answer
         self.number += 1
         prompt = msgspec.structs.replace(TASK, meta={**TASK.meta, "program": str(program)})
-        url = f"{self.served.url}/s/{opened.session.name}"
+        url = f"{self.served.url}/s/{opened.name}"
         seat = SessionAccess(
-            *(self.number, opened.session.name, url, opened.key, "policy", prompt),
+            *(self.number, opened.name, url, opened.api_key, "policy", prompt),
             *(9, 1, True, 600.0),
         )
         with recorded(ended):

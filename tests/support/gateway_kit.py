@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import transformers
 from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat, Parser
 from actors.gateway.endpoint.requests import RequestPolicy
-from actors.gateway.endpoint.web import Endpoint, OpenedSession
+from actors.gateway.endpoint.web import Endpoint
+from actors.gateway.recovery.session_journal import SessionJournal
 from actors.gateway.sessions import Session, SessionLimits
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.messages import Prompt, SamplingSettings, Ticket, VersionSpan
@@ -75,8 +77,8 @@ class Scripted:
         self.request_policy = build_policy(stops=stop, **policy)
         self.chat = ChatFormat(self.tokenizer, stop, parser=parser)
         self.limits = limits
-        self.sessions: dict[str, OpenedSession] = {}
-        self.leases: dict[str, OpenedSession] = {}
+        self.sessions: dict[str, Session] = {}
+        self.leases: dict[str, Session] = {}
         self.free = 0  # samples that may be leased
         self.say: Callable[[CallNode], str | list[str]] = lambda call: f"answer {call.number}"
         self.gate = asyncio.Event()
@@ -85,24 +87,26 @@ class Scripted:
         self.clock: Callable[[], float] = time.monotonic
         self.skew = 0.0  # seconds by which the clock was put on
         self.looked_at: list[str] = []
+        self.journal = SessionJournal(Path("none"))
 
     def current_time(self) -> float:
         return self.clock() + self.skew
 
-    def open(self) -> OpenedSession:
+    def open(self) -> Session:
         number = len(self.sessions)
         prompt = Prompt(number, "2+2=", answer="4")
         sampling = SamplingSettings(max_new_tokens=200)
         ticket = Ticket(number, 1, "train", prompt, [0], sampling, Label(1, 0), None, 0)
-        session = Session(ticket, 0, 1, self.limits, self.chat, opened=self.current_time())
-        made = OpenedSession(session, f"key-{number}", seed=number)
-        self.sessions[session.name] = made
-        return made
+        session = Session(
+            ticket, 0, 1, self.limits, self.chat, opened=self.current_time(), seed=number
+        )
+        self.sessions[session.name] = session
+        return session
 
-    def find(self, name: str) -> OpenedSession | None:
+    def find(self, name: str) -> Session | None:
         return self.sessions.get(name)
 
-    async def lease(self, lease: str, wait_s: float) -> OpenedSession | None:
+    async def lease(self, lease: str, wait_s: float) -> Session | None:
         if lease not in self.leases:
             if not self.free:
                 await asyncio.sleep(min(wait_s, 0.01))

@@ -10,7 +10,7 @@ from openai import OpenAI
 
 from actors.gateway.chat import parse_hermes
 from actors.gateway.endpoint import web
-from actors.gateway.endpoint.web import OpenedSession
+from actors.gateway.sessions import Session
 from asyncrl.transport import http_server
 
 WAIT_S = 600.0
@@ -20,12 +20,9 @@ WAIT_S = 600.0
 def patient() -> Iterator[None]:
     """No request is late, and no stream says more, because a process stood still."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in (
-            (http_server, "HEAD_S"),
-            (http_server, "BODY_S"),
-            (web, "KEEP_ALIVE_S"),
-        ):
-            patch.setattr(module, name, 3600.0)
+        patch.setattr(http_server, "HEAD_S", 3600.0)
+        patch.setattr(http_server, "BODY_S", 3600.0)
+        patch.setattr(web, "KEEP_ALIVE_S", 3600.0)
         yield
 
 
@@ -49,20 +46,21 @@ def served(shared: Served) -> Iterator[Served]:
     shared.do(service.gate.set)
 
 
-def client(
-    served: Served, opened: OpenedSession | None = None, **more: Any
-) -> tuple[OpenAI, OpenedSession]:
+@pytest.fixture
+def opened(served: Served) -> Session:
+    return served.do(served.service.open)
+
+
+def client(served: Served, opened: Session | None = None, **more: Any) -> tuple[OpenAI, Session]:
     opened = opened or served.do(served.service.open)
-    base = f"{served.url}/s/{opened.session.name}/v1"
-    return OpenAI(base_url=base, api_key=opened.key, **more), opened
+    base = f"{served.url}/s/{opened.name}/v1"
+    return OpenAI(base_url=base, api_key=opened.api_key, **more), opened
 
 
-def post(
-    served: Served, opened: OpenedSession, path: str, body: Any, **headers: str
-) -> httpx.Response:
+def post(served: Served, opened: Session, path: str, body: Any, **headers: str) -> httpx.Response:
     return httpx.post(
-        f"{served.url}/s/{opened.session.name}{path}",
+        f"{served.url}/s/{opened.name}{path}",
         content=body if isinstance(body, bytes) else json.dumps(body),
-        headers={"authorization": f"Bearer {opened.key}", **headers},
+        headers={"authorization": f"Bearer {opened.api_key}", **headers},
         timeout=WAIT_S,
     )

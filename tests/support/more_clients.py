@@ -82,7 +82,7 @@ class Bench:
                 log = runner.log()
             finally:
                 runner.close()
-        session, left = ended.opened.session, ended.left
+        session, left = ended.session, ended.left
         reward = left.reward if left.kind == "scored" else left.kind
         sequences = len(session.build_training_rows())
         self.lines.append(f"{page:16}{policy:8}{reward!s:>8}{session.calls:8}{sequences:20}")
@@ -109,7 +109,7 @@ def test_an_agent_is_paid_for_its_answer(page: str, bench: Bench) -> None:
     script = SCRIPTS[page]
     ended, log = bench.play(page, "right", script.answers)
     assert (ended.left.kind, ended.left.reward) == ("scored", 1.0), log
-    session = ended.opened.session
+    session = ended.session
     found = (session.calls, len(session.build_training_rows()), session.aside)
     assert found == (script.calls, script.sequences, 0), log
     assert not script.ignored or script.ignored in ended.ignored
@@ -121,7 +121,7 @@ def test_an_answer_of_another_form_costs_reward_and_fails_nothing(page: str, ben
     ended, log = bench.play(page, "wrong", ["no idea"])
     assert (ended.left.kind, ended.left.reward) == ("scored", 0.0), log
     assert ended.left.parts.get("parsed", 0.0) == 0.0
-    assert ended.opened.session.calls == SCRIPTS[page].again, log
+    assert ended.session.calls == SCRIPTS[page].again, log
 
 
 def test_an_environment_of_gem_is_played_by_its_id() -> None:

@@ -11,8 +11,7 @@ from pushed_kit import Commands
 from actors.gateway.agents.session_messages import SessionAccess, SessionOrders, SessionResult
 from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import parse_hermes
-from actors.gateway.endpoint.web import OpenedSession
-from actors.gateway.sessions import SessionLimits
+from actors.gateway.sessions import Session, SessionLimits
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config, ModelConfig, TaskConfig
 from asyncrl.contract.messages import Prompt
@@ -48,8 +47,8 @@ class Bench:
         return next(prompt for prompt in prompts if prompt.messages[-1]["content"] == text)
 
     def play(
-        self, prompt: Prompt, *answers: str, open_: Callable[[], OpenedSession] | None = None
-    ) -> tuple[SessionResult, OpenedSession]:
+        self, prompt: Prompt, *answers: str, open_: Callable[[], Session] | None = None
+    ) -> tuple[SessionResult, Session]:
         opened = self.served.do(open_ or self.served.service.open)
         left = [*answers]
 
@@ -58,19 +57,19 @@ class Bench:
 
         self.served.service.say = say
         self.number += 1
-        url = f"{self.served.url}/s/{opened.session.name}"
+        url = f"{self.served.url}/s/{opened.name}"
         seat = SessionAccess(
-            self.number, opened.session.name, url, opened.key, "policy", prompt, 9, 1, True, 600.0
+            self.number, opened.name, url, opened.api_key, "policy", prompt, 9, 1, True, 600.0
         )
         self.commands.worker.send(SessionOrders([seat]))
         return self.commands.left(self.number), opened
 
-    def play_limited(self, prompt: Prompt, *answers: str) -> tuple[SessionResult, OpenedSession]:
+    def play_limited(self, prompt: Prompt, *answers: str) -> tuple[SessionResult, Session]:
         """Play a session that may call the policy once."""
 
-        def with_limit() -> OpenedSession:
+        def with_limit() -> Session:
             opened = self.served.service.open()
-            opened.session.limits = SessionLimits(max_calls=1)
+            opened.limits = SessionLimits(max_calls=1)
             return opened
 
         return self.play(prompt, *answers, open_=with_limit)
@@ -79,6 +78,6 @@ class Bench:
         self.commands.worker.kill()
         self.served.close()
 
-    def texts(self, opened: OpenedSession) -> list[str]:
-        decode = opened.session.composer.decode_text
-        return [decode(node.prompt_ids.tolist()) for node in opened.session.tree.nodes]
+    def texts(self, opened: Session) -> list[str]:
+        decode = opened.composer.decode_text
+        return [decode(node.prompt_ids.tolist()) for node in opened.tree.nodes]

@@ -73,9 +73,9 @@ def doors(
     app = WatchApp([tmp_path_factory.mktemp("runs")], "secret", expected=True)
     page = HttpServer(app.build_application(), ListenAddress())
     asyncio.run_coroutine_threadsafe(page.start(), served.loop).result(WAIT_S)
-    beat = f"POST /s/{opened.session.name}/beat HTTP/1.1"
+    beat, key = f"POST /s/{opened.name}/beat HTTP/1.1", f"authorization: Bearer {opened.api_key}"
     yield {
-        "endpoint": Door(served.endpoint, beat, f"authorization: Bearer {opened.key}", 1024 * 1024),
+        "endpoint": Door(served.endpoint, beat, key, 1024 * 1024),
         "watch": Door(page, "GET /api/runs HTTP/1.1", f"cookie: {COOKIE}=secret", LARGEST_BODY),
         "tinker": Door(local.web, "POST /api/v1/telemetry HTTP/1.1", f"x-api-key: {KEY}", 1 << 20),
     }

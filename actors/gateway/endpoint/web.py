@@ -36,9 +36,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from actors.gateway.call_tree import CallNode
 from actors.gateway.endpoint import replies
 from actors.gateway.endpoint.requests import PREFIX, Kind, ParsedRequest, decode_body, parse_request
-from actors.gateway.recovery.session_journal import OpenedSession
 from actors.gateway.refusals import TOO_LONG, CallRefused, build_too_long_error
-from actors.gateway.sessions import HarnessRequest
+from actors.gateway.sessions import HarnessRequest, Session
 from asyncrl.contract import outcomes
 from asyncrl.transport import http_server
 from asyncrl.transport.http_server import HttpServer, ListenAddress, authorize
@@ -83,7 +82,7 @@ class WebApp:
             "/s/{session}/v1/messages/count_tokens": self._count_tokens,
         }
         gets = {
-            "/s/{session}": session(lambda opened, body: None),
+            "/s/{session}": session(lambda session, body: None),
             "/s/{session}/v1/models": self._list_models,
             "/s/{session}/v1/models/{model:path}": self._list_models,
         }
@@ -94,26 +93,26 @@ class WebApp:
 
     # ---- authorization ---------------------------------------------------------------------------
 
-    def _authorize_session(self, request: Request) -> OpenedSession:
+    def _authorize_session(self, request: Request) -> Session:
         """Find the session of the path and check the key.  Raises CallRefused."""
-        opened = self.service.find(request.path_params["session"])
-        if opened is None or not authorize(request, opened.key):
+        session = self.service.find(request.path_params["session"])
+        if session is None or not authorize(request, session.api_key):
             raise CallRefused(
                 401,
                 "invalid_api_key",
                 "this session's URL and key do not match: use OPENAI_BASE_URL and OPENAI_API_KEY "
                 "of the same lease",
             )
-        return opened
+        return session
 
-    def _make_session_route(self, change: Callable[[OpenedSession, bytes], None]) -> RouteFunction:
+    def _make_session_route(self, change: Callable[[Session, bytes], None]) -> RouteFunction:
         """Make a route that changes a session and describes its state."""
 
         async def route(request: Request) -> Response:
-            opened = self._authorize_session(request)
+            session = self._authorize_session(request)
             async with open_body(request, LARGEST_REPORT) as body:
-                change(opened, body)
-            return JSONResponse(opened.session.describe(self.service.current_time()))
+                change(session, body)
+            return JSONResponse(session.describe(self.service.current_time()))
 
         return route
 
@@ -135,18 +134,17 @@ class WebApp:
             )
         wait_s = _parse_number(fields.get("wait_s", 0.0), "wait_s")
         self._require_running()
-        opened = await self.service.lease(lease, min(max(wait_s, 0.0), LONGEST_WAIT_S))
-        if opened is None:
+        session = await self.service.lease(lease, min(max(wait_s, 0.0), LONGEST_WAIT_S))
+        if session is None:
             self._require_running()
             return Response(status_code=204)
-        session = opened.session
         return JSONResponse(
             {
                 "session": session.name,
                 "base_url": f"{request.base_url}s/{session.name}/v1",
-                "api_key": opened.key,
+                "api_key": session.api_key,
                 "task": session.ticket.prompt.describe_task(),
-                "seed": opened.seed,
+                "seed": session.seed,
                 "attempt": session.attempt,
                 "first": session.first,
                 "deadline_s": session.limits.deadline_s,
@@ -161,9 +159,8 @@ class WebApp:
         if self.service.is_ending:
             raise CallRefused(503, "ending", "the gateway is ending: come again")
 
-    def _set_reward(self, opened: OpenedSession, body: bytes) -> None:
+    def _set_reward(self, session: Session, body: bytes) -> None:
         fields = decode_body(body, _load_json)
-        session = opened.session
         value = _parse_number(fields.get("reward"), "reward", finite=False)
         parts = _parse_numbers(fields.get("parts"), "parts")
         calls: dict[int, float] = {}
@@ -183,9 +180,8 @@ class WebApp:
         finally:
             self.service.on_change(session)
 
-    def _end(self, opened: OpenedSession, body: bytes) -> None:
+    def _end(self, session: Session, body: bytes) -> None:
         fields = decode_body(body, _load_json)
-        session = opened.session
         failed = fields.get("failed")
         if failed is not None:
             if not isinstance(failed, str) or not failed:
@@ -203,22 +199,21 @@ class WebApp:
             raise CallRefused(400, "invalid_value", 'give {"score": true} or {"failed": "why"}')
         self.service.on_change(session)
 
-    def _record_beat(self, opened: OpenedSession, body: bytes) -> None:
-        session = opened.session
+    def _record_beat(self, session: Session, body: bytes) -> None:
         session.active_at = max(session.active_at, self.service.current_time())
 
     # ---- calls -----------------------------------------------------------------------------------
 
     async def _list_models(self, request: Request) -> Response:
-        context = self._authorize_session(request).session.limits.context
+        context = self._authorize_session(request).limits.context
         return list_models(request, self.service.request_policy.agent.model, context)
 
     async def _count_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt without a call."""
-        opened = self._authorize_session(request)
-        chat = opened.session.composer
+        session = self._authorize_session(request)
+        chat = session.composer
         async with open_body(request, LARGEST_BODY) as body:
-            parsed = await self._read_call("messages", opened, body)
+            parsed = await self._read_call("messages", session, body)
 
             def count() -> int:
                 return len(chat.encode(chat.write(parsed.messages, parsed.tools)))
@@ -228,11 +223,11 @@ class WebApp:
     def _make_call_route(self, kind: Kind) -> RouteFunction:
         async def route(request: Request) -> ASGIApp:
             """Begin a call, or join the one that this request repeats.  Raises CallRefused."""
-            opened = self._authorize_session(request)
-            session, headers = opened.session, request.headers
+            session = self._authorize_session(request)
+            headers = request.headers
             try:
                 async with open_body(request, LARGEST_BODY) as body:
-                    parsed = await self._read_call(kind, opened, body)
+                    parsed = await self._read_call(kind, session, body)
                     digest = xxhash.xxh3_128_digest(request.scope["path"].encode() + b"\n" + body)
                     repeats = _parse_count(headers.get("x-stainless-retry-count", "0")) or 0
                     harness_request = session.register_request(
@@ -240,7 +235,7 @@ class WebApp:
                     )
                     if harness_request.call is None:
                         if harness_request not in self.answering:
-                            answering = self._answer(opened, harness_request, parsed, len(body))
+                            answering = self._answer(session, harness_request, parsed, len(body))
                             self.answering[harness_request] = asyncio.create_task(answering)
                         await harness_request.placed.wait()
                 if harness_request.call is None:
@@ -249,13 +244,13 @@ class WebApp:
             except CallRefused as refused:
                 session.refusals.add(refused)
                 raise
-            return partial(self._reply, opened, harness_request, parsed)
+            return partial(self._reply, session, harness_request, parsed)
 
         return route
 
-    async def _read_call(self, kind: Kind, opened: OpenedSession, body: bytes) -> ParsedRequest:
+    async def _read_call(self, kind: Kind, session: Session, body: bytes) -> ParsedRequest:
         """Parse the body of a call.  Raises CallRefused."""
-        session, request_policy = opened.session, self.service.request_policy
+        request_policy = self.service.request_policy
         context = session.limits.context
 
         def read() -> ParsedRequest:
@@ -281,15 +276,14 @@ class WebApp:
 
     async def _answer(
         self,
-        opened: OpenedSession,
+        session: Session,
         harness_request: HarnessRequest,
         parsed: ParsedRequest,
         size: int,
     ) -> None:
         """Place a call, sample it and keep its answer for all of its connections."""
-        session = opened.session
         try:
-            call = harness_request.call = await self._place(opened, parsed, size)
+            call = harness_request.call = await self._place(session, parsed, size)
             harness_request.placed.set()
             node = await self.service.draw(session, call)
             if node is None:
@@ -301,7 +295,7 @@ class WebApp:
                 parsed, node, name, session.composer.decode_text, int(time.time())
             )
             # before it is sent to a client
-            opened.file.append_answer(session, harness_request)
+            self.service.journal.append_answer(session, harness_request)
         except Exception as error:
             refused = harness_request.refused = as_refusal(error)
             if refused.param == "messages":  # a session does not know the API of the request
@@ -316,18 +310,18 @@ class WebApp:
             harness_request.placed.set()
             del self.answering[harness_request]
 
-    async def _place(self, opened: OpenedSession, parsed: ParsedRequest, size: int) -> CallNode:
+    async def _place(self, session: Session, parsed: ParsedRequest, size: int) -> CallNode:
         """Compose a call's prompt and add the call to its session.
 
         The calls of a session are composed one after another in the order of their requests,
         because each may continue the earlier ones.  Raises CallRefused.
         """
-        session, now = opened.session, self.service.current_time
+        now = self.service.current_time
         self._require_running()
         session.check_may_call(now())
         session.composing += 1
         try:
-            async with opened.composing:
+            async with session.turn:
                 draft = session.draft(
                     parsed.messages,
                     parsed.tools,
@@ -351,7 +345,7 @@ class WebApp:
 
     async def _reply(
         self,
-        opened: OpenedSession,
+        session: Session,
         harness_request: HarnessRequest,
         parsed: ParsedRequest,
         scope: Scope,
@@ -420,12 +414,11 @@ class WebApp:
                 await send_part(b"", more_body=False)
                 sent = True
         finally:
-            session = opened.session
             session.on_connection_closed(harness_request, self.service.current_time(), sent=sent)
             if not sent:
                 self.service.on_change(session)
             else:
-                opened.file.append_sent(harness_request)
+                self.service.journal.append_sent(session, harness_request)
 
 
 def list_models(request: Request, name: str, context: int) -> Response:

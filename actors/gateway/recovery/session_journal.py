@@ -1,4 +1,4 @@
-"""Files of the open HTTP sessions, from which a restarted gateway continues.
+"""Files from which a restarted gateway continues: of its endpoint and its open HTTP sessions.
 
 Each session has an append-only file, `RUN/sessions-INDEX/NAME` (mode 0600).  It is removed once the
 buffer has acknowledged the sample, so that the directory never holds more than the gateway does in
@@ -14,12 +14,10 @@ again.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,85 +136,6 @@ class SessionRecord(Struct, frozen=True, array_like=True):
     images: dict[str, bytes] = {}
 
 
-class SessionFile:
-    """The file of one open session.
-
-    A file that cannot be written is removed, and a line is logged.  The session goes on, but ends
-    with this process.  So does a session without a file, whose `path` is None.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.is_kept = path is not None
-        self.images: set[str] = set()  # that this process has written
-
-    def append(self, record: SessionRecord) -> None:
-        """Write one frame, which outlives a kill of this process."""
-        if self.path is None or not self.is_kept:
-            return
-        try:
-            payload = msgspec.msgpack.encode(record)
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-            with os.fdopen(private.open_private(self.path, flags), "wb", 0) as file:
-                write_pieces(file.fileno(), [FRAMES.make_header([payload]), payload])
-        except (OSError, ValueError, TypeError, AsyncrlError) as error:
-            self.fail(error)
-
-    def append_progress(self, session: Session, ticket: Ticket | None = None) -> None:
-        """Record the session's state, and its ticket if that has changed."""
-        self.append(SessionRecord(build_progress(session), ticket=ticket))
-
-    def append_answer(self, session: Session, request: HarnessRequest) -> None:
-        """Record an answered call with its answer's bytes."""
-        if not self.is_kept:
-            return
-        assert request.call is not None and request.answer is not None
-        node = request.call
-        call = CallRecord(
-            parent=None if node.parent is None else node.parent.number,
-            ours={index: own.number for index, own in node.ours.items()},
-            message=node.answer,
-            body=request.body,
-            idempotency_key=request.key,
-            answer=request.answer,
-            support=b"" if node.support is None else node.support.encode(),
-            routed=b"" if node.routed is None else node.routed.encode(),
-            **{name: getattr(node, name) for name in NODE_FIELDS},
-            **{name: getattr(node, name).astype(kind).tobytes() for name, kind in ARRAYS.items()},
-        )
-        new_images = {name: session.images[name] for name in node.images if name not in self.images}
-        self.images.update(new_images)
-        self.append(SessionRecord(build_progress(session), call=call, images=new_images))
-
-    def append_sent(self, request: HarnessRequest) -> None:
-        """Record that an answer was sent, so that the same request again is a new one."""
-        if request.call is not None and request.answer is not None:
-            self.append(SessionRecord(sent=request.call.number))
-
-    def fail(self, reason: object) -> None:
-        """Log the reason and remove the file."""
-        print(f"{self.path}: {reason}: a restart ends this session", file=sys.stderr)
-        self.remove()
-
-    def remove(self) -> None:
-        """Remove the file; later records are dropped."""
-        self.is_kept = False
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-
-@dataclass(eq=False)
-class OpenedSession:
-    """A session as the endpoint serves it."""
-
-    session: Session
-    key: str  # 256 random bits
-    seed: int = 0
-    composing: asyncio.Lock = field(default_factory=asyncio.Lock)  # locked by one call at a time
-    # from which a restarted gateway restores it
-    file: SessionFile = field(default_factory=lambda: SessionFile(None))
-
-
 def build_progress(session: Session) -> SessionProgress:
     """Build the record of a session's state."""
     return SessionProgress(
@@ -298,38 +217,127 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> None:
 
 
 class SessionJournal:
-    """The directory of the session files of one gateway."""
+    """The directory of the session files of one gateway.
+
+    A file that cannot be written is removed, and a line is logged.  Its session goes on, but ends
+    with this process.  So do the sessions that have no file.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        # name of a session -> digests of the images that this process has written to its file
+        self.files: dict[str, set[str]] = {}
 
-    def open(self, opening: SessionOpening, ticket: Ticket) -> SessionFile:
+    def open(self, opening: SessionOpening, ticket: Ticket) -> None:
         """Create the file of a new session."""
         private.create_directory(self.directory)
-        path = self.directory / opening.name
-        path.unlink(missing_ok=True)
-        file = SessionFile(path)
-        file.append(SessionRecord(opening=opening, ticket=ticket))
-        return file
+        (self.directory / opening.name).unlink(missing_ok=True)
+        self.files[opening.name] = set()
+        self.append(opening.name, SessionRecord(opening=opening, ticket=ticket))
 
-    def read(self) -> Iterator[tuple[SessionFile, SessionOpening, list[SessionRecord]]]:
+    def append(self, name: str, record: SessionRecord) -> None:
+        """Write one frame, which outlives a kill of this process."""
+        if name not in self.files:
+            return
+        try:
+            payload = msgspec.msgpack.encode(record)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with os.fdopen(private.open_private(self.directory / name, flags), "wb", 0) as file:
+                write_pieces(file.fileno(), [FRAMES.make_header([payload]), payload])
+        except (OSError, ValueError, TypeError, AsyncrlError) as error:
+            self.fail(name, error)
+
+    def append_progress(self, session: Session, ticket: Ticket | None = None) -> None:
+        """Record the session's state, and its ticket if that has changed."""
+        self.append(session.name, SessionRecord(build_progress(session), ticket=ticket))
+
+    def append_answer(self, session: Session, request: HarnessRequest) -> None:
+        """Record an answered call with its answer's bytes."""
+        if session.name not in self.files:
+            return
+        written_images = self.files[session.name]
+        assert request.call is not None and request.answer is not None
+        node = request.call
+        call = CallRecord(
+            parent=None if node.parent is None else node.parent.number,
+            ours={index: own.number for index, own in node.ours.items()},
+            message=node.answer,
+            body=request.body,
+            idempotency_key=request.key,
+            answer=request.answer,
+            support=b"" if node.support is None else node.support.encode(),
+            routed=b"" if node.routed is None else node.routed.encode(),
+            **{name: getattr(node, name) for name in NODE_FIELDS},
+            **{name: getattr(node, name).astype(kind).tobytes() for name, kind in ARRAYS.items()},
+        )
+        new_images = {
+            name: session.images[name] for name in node.images if name not in written_images
+        }
+        written_images.update(new_images)
+        self.append(
+            session.name, SessionRecord(build_progress(session), call=call, images=new_images)
+        )
+
+    def append_sent(self, session: Session, request: HarnessRequest) -> None:
+        """Record that an answer was sent, so that the same request again is a new one."""
+        if request.call is not None and request.answer is not None:
+            self.append(session.name, SessionRecord(sent=request.call.number))
+
+    def fail(self, name: str, reason: object) -> None:
+        """Log the reason and remove the file of a session."""
+        path = self.directory / name
+        print(f"{path}: {reason}: a restart ends this session", file=sys.stderr)
+        self.remove(name)
+
+    def remove(self, name: str) -> None:
+        """Remove a session's file, if it has one; later records are dropped."""
+        if self.files.pop(name, None) is not None:
+            (self.directory / name).unlink(missing_ok=True)
+
+    def read(self) -> Iterator[tuple[SessionOpening, list[SessionRecord]]]:
         """Yield the kept sessions; an unreadable file is removed and named in the log."""
         if not self.directory.is_dir():
             return
         private.check(self.directory)
         for path in sorted(self.directory.iterdir()):
-            file = SessionFile(path)
+            self.files[path.name] = set()
             try:
                 records = read_records(path)
             except (OSError, msgspec.MsgspecError) as error:
-                file.fail(error)
+                self.fail(path.name, error)
                 continue
             if records and records[0].opening is not None:
-                yield file, records[0].opening, records
+                yield records[0].opening, records
             else:
-                file.fail("it does not begin with the session's opening")
+                self.fail(path.name, "it does not begin with the session's opening")
 
     def clear(self) -> None:
         """Remove all files, at the end of the run."""
         for path in self.directory.glob("*"):
             path.unlink()
+
+
+def read_endpoint_file(run_dir: Path, name: str) -> str:
+    """Read RUN/agent.url or RUN/agent.key of an earlier process; "" if it is missing."""
+    try:
+        descriptor = private.open_private(run_dir / name, os.O_RDONLY)
+    except FileNotFoundError:
+        return ""
+    with os.fdopen(descriptor) as file:
+        return file.read().strip()
+
+
+def read_kept_port(run_dir: Path) -> int:
+    """Read the port in RUN/agent.url; 0 if there is none."""
+    port = read_endpoint_file(run_dir, "agent.url").rpartition(":")[2]
+    return int(port) if port.isdecimal() and int(port) < 1 << 16 else 0
+
+
+def write_endpoint_files(run_dir: Path, url: str, key: str) -> None:
+    """Write RUN/agent.url and RUN/agent.key, which only this user can read."""
+    for name, text in (("agent.key", key), ("agent.url", url)):
+        temporary_path = run_dir / f"{name}.new"
+        descriptor = private.open_private(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(f"{text}\n".encode())
+        temporary_path.replace(run_dir / name)

@@ -209,13 +209,13 @@ def test_openais_client_gets_the_reason_and_the_call_its_grammar() -> None:
     asked: list[str] = []
     served.service.say = lambda call: asked.append(call.grammar) or '{"a": 3}'
     talk = openai.OpenAI(
-        base_url=f"{served.url}/s/{opened.session.name}/v1", api_key=opened.key, max_retries=0
+        base_url=f"{served.url}/s/{opened.name}/v1", api_key=opened.api_key, max_retries=0
     )
     with pytest.raises(openai.BadRequestError, match="Invalid type: no") as caught:
         talk.chat.completions.create(
             model="policy", messages=GO, response_format=schema({"type": "no"})
         )
-    assert caught.value.param == "response_format" and opened.session.calls == 0
+    assert caught.value.param == "response_format" and opened.calls == 0
     for more in ({}, {"response_format": BY_SCHEMA}):
         said = talk.chat.completions.with_raw_response.create(model="policy", messages=GO, **more)
         assert "x-asyncrl-ignored" not in said.headers
@@ -235,8 +235,8 @@ def test_the_shipped_agent_demands_calls_and_results() -> None:
 
     served.service.say = say
     agent = importing.import_module(str(ROOT / "configs" / "examples" / "calc_agent.py"))
-    url = f"{served.url}/s/{opened.session.name}/v1"
-    session = SimpleNamespace(base_url=url, api_key=opened.key)
+    url = f"{served.url}/s/{opened.name}/v1"
+    session = SimpleNamespace(base_url=url, api_key=opened.api_key)
     assert agent.play_in_form(Prompt(0, "2+2=", answer="#4"), session) == 1.0
     assert len(asked) == 2 and asked[0] == asked[1]
     assert accepts(asked[0], "?37*8") and accepts(asked[0], "#341")

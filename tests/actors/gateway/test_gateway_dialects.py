@@ -10,7 +10,7 @@ from gateway_kit import Served
 from gateway_web_kit import client, post
 
 from actors.gateway.chat import parse_hermes
-from actors.gateway.endpoint.web import OpenedSession
+from actors.gateway.sessions import Session
 
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
 BOTH = f"<think>hm</think>so {CALL}"
@@ -36,10 +36,10 @@ def served(shared: Served) -> Served:
     return shared
 
 
-def claude(served: Served) -> tuple[anthropic.Anthropic, OpenedSession]:
+def claude(served: Served) -> tuple[anthropic.Anthropic, Session]:
     opened = served.do(served.service.open)
-    base = f"{served.url}/s/{opened.session.name}"
-    return anthropic.Anthropic(base_url=base, api_key=opened.key), opened
+    base = f"{served.url}/s/{opened.name}"
+    return anthropic.Anthropic(base_url=base, api_key=opened.api_key), opened
 
 
 CHAT_TOOL = {"type": "function", "function": {"name": "add"}}
@@ -58,7 +58,7 @@ def test_messages_with_tools_go_on_in_one_row(served: Served) -> None:
     first = talk.messages.create(messages=said, **ASK)
     assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
     assert first.content[1].text == "so" and first.content[2].input == {"a": 1, "b": 2}
-    assert first.stop_reason == "tool_use" and first.id == f"msg_{opened.session.name}-0"
+    assert first.stop_reason == "tool_use" and first.id == f"msg_{opened.name}-0"
     assert first.usage.output_tokens == len(BOTH) + 1 and first.usage.input_tokens > 0
     result = {"type": "tool_result", "tool_use_id": first.content[2].id, "content": "3"}
     more = {"role": "user", "content": [result, {"type": "text", "text": "and?"}]}
@@ -66,8 +66,8 @@ def test_messages_with_tools_go_on_in_one_row(served: Served) -> None:
         messages=[*said, {"role": "assistant", "content": first.content}, more], **ASK
     )
     assert second.content[0].text == "answer 1" and second.stop_reason == "end_turn"
-    assert len(opened.session.build_training_rows()) == 1 and opened.session.tree.forks == {}
-    text = served.service.tokenizer.decode(opened.session.tree.nodes[1].prompt_ids)
+    assert len(opened.build_training_rows()) == 1 and opened.tree.forks == {}
+    text = served.service.tokenizer.decode(opened.tree.nodes[1].prompt_ids)
     assert f"{BOTH}<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>user\nand?" in text
     assert text.startswith("<|im_start|>system\nbe<|im_end|>")
 
@@ -141,13 +141,13 @@ def test_a_forced_answer_is_ignored_by_name_or_refused(
         said = post(served, opened, f"/v1/{route}", body)
         assert said.status_code == 200
         assert said.headers.get("x-asyncrl-ignored") == (name if body != go else None)
-    plain, forced = opened.session.tree.nodes
+    plain, forced = opened.tree.nodes
     assert plain.prompt_ids.tolist() == forced.prompt_ids.tolist()
     assert plain.tools == forced.tools
     _, opened = claude(refusing)
     said = post(refusing, opened, f"/v1/{route}", go | more)
     assert said.status_code == 400 and said.json()["error"]["param"] == name
-    assert opened.session.calls == 0
+    assert opened.calls == 0
     unforced = {"text": {"format": {"type": "text"}}} if route == "responses" else {}
     assert post(refusing, opened, f"/v1/{route}", go | unforced).status_code == 200
 
@@ -181,8 +181,8 @@ def test_responses_with_tools_go_on_in_one_row(served: Served) -> None:
     said += [item.to_dict() for item in first.output]
     said.append(result)
     second = talk.responses.create(model="policy", instructions="be", input=said, tools=[FUNCTION])
-    assert second.output_text == "answer 1" and second.id == f"resp_{opened.session.name}-1"
-    assert len(opened.session.build_training_rows()) == 1 and opened.session.tree.forks == {}
+    assert second.output_text == "answer 1" and second.id == f"resp_{opened.name}-1"
+    assert len(opened.build_training_rows()) == 1 and opened.tree.forks == {}
     # its id is good for a reward
     body = {"reward": 1.0, "calls": {second.id: 0.5}}
     assert post(served, opened, "/reward", body).status_code == 200

@@ -107,15 +107,14 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
             gateway.accept_tickets([ticket(1), ticket(2, "eval", 1)])
             door.wake_leases()
             first = await waiting
-        assert first is not None and first.session.ticket.kind == "eval"  # evaluation goes first
+        assert first is not None and first.ticket.kind == "eval"  # evaluation goes first
         assert await door.lease("a", 0.0) is first
-        described = str(first.session.ticket.prompt.describe_task())
-        assert "secret" not in described and first.session.first
-        second = await door.lease("b", 0.0)
-        assert second is not None and second.key != first.key
+        described = str(first.ticket.prompt.describe_task())
+        assert "secret" not in described and first.first
+        session = await door.lease("b", 0.0)
+        assert session is not None and session.api_key != first.api_key
         assert await door.lease("c", 0.0) is None  # agent.sessions
         # a call is drawn, an answer comes, the session is scored and delivered
-        session = second.session
         call = session.place(text="ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(session, call))
         await asyncio.sleep(0)
@@ -129,53 +128,53 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
         gateway.tick(door.current_time())
         (sample,) = gateway.outbox.fresh
         assert (sample.ticket, sample.reward, sample.calls) == (1, 1.0, 1)
-        assert door.find(session.name) is second  # it is told that it has ended
+        assert door.find(session.name) is session  # it is told that it has ended
         # the learner's next life: an open session waits, its call too, until its sample is granted
         third = await door.lease("c", 0.0)
         assert third is not None
-        call = third.session.place(text="ab=", now=door.current_time())
-        drawing = asyncio.create_task(door.draw(third.session, call))
+        call = third.place(text="ab=", now=door.current_time())
+        drawing = asyncio.create_task(door.draw(third, call))
         await asyncio.sleep(0)
         (was,) = gateway.calls
         source = m.WeightsSource(2, "", "", "")
         gateway.announce(m.PolicyAnnouncement(Label(2, 0), "d", source))
         await asyncio.sleep(0)
         assert not gateway.calls and was not in gateway.router.open  # drawn by nobody
-        assert not drawing.done() and third.session.state == "open"
-        granted, sample = third.session.attempt, third.session.sample
+        assert not drawing.done() and third.state == "open"
+        granted, sample = third.attempt, third.sample
         again = msgspec.structs.replace(ticket(3), ticket=1, samples=[sample])
         gateway.accept_tickets([msgspec.structs.replace(again, min_version=Label(2, 0))])
         (number,) = gateway.calls
         assert number != was and gateway.router.open[number].min_version == Label(2, 0)
         spans = [m.VersionSpan(Label(2, 0), "d", 0, 1, AT)]
         gateway.on_result(m.CallResult(number, one, logprob, spans, "stop"))
-        assert await drawing is third.session.tree.nodes[0]
+        assert await drawing is third.tree.nodes[0]
         with patch.context() as observed:
             observed.setattr(door, "on_progress", Mock())
-            door.on_change(third.session)
-            assert third.session.state == "open" and not door.on_progress.called
-        assert third.session.adopted == [(granted, 0)] and door.find(third.session.name) is third
+            door.on_change(third)
+            assert third.state == "open" and not door.on_progress.called
+        assert third.adopted == [(granted, 0)] and door.find(third.name) is third
         # one that nothing adopts ends by its deadline, and whoever waits for it hears of that
-        call = third.session.place(text="ab=", now=door.current_time())
-        drawing = asyncio.create_task(door.draw(third.session, call))
+        call = third.place(text="ab=", now=door.current_time())
+        drawing = asyncio.create_task(door.draw(third, call))
         await asyncio.sleep(0)
         gateway.announce(m.PolicyAnnouncement(Label(3, 0), "d", source))
         gateway.drop(gateway.list_parked_sessions()[0])
         with pytest.raises(CallRefused) as caught:
             await drawing
         said = (caught.value.status, caught.value.code, str(caught.value))
-        assert said == (410, "session_lost", f"session {third.session.name} is lost: lease another")
-        assert third.session.state == "ended"
+        assert said == (410, "session_lost", f"session {third.name} is lost: lease another")
+        assert third.state == "ended"
         assert not gateway.sessions
         with pytest.raises(CallRefused) as caught:
-            await door.draw(third.session, call)
+            await door.draw(third, call)
         said = (caught.value.status, caught.value.code, str(caught.value))
-        assert said == (410, "session_ended", f"session {third.session.name} has ended")
+        assert said == (410, "session_ended", f"session {third.name} has ended")
         # the same sample again: it may have acted before
         last = msgspec.structs.replace(ticket(4), ticket=1, samples=[sample])
         gateway.accept_tickets([msgspec.structs.replace(last, min_version=Label(3, 0))])
         again_leased = await door.lease("d", 0.0)
-        assert again_leased is not None and not again_leased.session.first
+        assert again_leased is not None and not again_leased.first
 
     asyncio.run(play())
 
@@ -294,8 +293,8 @@ def test_a_call_that_a_generator_refuses_is_answered_by_a_failure(gateway: servi
         gateway.accept_tickets([ticket(1)])
         opened = await door.lease("a", 0.0)
         assert opened is not None
-        call = opened.session.place(text="ab=", now=door.current_time())
-        drawing = asyncio.create_task(door.draw(opened.session, call))
+        call = opened.place(text="ab=", now=door.current_time())
+        drawing = asyncio.create_task(door.draw(opened, call))
         await asyncio.sleep(0)
         (number,) = gateway.calls
         why = "tokens from 3 to 99\n\x1b[2J"
@@ -306,7 +305,7 @@ def test_a_call_that_a_generator_refuses_is_answered_by_a_failure(gateway: servi
         why = "a generator cannot sample this call: tokens from 3 to 99\\n\\x1b[2J"
         assert said == (500, "call_refused", why)
         # the session goes on
-        assert opened.session.state == "open" and not opened.session.open_calls
+        assert opened.state == "open" and not opened.open_calls
 
     asyncio.run(play())
 

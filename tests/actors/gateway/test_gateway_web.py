@@ -14,14 +14,13 @@ import numpy as np
 import openai
 import pytest
 from gateway_kit import Served
-from gateway_web_kit import WAIT_S, client, patient, post, served, shared  # noqa: F401
+from gateway_web_kit import WAIT_S, client, opened, patient, post, served, shared  # noqa: F401
 from openai import OpenAI
 
 from actors.gateway.endpoint import web
-from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.refusals import CallRefused
 from actors.gateway.service import build_trajectory
-from actors.gateway.sessions import SessionLimits
+from actors.gateway.sessions import Session, SessionLimits
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract import outcomes
 from asyncrl.contract.errors import ConfigError
@@ -98,10 +97,9 @@ def test_two_writes_are_one_and_what_is_held_leaves_at_the_end() -> None:
     assert empty.events == ["closed"]
 
 
-def test_a_head_is_asked_for_alone(served: Served) -> None:
-    opened = served.do(served.service.open)
-    url = f"{served.url}/s/{opened.session.name}"
-    own = {"authorization": f"Bearer {opened.key}"}
+def test_a_head_is_asked_for_alone(served: Served, opened: Session) -> None:
+    url = f"{served.url}/s/{opened.name}"
+    own = {"authorization": f"Bearer {opened.api_key}"}
     with httpx.Client(headers=own, timeout=WAIT_S) as http:
         for path in ("", "/v1/models"):
             asked = http.head(url + path)
@@ -116,12 +114,12 @@ def test_a_chat_goes_on_in_one_row(served: Served) -> None:
         answer = talk.chat.completions.create(model="policy", messages=said)
         choice = answer.choices[0]
         assert choice.message.content == f"answer {turn}" and choice.finish_reason == "stop"
-        assert answer.id == f"chatcmpl-{opened.session.name}-{turn}" and answer.model == "policy"
+        assert answer.id == f"chatcmpl-{opened.name}-{turn}" and answer.model == "policy"
         assert answer.usage and answer.usage.completion_tokens == len("answer 0") + 1
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + len("answer 0") + 1
         said += [choice.message, {"role": "user", "content": "more"}]
-    assert len(opened.session.build_training_rows()) == 1 and opened.session.tree.forks == {}
-    assert opened.session.build_training_rows()[0].mask.count(1) == 3 * (len("answer 0") + 1)
+    assert len(opened.build_training_rows()) == 1 and opened.tree.forks == {}
+    assert opened.build_training_rows()[0].mask.count(1) == 3 * (len("answer 0") + 1)
 
 
 def test_tools_and_thinking_reach_the_client_and_come_back(served: Served) -> None:
@@ -137,7 +135,7 @@ def test_tools_and_thinking_reach_the_client_and_come_back(served: Served) -> No
     done = talk.chat.completions.create(model="policy", messages=more, tools=TOOLS)
     assert done.choices[0].message.content == "3"
     # CHATML writes no thinking: the drawn text is not the template's, and stays as drawn
-    assert len(opened.session.build_training_rows()) == 1
+    assert len(opened.build_training_rows()) == 1
 
 
 def test_a_stream_is_the_answer_in_chunks(served: Served) -> None:
@@ -177,7 +175,7 @@ def test_log_probabilities_and_ids_are_mu(served: Served) -> None:
         model="policy", messages=GO, logprobs=True, extra_body={"return_token_ids": True}
     )
     choice = answer.choices[0]
-    node = opened.session.tree.nodes[0]
+    node = opened.tree.nodes[0]
     assert choice.logprobs and choice.logprobs.content and node.logprobs is not None
     np.testing.assert_array_equal(
         np.float32([each.logprob for each in choice.logprobs.content]), node.logprobs
@@ -196,19 +194,19 @@ def test_text_and_token_routes(served: Served) -> None:
     assert first.choices[0].text == "answ" and first.choices[0].finish_reason == "length"
     assert first.choices[0].weight_versions == [{"version": "1.2", "start": 0, "end": 4}]
     talk.completions.create(model="policy", prompt=["2+2=answ and"])
-    assert len(opened.session.build_training_rows()) == 1
-    ids = [*opened.session.tree.nodes[1].build_token_ids().tolist(), 5, 6]
+    assert len(opened.build_training_rows()) == 1
+    ids = [*opened.tree.nodes[1].build_token_ids().tolist(), 5, 6]
     by_ids = talk.completions.create(model="policy", prompt=ids)
-    assert by_ids.choices[0].text == "answer 2" and len(opened.session.build_training_rows()) == 1
-    more = [*opened.session.tree.nodes[2].build_token_ids().tolist(), 7]
+    assert by_ids.choices[0].text == "answer 2" and len(opened.build_training_rows()) == 1
+    more = [*opened.tree.nodes[2].build_token_ids().tolist(), 7]
     body = {"token_ids": more, "sampling_params": {"max_tokens": 3, "logprobs": 0}}
     said = post(served, opened, "/inference/v1/generate", body).json()
     (choice,) = said["choices"]
-    drawn = opened.session.tree.nodes[3]
+    drawn = opened.tree.nodes[3]
     assert drawn.ids is not None and choice["token_ids"] == drawn.ids.tolist()
     assert choice["weight_versions"] == [{"version": "1.2", "start": 0, "end": 3}]
     assert [each["token_id"] for each in choice["logprobs"]["content"]] == choice["token_ids"]
-    assert choice["finish_reason"] == "length" and len(opened.session.build_training_rows()) == 1
+    assert choice["finish_reason"] == "length" and len(opened.build_training_rows()) == 1
 
 
 def test_stop_strings_and_lengths_cut(served: Served) -> None:
@@ -219,17 +217,17 @@ def test_stop_strings_and_lengths_cut(served: Served) -> None:
     assert answer.usage.completion_tokens == len("one two")
     short = talk.chat.completions.create(model="policy", messages=GO, max_completion_tokens=2)
     assert short.choices[0].message.content == "on"
-    assert short.choices[0].finish_reason == "length" and opened.session.finish == "stop"
+    assert short.choices[0].finish_reason == "length" and opened.finish == "stop"
 
 
 def test_other_names_and_marked_calls_are_set_aside(served: Served) -> None:
     talk, opened = client(served)
     talk.chat.completions.create(model="gpt-4o-mini", messages=GO)
     talk.chat.completions.create(model="policy", messages=GO, metadata={"asyncrl": "aside"})
-    assert opened.session.build_training_rows() == ()
-    assert opened.session.aside == 2 * (len("answer 0") + 1)
-    opened.session.set_reward(1.0, now=0.0)
-    why = build_trajectory(opened.session, None, AgentConfig(serve=True, model="tuned")).failed.why
+    assert opened.build_training_rows() == ()
+    assert opened.aside == 2 * (len("answer 0") + 1)
+    opened.set_reward(1.0, now=0.0)
+    why = build_trajectory(opened, None, AgentConfig(serve=True, model="tuned")).failed.why
     assert "all 2 answered calls of the session are excluded" in why and "model tuned" in why
 
 
@@ -249,7 +247,7 @@ def test_a_body_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
     for path in ("/reward", "/end", "/beat"):
         large = {"reward": 1, "x": "y" * web.LARGEST_REPORT}
         assert post(served, opened, path, large).status_code == 413
-    assert opened.session.state == "open"
+    assert opened.state == "open"
 
     monkeypatch.setattr(http_server, "BODY_S", 0.05)
     with connected(served) as slow:
@@ -301,8 +299,8 @@ def test_a_request_of_more_entries_than_the_context_has_tokens_is_not_read() -> 
                 said = post(served, opened, route, {name: [None] * count}).json()["error"]
                 long = f"but {name} has 5 entries of a token or more: shorten the history"
                 assert said["message"].endswith(long) == (count == 5), said
-                assert said["param"] == name and opened.session.shortened == (count == 5)
-            opened.session.shortened = False
+                assert said["param"] == name and opened.shortened == (count == 5)
+            opened.shortened = False
     finally:
         served.close()
 
@@ -320,12 +318,12 @@ def test_a_run_that_ends_says_so(served: Served) -> None:
     assert caught.value.response.headers["x-should-retry"] == "false"
 
 
-def raw(opened: OpenedSession, body: bytes, **headers: str) -> bytes:
+def raw(opened: Session, body: bytes, **headers: str) -> bytes:
     """A chat request as it goes over the wire."""
     lines = [
-        f"POST /s/{opened.session.name}/v1/chat/completions HTTP/1.1",
+        f"POST /s/{opened.name}/v1/chat/completions HTTP/1.1",
         "host: x",
-        f"authorization: Bearer {opened.key}",
+        f"authorization: Bearer {opened.api_key}",
         f"content-length: {len(body)}",
         "connection: close",
         *(f"{name}: {value}" for name, value in headers.items()),
@@ -337,7 +335,7 @@ def connected(served: Served) -> socket.socket:
     return socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), WAIT_S)
 
 
-def ask(served: Served, opened: OpenedSession, body: bytes, **headers: str) -> bytes:
+def ask(served: Served, opened: Session, body: bytes, **headers: str) -> bytes:
     """One request on a socket of its own; all that came back."""
     with connected(served) as line:
         line.sendall(raw(opened, body, **headers))
@@ -347,11 +345,11 @@ def ask(served: Served, opened: OpenedSession, body: bytes, **headers: str) -> b
     return got
 
 
-def leave(served: Served, opened: OpenedSession, body: bytes) -> None:
+def leave(served: Served, opened: Session, body: bytes) -> None:
     """Ask, and close the socket while the endpoint draws."""
 
     def waiting() -> int:
-        return sum(each.connections for each in opened.session.requests)
+        return sum(each.connections for each in opened.requests)
 
     before = served.do(waiting)
     with connected(served) as line:
@@ -368,12 +366,12 @@ def test_the_clients_own_retries_join_the_call_and_lose_nothing(served: Served) 
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(talk.chat.completions.create, model="policy", messages=GO)
         # the first attempt has given up and a second one has joined
-        served.until(lambda: opened.session.requests and opened.session.requests[0].lost)
-        served.until(lambda: not opened.session.requests[0].lost)
+        served.until(lambda: opened.requests and opened.requests[0].lost)
+        served.until(lambda: not opened.requests[0].lost)
         served.do(served.service.gate.set)
         answer = asked.result(WAIT_S)
     assert answer.choices[0].message.content == "answer 0"
-    assert served.service.drawn == [0] and len(opened.session.build_training_rows()) == 1
+    assert served.service.drawn == [0] and len(opened.build_training_rows()) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -386,11 +384,11 @@ def test_a_socket_closed_in_the_request_leaves_one_draw(stream: bool, served: Se
         with connected(served) as line:
             line.sendall(whole[:cut])
     assert b"answer 0" in ask(served, opened, body)
-    assert served.service.drawn == [0] and opened.session.calls == 1
+    assert served.service.drawn == [0] and opened.calls == 1
     served.do(served.service.gate.clear)
     for _ in range(3):
         leave(served, opened, body)
-        assert opened.session.calls == 2
+        assert opened.calls == 2
     served.do(served.service.gate.set)
     assert b"answer 1" in ask(served, opened, body) and served.service.drawn == [0, 1]
 
@@ -420,10 +418,10 @@ def test_votes_of_which_one_loses_its_socket_keep_their_draws(served: Served) ->
     served.do(served.service.gate.clear)
     with ThreadPoolExecutor(4) as pool:
         kept = [pool.submit(ask, served, opened, body) for _ in range(3)]
-        served.until(lambda: opened.session.calls == 3)
+        served.until(lambda: opened.calls == 3)
         leave(served, opened, body)
         again = pool.submit(ask, served, opened, body, **{"x-stainless-retry-count": "1"})
-        served.until(lambda: not any(each.lost for each in opened.session.requests))
+        served.until(lambda: not any(each.lost for each in opened.requests))
         served.do(served.service.gate.set)
         answers = [each.result(WAIT_S) for each in [*kept, again]]
     assert sorted(served.service.drawn) == [0, 1, 2, 3]
@@ -454,12 +452,16 @@ def lease(served: Served, body: Any) -> httpx.Response:
     return httpx.post(url, content=content, headers=headers, timeout=WAIT_S)
 
 
-def test_a_harness_leases_runs_and_scores(served: Served) -> None:
+def test_a_harness_leases_runs_and_scores_or_lets_judge(served: Served) -> None:
     assert lease(served, {"lease": "a", "wait_s": 0}).status_code == 204
     served.service.free = 2
     got = lease(served, {"lease": "a"}).json()
     assert lease(served, {"lease": "a"}).json() == got and served.service.free == 1
     assert lease(served, {"lease": "b"}).json()["session"] != got["session"]
+    judged = served.service.leases["b"]
+    for _ in range(2):
+        assert post(served, judged, "/end", {"score": True}).json()["state"] == "judging"
+    assert judged.name in served.service.looked_at
     assert set(got) == {
         *("session", "base_url", "api_key", "task", "seed", "attempt", "first"),
         *("deadline_s", "model"),
@@ -474,20 +476,13 @@ def test_a_harness_leases_runs_and_scores(served: Served) -> None:
         said = post(served, opened, "/reward", score)
         assert said.status_code == 200 and said.json()["state"] == "ended"
     assert post(served, opened, "/reward", {"reward": 0}).status_code == 422
-    assert opened.session.outcome and opened.session.outcome.reward == 1.0
-    assert opened.session.outcome.parts == {"style": 0.5}
-    rewards = np.frombuffer(opened.session.build_training_rows()[0].token_rewards, "<f4")
+    assert opened.outcome and opened.outcome.reward == 1.0
+    assert opened.outcome.parts == {"style": 0.5}
+    rewards = np.frombuffer(opened.build_training_rows()[0].token_rewards, "<f4")
     assert rewards[-1] == 1.0  # its own and what remains
-    head = {"authorization": f"Bearer {opened.key}"}
+    head = {"authorization": f"Bearer {opened.api_key}"}
     view = httpx.get(f"{served.url}/s/{got['session']}", headers=head, timeout=WAIT_S).json()
     assert view["calls"] == 1 and view["versions"] == ["1.2"] and view["rows"] == 1
-
-
-def test_an_end_without_a_score_is_judged(served: Served) -> None:
-    _, judged = client(served)
-    for _ in range(2):
-        assert post(served, judged, "/end", {"score": True}).json()["state"] == "judging"
-    assert judged.session.name in served.service.looked_at
 
 
 def test_uvicorn_is_configured_for_an_api() -> None:
@@ -529,10 +524,9 @@ def refused(function: Any, *given: Any, **more: Any) -> tuple[int, str, str | No
     return found.status, found.code, found.param, str(found)
 
 
-def test_wrong_keys_and_unknown_routes(served: Served) -> None:
-    opened = served.do(served.service.open)
+def test_wrong_keys_and_unknown_routes(served: Served, opened: Session) -> None:
     key = {"authorization": "Bearer other"}
-    for path in (f"/s/{opened.session.name}", "/s/9.9.9", f"/s/{opened.session.name}/v1/models"):
+    for path in (f"/s/{opened.name}", "/s/9.9.9", f"/s/{opened.name}/v1/models"):
         assert error_of(httpx.get(served.url + path, headers=key, timeout=WAIT_S)) == (
             401,
             "invalid_api_key",
@@ -543,7 +537,7 @@ def test_wrong_keys_and_unknown_routes(served: Served) -> None:
     lease = httpx.post(f"{served.url}/asyncrl/v1/sessions", json={}, headers=key, timeout=WAIT_S)
     key_text = "the key is not the one in RUN/agent.key"
     assert error_of(lease) == (401, "invalid_api_key", None, key_text)
-    for method, path in (("GET", "/nowhere"), ("DELETE", f"/s/{opened.session.name}")):
+    for method, path in (("GET", "/nowhere"), ("DELETE", f"/s/{opened.name}")):
         reply = httpx.request(method, served.url + path, timeout=WAIT_S)
         text = f"there is no {method} {path}: see docs/http.md for the routes"
         assert error_of(reply) == (404, "no_such_route", None, text)
@@ -552,13 +546,13 @@ def test_wrong_keys_and_unknown_routes(served: Served) -> None:
     assert error_of(reply)[3] == f"there is no GET {long[:200]}: see docs/http.md for the routes"
     reply = post(served, opened, "/v1/models/other", {})
     assert error_of(reply)[1] == "no_such_route"
-    head = {"authorization": f"Bearer {opened.key}"}
-    path = f"/s/{opened.session.name}/v1/models/gpt-4o/mini"
+    head = {"authorization": f"Bearer {opened.api_key}"}
+    path = f"/s/{opened.name}/v1/models/gpt-4o/mini"
     found = httpx.get(served.url + path, headers=head)
     assert error_of(found) == (404, "model_not_found", "model", "there is no model 'gpt-4o/mini'")
     model = {"id": "policy", "object": "model", "created": 0, "owned_by": "asyncrl"}
     model["max_model_len"] = None
-    models = f"{served.url}/s/{opened.session.name}/v1/models"
+    models = f"{served.url}/s/{opened.name}/v1/models"
     assert httpx.get(f"{models}/policy", headers=head).json() == model
     assert httpx.get(models, headers=head).json() == {"object": "list", "data": [model]}
 
@@ -605,12 +599,12 @@ def test_a_wait_for_a_lease_is_bounded(served: Served) -> None:
 
 def test_rewards_that_are_refused(served: Served) -> None:
     talk, opened = client(served)
-    name = opened.session.name
+    name = opened.name
     talk.chat.completions.create(model="policy", messages=GO)
 
     def said(body: Any) -> tuple[int, str, str | None, str]:
         found = error_of(post(served, opened, "/reward", body))
-        assert opened.session.state == "open"
+        assert opened.state == "open"
         return found
 
     for body in (b"", {}, {"reward": "1"}, {"reward": True}):
@@ -654,7 +648,7 @@ def test_rewards_that_are_refused(served: Served) -> None:
     _, failed = client(served)
     assert post(served, failed, "/end", {"failed": "no"}).json()["state"] == "ended"
     found = error_of(post(served, failed, "/reward", {"reward": 1}))
-    text = f"session {failed.session.name} has ended"
+    text = f"session {failed.name} has ended"
     assert found == (410, "session_ended", None, text)
     assert error_of(post(served, failed, "/end", {"score": True})) == found
 
@@ -670,7 +664,7 @@ def test_ends_that_are_refused(served: Served) -> None:
         assert found == (400, "invalid_value", "failed", "failed: give the reason as text")
     status, code, param, text = error_of(post(served, opened, "/end", {"failed": "x" * 70_000}))
     assert (status, code, param) == (422, "invalid_value", "failed") and text[:8] == "failed: "
-    assert "at most 65536 are allowed" in text and opened.session.state == "open"
+    assert "at most 65536 are allowed" in text and opened.state == "open"
     longest = {"failed": "x" * outcomes.REASON_LENGTH}
     assert post(served, opened, "/end", longest).json()["state"] == "ended"
 
@@ -680,8 +674,8 @@ def test_limits_of_a_session_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Served(limits=limits)
     try:
         talk, opened = client(made, max_retries=0)
-        name = opened.session.name
-        opened.session.composing = 1
+        name = opened.name
+        opened.composing = 1
         reply = post(made, opened, "/v1/chat/completions", {"messages": GO})
         assert reply.headers["retry-after"] == "1" and error_of(reply) == (
             429,
@@ -689,7 +683,7 @@ def test_limits_of_a_session_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
             None,
             f"session {name} has 1 calls at once, agent.parallel = 1: wait for one of them",
         )
-        opened.session.composing = 0
+        opened.composing = 0
         long = {"messages": [{"role": "user", "content": "x" * 60}]}
         count = 60 + len("<|im_start|>user\n") - 11 + len("\nassistant\n")
         status, code, param, text = error_of(post(made, opened, "/v1/chat/completions", long))
@@ -705,7 +699,7 @@ def test_limits_of_a_session_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
         found = error_of(post(made, opened, "/v1/messages", {"messages": GO, "max_tokens": 1}))
         text = f"session {name} has reached agent.max_calls: send its reward within 7 s"
         assert found == (400, "session_limit", None, text)
-        assert opened.session.refusals.count == 4 and name in made.service.looked_at
+        assert opened.refusals.count == 4 and name in made.service.looked_at
     finally:
         made.close()
 

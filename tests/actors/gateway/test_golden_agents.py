@@ -135,7 +135,7 @@ def test_an_agent_is_paid_for_its_answer(page: str, runner: Runner) -> None:
     answers, calls, rows, ignored = RIGHT[page]
     ended = runner.play(page, answers)
     assert (ended.left.kind, ended.left.reward) == ("scored", 1.0), runner.log()
-    session = ended.opened.session
+    session = ended.session
     assert (session.calls, len(session.build_training_rows()), session.aside) == (calls, rows, 0)
     assert "51" not in ended.prompts[0] and "51" in ended.prompts[1]
     assert not ignored or ignored in ended.ignored
@@ -146,7 +146,7 @@ def test_an_agent_is_paid_for_its_answer(page: str, runner: Runner) -> None:
 def test_an_unparsable_answer_costs_reward_and_fails_nothing(page: str, runner: Runner) -> None:
     ended = runner.play(page, ["no idea"])
     assert (ended.left.kind, ended.left.reward) == ("scored", 0.0), runner.log()
-    assert ended.left.parts["parsed"] == 0.0 and ended.opened.session.calls == WRONG[page]
+    assert ended.left.parts["parsed"] == 0.0 and ended.session.calls == WRONG[page]
 
 
 def test_every_agent_is_run_and_is_on_the_page() -> None:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from gateway_door_kit import ticket
 from gateway_kit import CHATML, Served, tokenizer
-from gateway_web_kit import client, post
+from gateway_web_kit import client, opened, post  # noqa: F401
 from process_kit import ROOT, RUN_SEED, run_command
 from vision_kit import picture, seeing_model
 
@@ -82,8 +82,7 @@ def prompt_of(session: Session, number: int) -> str:
 
 
 def test_openais_client_sends_images_and_goes_on_with_them(served: Served) -> None:
-    policy, opened = client(served)
-    session = opened.session
+    policy, session = client(served)
 
     def ask(*messages: Any) -> str:
         answer = policy.chat.completions.create(model="policy", messages=messages)
@@ -113,8 +112,7 @@ def test_openais_client_sends_images_and_goes_on_with_them(served: Served) -> No
         assert image_tokens.count(ids, shape) == 3 * len(row.images)
 
 
-def test_the_other_apis_take_their_own_forms(served: Served) -> None:
-    opened = served.do(served.service.open)
+def test_the_other_apis_take_their_own_forms(served: Served, opened: Session) -> None:
     data = base64.b64encode(picture(0)).decode()
     source = {"type": "base64", "media_type": "image/png", "data": data}
     blocks = [{"type": "image", "source": source}, {"type": "text", "text": "?"}]
@@ -129,12 +127,12 @@ def test_the_other_apis_take_their_own_forms(served: Served) -> None:
     result = {"type": "tool_result", "tool_use_id": "a", "content": blocks}
     body = {"messages": [{"role": "user", "content": [result]}], "max_tokens": 9}
     assert post(served, opened, "/v1/messages", {"model": "policy", **body}).status_code == 200
-    assert [node.images for node in opened.session.tree.nodes] == [NAMES[:1]] * 3
-    assert "<image>?" in prompt_of(opened.session, 2)
+    assert [node.images for node in opened.tree.nodes] == [NAMES[:1]] * 3
+    assert "<image>?" in prompt_of(opened, 2)
     counted = post(
         served, opened, "/v1/messages/count_tokens", {"model": "policy", **turns["/v1/messages"]}
     )
-    assert counted.json() == {"input_tokens": len(opened.session.tree.nodes[0].prompt_ids)}
+    assert counted.json() == {"input_tokens": len(opened.tree.nodes[0].prompt_ids)}
 
 
 def url_part(url: Any) -> dict[str, Any]:
@@ -172,16 +170,16 @@ def test_what_is_no_image_is_refused_and_nothing_is_fetched(
     assert answer.status_code == 400 and error["code"] == "invalid_image", answer.text
     assert said in error["message"] and "\n" not in error["message"]
     assert error["param"] == PROMPT_KEYS[kind]
-    assert not opened.session.tree.nodes and not opened.session.images
+    assert not opened.tree.nodes and not opened.images
 
 
 def test_token_ids_hold_no_images_of_their_own(served: Served) -> None:
     policy, opened = client(served)
     shape = served.service.tokenizer.image_shape
     policy.chat.completions.create(model="policy", messages=[user(0)])
-    known = opened.session.tree.nodes[0].build_token_ids().tolist()
+    known = opened.tree.nodes[0].build_token_ids().tolist()
     again = post(served, opened, "/v1/completions", {"model": "policy", "prompt": [*known, 5]})
-    assert again.status_code == 200 and opened.session.tree.nodes[1].list_images() == NAMES[:1]
+    assert again.status_code == 200 and opened.tree.nodes[1].list_images() == NAMES[:1]
     ids = [*known, *[shape.token] * shape.length]
     refused = post(served, opened, "/v1/completions", {"model": "policy", "prompt": ids})
     error = refused.json()["error"]
@@ -214,9 +212,8 @@ def test_a_model_of_text_refuses_images() -> None:
     made = Served()
     try:
         opened = made.do(made.service.open)
-        answer = post(
-            made, opened, "/v1/chat/completions", {"model": "policy", "messages": [user(0)]}
-        )
+        body = {"model": "policy", "messages": [user(0)]}
+        answer = post(made, opened, "/v1/chat/completions", body)
         assert answer.status_code == 400 and "only text is supported" in answer.text
     finally:
         made.close()
@@ -226,7 +223,8 @@ def test_a_restored_session_has_its_images(tmp_path: Path) -> None:
     chat = ChatFormat(seeing(CHATML), [0])
     session = Session(ticket(1), 0, 1, SessionLimits(), chat)
     opening = SessionOpening("1.0.1", 0, "key", "lease", 3, True, "2026-11-24T00:00:00", 5.0)
-    file = SessionJournal(tmp_path).open(opening, session.ticket)
+    journal = SessionJournal(tmp_path)
+    journal.open(opening, session.ticket)
     at = Label(1, 0)
     for number, text in enumerate((f"\ue002{NAMES[0]}\ue003a", f"\ue002{NAMES[0]}\ue003b")):
         request = session.register_request(str(number).encode())
@@ -235,10 +233,11 @@ def test_a_restored_session_has_its_images(tmp_path: Path) -> None:
         spans = [m.VersionSpan(at, "d", 0, 2, at)]
         session.on_result(request.call, ids, np.zeros(2, np.float32), spans, "stop", now=7.0)
         request.answer = b"answer"
-        file.append_answer(session, request)
-    assert file.path.read_bytes().count(picture(0)) == 1
+        journal.append_answer(session, request)
+    path = tmp_path / "1.0.1"
+    assert path.read_bytes().count(picture(0)) == 1
     again = Session(ticket(1), 0, 1, SessionLimits(), chat)
-    restore(again, read_records(file.path), 8.0)
+    restore(again, read_records(path), 8.0)
     assert again.images == session.images == {NAMES[0]: picture(0)}
     assert build_rows(again.tree.nodes) == build_rows(session.tree.nodes)
     assert [row.images for row in build_rows(again.tree.nodes)] == [NAMES[:1]] * 2

@@ -124,7 +124,7 @@ def test_each_source_begins_the_sessions_of_its_part(gateway: Any) -> None:
     gateway.open_sessions()
     begun = {x.ticket.prompt.task for x in gateway.sessions.values()}
     assert begun == {"play", "sort"} and len(gateway.held[2, 2].waiting) == 2
-    assert http.lease_session("one", {"ask"}).session.ticket.prompt.task == "ask"
+    assert http.lease_session("one", {"ask"}).ticket.prompt.task == "ask"
     assert http.lease_session("two", http.leased_parts) is None
     limits = {e.ticket.prompt.task: e.limits for e in gateway.sessions.values()}
     assert [limits[x].max_calls for x in ("play", "ask", "sort")] == [3, 32, 1]

@@ -65,17 +65,17 @@ def alive(pid: int) -> bool:
 def test_programs_know_their_session_and_print_a_reward(commands: Commands, tmp_path: Path) -> None:
     served = Served()
     opened = served.do(served.service.open)
-    url = f"{served.url}/s/{opened.session.name}"
+    url = f"{served.url}/s/{opened.name}"
     for number, kind in enumerate(("pays", "file", "told", "fails", "family")):
         commands.begin(number, kind)
-    commands.begin(9, "asks", url, opened.key)
+    commands.begin(9, "asks", url, opened.api_key)
     try:
         assert commands.left(0) == SessionResult(0, "scored", 0.5)
         assert commands.left(1) == SessionResult(1, "scored", 2.0, {"reward": 2.0, "neat": 1.0})
         assert commands.left(2).reward == 1.0
         assert commands.left(3) == SessionResult(3, "failed", why="ended with 3: because")
         assert commands.left(9) == SessionResult(9, "scored", float(len("answer 0")))
-        assert opened.session.calls == 1
+        assert opened.calls == 1
     finally:
         served.close()
     assert commands.left(4).reward == 1.0  # its family has ended with it, wherever it went
@@ -157,7 +157,7 @@ class World:
         def look() -> Any:
             self.turn()
             found = self.door.find(name)
-            return found is not None and found.session.outcome
+            return found is not None and found.outcome
 
         return until(look)
 
@@ -167,7 +167,7 @@ class World:
         def look() -> Any:
             self.turn()
             players = [p for worker in self.pushing.workers for p in worker.playing.values()]
-            return next((p.opened for p in players if p.opened.session.name == name), None)
+            return next((p.session for p in players if p.session.name == name), None)
 
         return until(look)
 
@@ -190,9 +190,8 @@ def world(
     made.close()
 
 
-def answered(world: World, opened: Any) -> None:
+def answered(world: World, session: Any) -> None:
     """A call of the session is drawn."""
-    session = opened.session
     call = session.place(text="ab=", now=world.door.current_time())
     session.last = call
     logprob = np.zeros(1, np.float32)
@@ -255,11 +254,11 @@ def test_a_failure_at_a_sessions_limit_is_judged(world: World, tmp_path: Path) -
     name = world.take("raises", gate=str(gate))
     opened = world.begun(name)
     answered(world, opened)
-    opened.session.limit = "max_calls"
+    opened.limit = "max_calls"
     gate.touch()
     keeps = world.gateway.config.agent.at_limit == "keep"
     assert world.ended(name).failed == ("" if keeps else "it reached agent.max_calls")
-    assert opened.session.finish == "length"
+    assert opened.finish == "length"
 
 
 @pytest.mark.parametrize("world", [{"at_once": 3}], indirect=True)
@@ -272,11 +271,11 @@ def test_an_environments_score_counts_at_a_limit_too(world: World, tmp_path: Pat
     now = world.door.current_time()
     for opened, result in ((limited, error), (failed, error), (cut, truncated)):
         answered(world, opened)
-        opened.session.limit = "max_calls" if opened is limited else ""
+        opened.limit = "max_calls" if opened is limited else ""
         world.pushing._end_session(opened, result, now)
-    assert (limited.session.outcome.reward, limited.session.finish) == (0.25, "length")
-    assert failed.session.outcome.failed == "the agent failed: oh"
-    assert (cut.session.outcome.reward, cut.session.finish) == (0.5, "length")
+    assert (limited.outcome.reward, limited.finish) == (0.25, "length")
+    assert failed.outcome.failed == "the agent failed: oh"
+    assert (cut.outcome.reward, cut.finish) == (0.5, "length")
 
 
 def test_a_function_that_does_not_stop_loses_its_process_and_the_others_begin_again(
@@ -287,17 +286,17 @@ def test_a_function_that_does_not_stop_loses_its_process_and_the_others_begin_ag
     hangs = world.begun(world.take("pays", gate=str(tmp_path / "never")))
     other = world.take("pays", gate=str(gate))
     before = world.begun(other)
-    assert before.session.first
+    assert before.first
     process = world.pushing.workers[0].process.pid
-    hangs.session.fail("the learner was started again")
+    hangs.fail("the learner was started again")
     until(lambda: world.turn() or world.pushing.workers[0].process.pid != process)
     again = until(lambda: world.begun(other) is not before and world.begun(other))
-    assert not again.session.first and again.key != before.key and before.session.outcome.failed
+    assert not again.first and again.api_key != before.api_key and before.outcome.failed
     world.turn()
     (player,) = [p for worker in world.pushing.workers for p in worker.playing.values()]
-    assert player.opened is again and player.stop_at == math.inf  # its session is open
+    assert player.session is again and player.stop_at == math.inf  # its session is open
     gate.touch()
-    assert until(lambda: world.turn() or again.session.outcome).reward == 0.5
+    assert until(lambda: world.turn() or again.outcome).reward == 0.5
 
 
 def test_a_process_that_dies_fails_its_sessions(world: World, tmp_path: Path) -> None:

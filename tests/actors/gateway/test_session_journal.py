@@ -15,15 +15,16 @@ from gateway_service_kit import AT, Wire
 
 from actors.gateway import service
 from actors.gateway.chat import ChatFormat
-from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.recovery.session_journal import (
     SessionJournal,
     SessionOpening,
+    read_kept_port,
     read_records,
     restore,
+    write_endpoint_files,
 )
 from actors.gateway.refusals import CallRefused
-from actors.gateway.session_api import SessionApi, read_kept_port, write_endpoint_files
+from actors.gateway.session_api import SessionApi
 from actors.gateway.sessions import HarnessRequest, Session, SessionLimits
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
@@ -46,7 +47,9 @@ class Recorded:
         self.chat = ChatFormat(self.tokens, self.ends)
         self.session = self.new_session()
         opening = SessionOpening("1.0.1", 0, "key", "lease", 3, True, "2026-11-24T00:00:00", 5.0)
-        self.file = SessionJournal(path / "sessions").open(opening, self.session.ticket)
+        self.journal = SessionJournal(path / "sessions")
+        self.journal.open(opening, self.session.ticket)
+        self.path = path / "sessions" / "1.0.1"
 
     def new_session(self) -> Session:
         return Session(ticket(1), 0, 1, LIMITS, self.chat)
@@ -61,19 +64,13 @@ class Recorded:
         logprobs = np.linspace(-1, 0, len(ids), dtype=np.float32)
         kept = [np.unique([token, 3]) for token in ids.tolist()]
         support = SampledSupport.from_lists(kept, 400)
+        routed = experts_of(np.concatenate([call.prompt_ids, ids]))
         node = self.session.on_result(
-            call,
-            ids,
-            logprobs,
-            spans,
-            "stop",
-            now=7.0,
-            support=support,
-            routed=experts_of(np.concatenate([call.prompt_ids, ids])),
+            call, ids, logprobs, spans, "stop", now=7.0, support=support, routed=routed
         )
         assert node is not None and node.answer is not None
         request.answer = b"bytes of " + body
-        self.file.append_answer(self.session, request)
+        self.journal.append_answer(self.session, request)
         return node.answer
 
     def play(self) -> list[Any]:
@@ -103,11 +100,11 @@ def test_a_restored_session_is_the_one_that_was_kept(tmp_path: Path) -> None:
     before = recorded.session
     before.refusals.add(CallRefused(400, "invalid_value", "stop: give a text"))
     before.reported = 4
-    recorded.file.append_sent(before.requests[0])
-    recorded.file.append_progress(before)
-    assert recorded.file.path.stat().st_mode & 0o777 == 0o600
-    assert recorded.file.path.parent.stat().st_mode & 0o777 == 0o700
-    ((_, opening, records),) = SessionJournal(tmp_path / "sessions").read()
+    recorded.journal.append_sent(recorded.session, before.requests[0])
+    recorded.journal.append_progress(before)
+    assert recorded.path.stat().st_mode & 0o777 == 0o600
+    assert recorded.path.parent.stat().st_mode & 0o777 == 0o700
+    ((opening, records),) = SessionJournal(tmp_path / "sessions").read()
     assert opening.key == "key" and [x.ticket for x in records if x.ticket][-1] == before.ticket
     after = recorded.new_session()
     restore(after, records, 8.0)
@@ -144,26 +141,15 @@ def test_an_answer_that_went_out_is_noted(tmp_path: Path) -> None:
     recorded.answer(b"a", [USER], "one")
     (answered,) = recorded.session.requests
     assert answered.call is not None
-    for request in (
-        HarnessRequest(b"b", ""),
-        HarnessRequest(b"b", "", call=answered.call),
-        HarnessRequest(b"b", "", answer=b"x"),
-    ):
-        recorded.file.append_sent(request)
-    assert [record.sent for record in read_records(recorded.file.path)] == [None, None]
-    recorded.file.append_sent(answered)
-    assert [record.sent for record in read_records(recorded.file.path)] == [
-        *(None, None, answered.call.number)
-    ]
-
-
-def test_the_end_of_a_run_removes_what_was_kept_of_its_sessions(tmp_path: Path) -> None:
-    recorded = Recorded(tmp_path)
-    recorded.play()
-    journal = SessionJournal(tmp_path / "sessions")
-    assert len(list(journal.read())) == 1
-    journal.clear()
-    assert list(journal.read()) == [] and list(tmp_path.rglob("1.0.1*")) == []
+    open_one = HarnessRequest(b"b", "", call=answered.call)
+    refused, lost = HarnessRequest(b"b", ""), HarnessRequest(b"b", "", answer=b"x")
+    for request in (refused, open_one, lost, answered):
+        recorded.journal.append_sent(recorded.session, request)
+    sent = [record.sent for record in read_records(recorded.path)]
+    assert sent == [None, None, answered.call.number]
+    # the end of a run removes what was kept
+    recorded.journal.clear()
+    assert list(recorded.journal.read()) == [] and list(tmp_path.rglob("1.0.1*")) == []
 
 
 def test_a_call_that_was_open_does_not_count_in_a_restored_session(tmp_path: Path) -> None:
@@ -172,36 +158,36 @@ def test_a_call_that_was_open_does_not_count_in_a_restored_session(tmp_path: Pat
     recorded.session.place(messages=[USER], now=5.0)
     recorded.answer(b"a", [{**USER, "content": "else"}], "one")
     after = recorded.new_session()
-    restore(after, read_records(recorded.file.path), 8.0)
+    restore(after, read_records(recorded.path), 8.0)
     assert (recorded.session.calls, after.calls) == (2, 1)
     assert {request.connections for request in after.requests} == {0}
 
 
 def test_a_torn_tail_costs_the_record_it_is_of(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path)
-    sizes = [recorded.file.path.stat().st_size]
+    sizes = [recorded.path.stat().st_size]
     recorded.answer(b"a", [USER], "one")
-    sizes.append(recorded.file.path.stat().st_size)
-    whole = recorded.file.path.read_bytes()
+    sizes.append(recorded.path.stat().st_size)
+    whole = recorded.path.read_bytes()
     for end in range(sizes[0], sizes[1]):
-        recorded.file.path.write_bytes(whole[:end])
-        assert len(read_records(recorded.file.path)) == 1
-        assert recorded.file.path.stat().st_size == sizes[0]  # what follows is read again
+        recorded.path.write_bytes(whole[:end])
+        assert len(read_records(recorded.path)) == 1
+        assert recorded.path.stat().st_size == sizes[0]  # what follows is read again
     damaged = bytearray(whole)
     damaged[-3] ^= 1
-    recorded.file.path.write_bytes(damaged)
-    assert len(read_records(recorded.file.path)) == 1
+    recorded.path.write_bytes(damaged)
+    assert len(read_records(recorded.path)) == 1
 
 
 def test_a_bad_file_costs_that_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded = Recorded(tmp_path)
-    other = recorded.file.path.parent / "2.0.1"
+    other = recorded.path.parent / "2.0.1"
     other.write_bytes(b"nonsense")
-    assert [x.path.name for x, *_ in SessionJournal(tmp_path / "sessions").read()] == ["1.0.1"]
+    assert [x.name for x, _ in SessionJournal(tmp_path / "sessions").read()] == ["1.0.1"]
     assert not other.exists() and "2.0.1: it does not begin with" in capsys.readouterr().err
     # a link in the place of a file is not followed, and the session goes on without
-    recorded.file.path.unlink()
-    os.symlink(tmp_path / "elsewhere", recorded.file.path)
+    recorded.path.unlink()
+    os.symlink(tmp_path / "elsewhere", recorded.path)
     recorded.answer(b"a", [USER], "one")
     recorded.answer(b"b", [USER], "two")
     assert not (tmp_path / "elsewhere").exists()
@@ -221,9 +207,9 @@ class Process:
         self.door = self.gateway.sources[""]
         self.door.restore_sessions()
 
-    async def ask(self, opened: OpenedSession, body: bytes, tokens: int) -> None:
+    async def ask(self, session: Session, body: bytes, tokens: int) -> None:
         """One call and its answer, as the endpoint serves it."""
-        session, door = opened.session, self.door
+        door = self.door
         request = session.register_request(body)
         request.call = session.place(text="ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(session, request.call))
@@ -235,12 +221,12 @@ class Process:
         self.gateway.on_result(m.CallResult(number, ids, logprobs, spans, "stop"))
         assert await drawing is not None
         request.answer = b"answer"
-        assert opened.file is not None
-        opened.file.append_answer(session, request)
+        assert session.name in door.journal.files
+        door.journal.append_answer(session, request)
 
-    def score(self, opened: OpenedSession, reward: float) -> None:
-        opened.session.set_reward(reward, now=self.door.current_time())
-        self.door.on_change(opened.session)
+    def score(self, opened: Session, reward: float) -> None:
+        opened.set_reward(reward, now=self.door.current_time())
+        self.door.on_change(opened)
 
     def kill(self) -> None:
         """End without a word: nothing but the files is left."""
@@ -269,13 +255,13 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
         (sample,) = gateway.outbox.fresh
         assert msgspec.structs.replace(sample, generated_at=old.generated_at) == old
         # the other is found by its name, key and lease, and waits for its sample's next grant
-        opened = door.find(going.session.name)
-        assert opened is not None and opened.key == going.key
-        assert await door.lease("b", 0.0) is opened and opened.file is not None
+        opened = door.find(going.name)
+        assert opened is not None and opened.api_key == going.api_key
+        assert await door.lease("b", 0.0) is opened and going.name in door.journal.files
         assert door.begun == {(1, 0, None), (1, 1, None)} and opened.seed == going.seed
-        assert opened.session.register_request(b"y", retry=True).answer == b"answer"
-        waiting = opened.session.place(text="ab=1", now=door.current_time())
-        drawing = asyncio.create_task(door.draw(opened.session, waiting))
+        assert opened.register_request(b"y", retry=True).answer == b"answer"
+        waiting = opened.place(text="ab=1", now=door.current_time())
+        drawing = asyncio.create_task(door.draw(opened, waiting))
         await asyncio.sleep(0)
         assert not gateway.router.open
         gateway.request_samples()
@@ -295,9 +281,9 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
 
         # killed again: the answer that never left is lost, the new attempt is not
         third = Process(config, tmp_path)
-        opened = third.door.find(going.session.name)
-        assert opened is not None and opened.session.attempt == 7
-        assert opened.session.adopted == [(1, 3)] and opened.session.tokens == 3
+        opened = third.door.find(going.name)
+        assert opened is not None and opened.attempt == 7
+        assert opened.adopted == [(1, 3)] and opened.tokens == 3
         third.score(opened, 0.5)
         third.gateway.accept_tickets([msgspec.structs.replace(granted, attempt=9)])
         third.gateway.tick(third.door.current_time())
@@ -325,13 +311,13 @@ def test_a_session_being_judged_is_judged_by_the_next(config: Config, tmp_path: 
         going = await first.door.lease("a", 0.0)
         assert going is not None
         await first.ask(going, b"x", 2)
-        assert going.session.judge(first.door.current_time())
-        going.file.append_progress(going.session)
+        assert going.judge(first.door.current_time())
+        first.door.journal.append_progress(going)
         first.kill()
         second = Process(config, tmp_path)
-        opened, rewards = second.door.find(going.session.name), second.gateway.rewards
-        assert opened is not None and rewards is not None and opened.session.state == "judging"
-        assert [x.key for x in rewards.collect()] == [(1, going.session.sample, 1)]
+        opened, rewards = second.door.find(going.name), second.gateway.rewards
+        assert opened is not None and rewards is not None and opened.state == "judging"
+        assert [x.key for x in rewards.collect()] == [(1, going.sample, 1)]
         second.kill()
 
     asyncio.run(play())
@@ -348,8 +334,8 @@ def test_a_learners_restart_while_the_gateway_is_down(config: Config, tmp_path: 
         second = Process(config, tmp_path)
         source = m.WeightsSource(2, "", "", "")
         second.gateway.announce(m.PolicyAnnouncement(Label(2, 0), "d", source))
-        opened = second.door.find(going.session.name)
-        assert opened is not None and opened.session.state == "open"
+        opened = second.door.find(going.name)
+        assert opened is not None and opened.state == "open"
         again = msgspec.structs.replace(ticket(1), attempt=4, min_version=Label(2, 0))
         second.gateway.accept_tickets([again])
         await second.ask(opened, b"y", 1)

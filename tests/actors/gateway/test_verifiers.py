@@ -152,12 +152,12 @@ def test_turns_and_tools_are_one_training_sequence(bench: Bench) -> None:
     result, opened = bench.play(bench.prompt("guess"), "3", "7")
     assert (result.kind, result.reward) == ("scored", 0.0), result  # the last word is "hit"
     assert "no" in bench.texts(opened)[1] and result.parts["num_turns"] == 2.0
-    assert (opened.session.calls, len(opened.session.build_training_rows())) == (2, 1)
+    assert (opened.calls, len(opened.build_training_rows())) == (2, 1)
     call = MULTIPLY.replace("17", "7").replace("3", "1")
     result, opened = bench.play(bench.prompt("What is 7 times 1?"), call, "7")
     assert (result.kind, result.reward) == ("scored", 1.0), result
     assert "7" in bench.texts(opened)[1].rpartition("multiply")[2]
-    assert (opened.session.calls, len(opened.session.build_training_rows())) == (2, 1)
+    assert (opened.calls, len(opened.build_training_rows())) == (2, 1)
 
 
 def test_a_reward_that_raises_fails_and_an_empty_answer_is_scored(bench: Bench) -> None:
@@ -167,18 +167,18 @@ def test_a_reward_that_raises_fails_and_an_empty_answer_is_scored(bench: Bench) 
     result, _ = bench.play(bench.prompt("a number, please"), "4")
     assert (result.kind, result.reward) == ("scored", 0.25)
     result, opened = bench.play(bench.prompt("a number, please"), "")
-    assert (result.kind, result.reward, opened.session.calls) == ("scored", 0.0, 1), result
+    assert (result.kind, result.reward, opened.calls) == ("scored", 0.0, 1), result
 
 
 def test_a_limit_cuts_the_session_and_its_rubric_scores_it(bench: Bench) -> None:
     # after two long answers the next prompt is longer than the context
     result, opened = bench.play(bench.prompt("guess"), "x" * 190, "y" * 190)
     assert (result.kind, result.truncated) == ("scored", True), result
-    assert opened.session.shortened and opened.session.calls == 2
+    assert opened.shortened and opened.calls == 2
 
     result, opened = bench.play_limited(bench.prompt("guess"), "3")
     assert (result.kind, result.scored, result.reward) == ("failed", True, 0.0), result
-    assert opened.session.limit == "max_calls" and "agent.max_calls" in result.why
+    assert opened.limit == "max_calls" and "agent.max_calls" in result.why
 
 
 def test_rows_that_change_between_processes_fail_the_session(bench: Bench) -> None:
@@ -195,7 +195,7 @@ def test_an_environment_of_the_package_index_is_played(tmp_path: Path) -> None:
     bench = Bench(tmp_path, located, context=0)
     try:
         result, opened = bench.play(bench.task.prompt("train", 0, 0), "The passage says so.")
-        assert result.kind == "scored" and opened.session.calls == 1, result
+        assert result.kind == "scored" and opened.calls == 1, result
         assert result.reward == result.parts["aggregate_reward"]
         assert {"correctness_reward", "n_claims_metric", "num_turns"} <= result.parts.keys()
     finally:
@@ -333,14 +333,14 @@ def test_its_rewards_pay_and_each_is_a_part(taskset_bench: Bench) -> None:
         assert (
             "Be brief." in taskset_bench.texts(opened)[0] and text in taskset_bench.texts(opened)[0]
         )
-        assert (opened.session.calls, len(opened.session.build_training_rows())) == (1, 1)
+        assert (opened.calls, len(opened.build_training_rows())) == (1, 1)
 
 
 def test_an_exchange_of_several_turns_is_one_training_sequence(taskset_bench: Bench) -> None:
     result, opened = taskset_bench.play(taskset_bench.prompt("guess"), "3", "7")
     assert (result.kind, result.reward, result.parts["turns"]) == ("scored", 1.5, 2.0), result
     assert "no" in taskset_bench.texts(opened)[1]
-    assert (opened.session.calls, len(opened.session.build_training_rows())) == (2, 1)
+    assert (opened.calls, len(opened.build_training_rows())) == (2, 1)
 
 
 def test_tools_of_the_taskset_are_called(taskset_bench: Bench) -> None:
@@ -354,12 +354,12 @@ def test_tools_of_the_taskset_are_called(taskset_bench: Bench) -> None:
     _, second, third = taskset_bench.texts(opened)
     assert second.rpartition("</tool_call>")[2].count("7") == 1
     assert "error: unknown tool 'calculator_divide'" in third
-    assert len(opened.session.build_training_rows()) == 1
+    assert len(opened.build_training_rows()) == 1
 
 
 def test_an_empty_answer_is_scored(taskset_bench: Bench) -> None:
     result, opened = taskset_bench.play(taskset_bench.prompt("3+4="), "")
-    assert (result.kind, result.reward, opened.session.calls) == ("scored", 0.5, 1), result
+    assert (result.kind, result.reward, opened.calls) == ("scored", 0.5, 1), result
 
 
 def test_what_raises_fails_the_session(taskset_bench: Bench) -> None:
@@ -370,7 +370,7 @@ def test_what_raises_fails_the_session(taskset_bench: Bench) -> None:
     ):
         result, opened = taskset_bench.play(taskset_bench.prompt(text), *answers)
         assert result.kind == "failed" and why in result.why and not result.scored, result
-        assert opened.session.calls == len(answers), "nothing is tried again"
+        assert opened.calls == len(answers), "nothing is tried again"
     result, _ = taskset_bench.play(taskset_bench.prompt("a number, please"), "4")
     assert (result.kind, result.reward) == ("scored", 0.125)
 
@@ -378,14 +378,14 @@ def test_what_raises_fails_the_session(taskset_bench: Bench) -> None:
 def test_a_limit_cuts_the_session_and_its_task_scores_it(taskset_bench: Bench) -> None:
     result, opened = taskset_bench.play(taskset_bench.prompt("guess"), "1", "2", "3")
     assert (result.kind, result.truncated, result.reward) == ("scored", True, 0.5), result
-    assert opened.session.calls == 3 and not opened.session.limit  # max_turns of its agent
+    assert opened.calls == 3 and not opened.limit  # max_turns of its agent
     # after two long answers the next prompt is longer than the context
     result, opened = taskset_bench.play(taskset_bench.prompt("guess"), "x" * 190, "y" * 190)
     assert (result.kind, result.truncated, result.reward) == ("scored", True, 0.0), result
-    assert opened.session.shortened and opened.session.calls == 2
+    assert opened.shortened and opened.calls == 2
     result, opened = taskset_bench.play_limited(taskset_bench.prompt("guess"), "3")
     assert (result.kind, result.scored, result.reward) == ("failed", True, 0.5), result
-    assert opened.session.limit == "max_calls" and "agent.max_calls" in result.why
+    assert opened.limit == "max_calls" and "agent.max_calls" in result.why
 
 
 def test_tasks_that_change_between_processes_fail_the_session(taskset_bench: Bench) -> None:
