@@ -51,7 +51,7 @@ class FusedWeights:
         self.lay, hf = lay, lay.hf
         self.exact = exact
         # attention reads each row's own keys alone, by torch's kernel
-        self.flash = not exact and has_gpu_kernel(hf.model.embed_tokens.weight, lay.head_dim)
+        self.flash = not exact and reads_own_keys(lay, hf.model.embed_tokens.weight)
         self.layers = len(hf.model.layers)
         self.dtype = hf.model.embed_tokens.weight.dtype
         self.tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
@@ -468,6 +468,25 @@ def _plan_own_keys(cache: ColumnCache, positions: Tensor) -> Callable[[Tensor, i
         return attended.flatten(1)
 
     return attend
+
+
+def reads_own_keys(lay: ModelLayout, like: Tensor) -> bool:
+    """Return whether torch's flash kernel attends over a small cache as `_attend_causally` does."""
+    if not has_gpu_kernel(like, lay.head_dim):
+        return False
+    cache = ColumnCache(lay, 1, 3, 8, like)
+    for scale, stored in enumerate(cache.stored, 2):
+        stored.copy_(torch.arange(stored.numel()).view(stored.shape).mul(scale).sin())
+    q = torch.arange(3 * lay.heads * lay.head_dim).sin().view(3, lay.heads, -1).to(like)
+    positions = torch.tensor([[0], [4], [7]], device=like.device)
+    visible = torch.arange(8, device=like.device) <= positions[..., None]
+    keys, values = (stored[0].flatten(0, 1) for stored in (cache.k, cache.v))
+    expected = _attend_causally(q, keys, values, torch.where(visible, 0.0, MASKED))
+    try:
+        found = _plan_own_keys(cache, positions)(q, 0)
+    except RuntimeError:  # of a version of torch that refuses such a cache
+        return False
+    return bool((found - expected).abs().max() < 0.1)
 
 
 def count_accepted(sampled: Tensor, drafts: Tensor, stop: Tensor, left: Tensor) -> KeysAndValues:

@@ -70,14 +70,28 @@ def test_a_gpus_calls_give_what_the_cpus_do(path: Path, of: Any) -> None:
         assert float((ours - theirs).float().norm()) <= 0.02 * float(theirs.float().norm())
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_a_gpus_decode_step_gives_what_the_cpus_does(path: Path, width: int) -> None:
-    """In bfloat16, for rows of different lengths; behind their tokens are numbers of others."""
+@pytest.mark.parametrize(
+    ("width", "kernel"), [(1, "works"), (3, "works"), (3, "refuses"), (3, "errs")]
+)
+def test_a_gpus_decode_step_gives_what_the_cpus_does(
+    path: Path, monkeypatch: pytest.MonkeyPatch, width: int, kernel: str
+) -> None:
+    """In bfloat16, for rows of different lengths; behind their tokens are numbers of others. A
+    kernel that refuses the cache, or reads it wrongly, is not used."""
+
+    def attend(q: torch.Tensor, layer: int) -> torch.Tensor:
+        if kernel == "refuses":
+            raise RuntimeError("a contiguous tensor is expected")
+        return torch.zeros_like(q.flatten(1))
+
+    if kernel != "works":
+        monkeypatch.setattr(decoder, "_plan_own_keys", lambda cache, positions: attend)
 
     def decode(device: str) -> torch.Tensor:
         model = policy.load_policy(path, "bfloat16", device)
         assert model.fast is not None
         w = decoder.FusedWeights(model.fast, 64)
+        assert w.flash == (device == "cuda" and kernel == "works")
         w.load(dict(policy.list_named_weights(model)))
         like = torch.empty(0, dtype=torch.bfloat16, device=device)
         cache = decoder.ColumnCache(model.fast, w.layers, 4, 40, like)
