@@ -76,7 +76,7 @@ class PlayedVllm:
         probe = self.probe or [-self.weight] * (len(body["token_ids"]) - 1)
         scores = [None, *({"3": {"logprob": x}} for x in probe)]
         part = {"token_ids": [3], "logprobs": {"content": [{"logprob": self.raw}]}}
-        part["weight_versions"] = [{"version": self.version}]
+        part["weight_versions"] = [{"version": self.label or self.version}]
         return {"choices": [part], "prompt_logprobs": scores}
 
     async def stream(self, tokens: list[int], reader: Any, writer: asyncio.StreamWriter) -> None:
