@@ -109,6 +109,8 @@ def check_value(value: Any, tokens: int) -> Judged:
     if isinstance(value, dict):
         value = dict(value)
         per_token = value.pop("token_rewards", None)
+        if isinstance(value.get("parts"), dict):
+            value |= value.pop("parts")
         if "reward" not in value:
             raise ValueError(f"a dict without `reward`: {sorted(map(str, value))}")
         reward_parts = {str(k): check_number(v, escape_line(str(k))) for k, v in value.items()}

@@ -3,6 +3,7 @@
 import difflib
 import errno
 import io
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,6 +193,16 @@ def list_rows(options: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield from (TABLES["common"][name] for name in row["use"]) if "use" in row else (row,)
 
 
+class FiniteRange(click.FloatRange):
+    """A range of numbers, without NaN."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not a number", param, ctx)
+        return number
+
+
 def make_parameter(row: Mapping[str, Any]) -> click.Parameter:
     """Make an argument or option."""
     fields = dict(row)
@@ -200,7 +211,7 @@ def make_parameter(row: Mapping[str, Any]) -> click.Parameter:
     if "choices" in fields:
         kind = click.Choice(fields.pop("choices"))
     elif least is not None:
-        range_of = click.FloatRange if kind is click.FLOAT else click.IntRange
+        range_of = FiniteRange if kind is click.FLOAT else click.IntRange
         kind = range_of(least, most, min_open=bool(above))
     if completed := fields.pop("complete", ""):
         fields["shell_complete"] = COMPLETERS[completed]

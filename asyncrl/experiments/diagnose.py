@@ -461,7 +461,6 @@ def measure_tokens(log: RunLog, values: JsonObject) -> list[JsonObject]:
             if count := int(inside.sum()):
                 found = losses.loss(target, behavior, advantages, inside, **keys).metrics
                 found["cut"] = found["is/zero_share"] + found["clip/share"]
-                found["share"] = count / int(mask.sum())
                 total = totals.setdefault(name, Counter())
                 total.update({"count": count} | {key: count * x for key, x in found.items()})
                 estimates += [found] if name.startswith("length") else []
@@ -474,6 +473,8 @@ def measure_tokens(log: RunLog, values: JsonObject) -> list[JsonObject]:
         error = stdev(series) / math.sqrt(len(series))
         values |= {role: fmean(series), f"{role}_error": error}
         values[f"{role}_high"] = values[role] + 3 * error
+    for total in totals.values():
+        total["share"] = total["count"] ** 2 / totals["all"]["count"]
     tables = []
     for (heading, columns), of_corrections in zip(TABLES["tables"].items(), (0, 1), strict=True):
         rows = [

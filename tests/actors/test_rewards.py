@@ -557,6 +557,8 @@ def test_numbers_of_all_kinds_count(value: Any) -> None:
     assert check_value(value, 3) == (1.0, {}, None)
     found = check_value({"reward": value, "token_rewards": np.ones(3)}, 3)
     assert found == (1.0, {"reward": 1.0}, [1.0] * 3)
+    for parts in ({"tries": 2}, {"parts": {"tries": 2}}):
+        assert check_value({"reward": value} | parts, 3)[1] == {"reward": 1.0, "tries": 2.0}
 
 
 def test_a_function_is_called_the_same_way_for_a_look() -> None:

@@ -499,6 +499,8 @@ def test_tokens_are_grouped_by_the_lag_of_their_version_or_of_their_step(tmp_pat
     write_jsonl(tmp_path / "metrics.jsonl", lags)
     (table, _) = diagnose(tmp_path)["tokens"]
     assert [row[0] for row in table["rows"]][-2:] == ["lag 3", "lag 6"]
+    lagged = (float(row[1].rstrip("%")) for row in table["rows"][-2:])
+    assert sum(lagged) == pytest.approx(100, abs=0.2)
     path = tmp_path / "token_exports" / "step_2" / "rank_0.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     write_jsonl(path, [row | {"versions": [7 - number % 2]} for number, row in enumerate(rows)])

@@ -607,6 +607,7 @@ def test_the_command(tmp_path: Path) -> None:
         (["--limit", "1.5"], "--limit 1.5: a staleness limit is a whole number"),
         (["--generators", "0,5"], "from 1 to 10000"),
         (["--more", "-1"], "--more -1"),
+        (["--sync", "nan"], "'--sync': nan is not a number"),
         (["--sync", "0"], "'--sync': 0.0 is not in the range x>0"),
         (["--treatments", "--deadline", "0"], "'--deadline': 0.0 is not in the range x>0"),
         (["--from", "/nowhere"], "does not exist"),

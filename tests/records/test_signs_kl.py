@@ -443,6 +443,8 @@ def test_a_cut_sampler_is_not_the_dtype(tmp_path: Path, monkeypatch: pytest.Monk
     assert "top_p, top_k or min_p" in sign.try_this and "generator.dtype" not in sign.try_this
     (little,) = apply_rules([r | {"mismatch/k3_one_version": 3e-4} for r in lagged], config())
     assert little.name == "truncated_sampling" and "is/chi2 is -0.020" in little.said
+    chance = [-0.03 + 0.1 * (n % 7 == 0) for n in range(50)]  # of few tokens
+    assert not apply_rules(rows(is__chi2=chance, is__ratio_max=[1.2] * 50), config())
     (other,) = apply_rules(
         rows(mismatch__k3_one_version=[2e-3] * 50, is__chi2=[0.01] * 50, is__ratio_max=[3.0] * 50),
         config(),

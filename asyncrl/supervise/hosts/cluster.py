@@ -138,6 +138,12 @@ def make_plan(config: Config) -> ClusterPlan:
             f"learner.mesh.tensor: {tensor} ranks cannot divide {config.model.path}, whose heads, "
             "key heads and intermediate_size have to be multiples of it"
         )
+    heads, key_heads = shape.num_attention_heads, shape.num_key_value_heads
+    if heads % several or (key_heads % several and several % key_heads):
+        raise ConfigError(
+            f"generator.tensor_parallel: {several} GPUs cannot divide the {heads} heads and "
+            f"{key_heads} key heads of {config.model.path}"
+        )
     shards = learner.process_count // learner.mesh.replicate // tensor
     remedies = {
         f"a learner rank: raise learner.mesh.shard of backend fsdp2 (now {shards}), or set "

@@ -11,22 +11,24 @@ from openai import AsyncOpenAI
 
 from asyncrl.contract.messages import Prompt
 
+client = AsyncOpenAI(base_url="http://session", api_key="session")  # to make one takes long
+
 
 async def play(prompt: Prompt, session: Any) -> float:
     """Return 1 for the right number, 0.5 for the right one at the second try, else 0.
 
     prompt.text and prompt.answer are columns of prompts.jsonl, prompt.meta[...] the others as text;
     session.base_url, session.api_key and session.model lead to the model in training."""
-    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
-        for reward in (1.0, 0.5):
-            reply = await client.completions.create(model=session.model, prompt=prompt.text)
-            if reply.choices[0].text.strip() == prompt.answer:
-                return reward
+    policy = client.with_options(base_url=session.base_url, api_key=session.api_key)
+    for reward in (1.0, 0.5):
+        reply = await policy.completions.create(model=session.model, prompt=prompt.text)
+        if reply.choices[0].text.strip() == prompt.answer:
+            return reward
     return 0.0
 
 
 # With a model that has a chat template, and tools, memory or a framework around it:
 #
 #     messages = [{"role": "user", "content": prompt.text}]
-#     reply = await client.chat.completions.create(model=session.model, messages=messages)
+#     reply = await policy.chat.completions.create(model=session.model, messages=messages)
 #     text = reply.choices[0].message.content
