@@ -474,7 +474,7 @@ def measure_tokens(log: RunLog, values: JsonObject) -> list[JsonObject]:
         values |= {role: fmean(series), f"{role}_error": error}
         values[f"{role}_high"] = values[role] + 3 * error
     for total in totals.values():
-        total["share"] = total["count"] ** 2 / totals["all"]["count"]
+        total.update({"share": total["count"] ** 2 / totals["all"]["count"]})
     tables = []
     for (heading, columns), of_corrections in zip(TABLES["tables"].items(), (0, 1), strict=True):
         rows = [
