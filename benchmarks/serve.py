@@ -78,7 +78,8 @@ class Side:
         for name in CALLS:
             setattr(self.engine, name, self.count_time(getattr(self.engine, name)))
         if kind == "served":
-            self.engine._call = self.watch_pauses(self.engine._call)
+            served: Any = self.engine
+            served._call = self.watch_pauses(served._call)
         self.load()
         self.generator.loaded = g.LoadedWeights(Label(1, 1), "d")
         self.generator.swap = self.swap  # type: ignore[method-assign]

@@ -349,14 +349,12 @@ class Calls:
         self.decoder = msgspec.msgpack.Decoder(m.FromGenerator)
 
     def _drawn(self, message: m.CallResult) -> None:
-        opened = self.scripted.open()
-        call = opened.session.place(ids=[3, 4, 5], now=0.0, max_new_tokens=4)
+        session = self.scripted.open()
+        call = session.place(ids=[3, 4, 5], now=0.0, max_new_tokens=4)
         ids = np.frombuffer(message.tokens, "<i4")
         logprobs = np.frombuffer(message.logprobs, "<f4")
-        opened.session.on_result(
-            call, ids, logprobs, message.spans, message.finish, past=message.lost
-        )
-        list(opened.session.build_training_rows())
+        session.on_result(call, ids, logprobs, message.spans, message.finish, past=message.lost)
+        list(session.build_training_rows())
         self.scripted.sessions.clear()
 
     def feed(self, data: bytes) -> str:
@@ -427,7 +425,9 @@ class Web:
 
     def _anew(self) -> None:
         self.service = self.kit.Scripted(limits=self.kit.SessionLimits(max_calls=0, rows=0))
-        self.name = self.service.open().session.name.encode()
+        session = self.service.open()
+        session.api_key = "key-0"
+        self.name = session.name.encode()
         self.service.free = 10
         self.app = self.web.WebApp(self.service)
         self.connections = HttpConnections(self.app.app)
@@ -450,9 +450,9 @@ class Web:
         """Raise for an ended session whose sample cannot be sent or would be refused."""
         from actors.gateway.service import build_trajectory
 
-        for opened in self.service.sessions.values():
-            if opened.session.is_complete:
-                made = build_trajectory(opened.session, self.service.tokenizer, AgentConfig())
+        for session in self.service.sessions.values():
+            if session.is_complete:
+                made = build_trajectory(session, self.service.tokenizer, AgentConfig())
                 outcomes.check_sample(made)
                 encode(made)
 
