@@ -575,7 +575,11 @@ class Gateway(TicketHolder):
         """Have the source begin sessions, and note that this process waits without one."""
         for source in self.list_sources():
             source.open_sessions()
-        self.set_wait("" if self.sessions else m.TICKET_WAITED_FOR)
+        wait = "" if self.sessions else m.TICKET_WAITED_FOR
+        if wait and not self.count_wanted():  # it asks for none
+            part, source = next(iter(self.sources.items()))
+            wait = source.explain_queue(part).text
+        self.set_wait(wait)
 
     @property
     def free_sessions(self) -> int:

@@ -226,7 +226,7 @@ class SessionApi(SessionSource):
     def explain_queue(self, part: str) -> WaitCause:
         agent = self.gateway.agents[part]
         if agent.serve:
-            return WaitCause("agent", "a harness to lease it (RUN/agent.url, RUN/agent.key)")
+            return WaitCause("agent", "a harness to lease a session (RUN/agent.url, RUN/agent.key)")
         if part in self.starting:
             name = self.gateway.get_source_name(part)
             return WaitCause("place", f"a process that imports {name} to be ready")

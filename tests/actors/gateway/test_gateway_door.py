@@ -60,8 +60,13 @@ def test_the_config_says_what_clients_may_ask_for(gateway: service.Gateway) -> N
 
 def test_what_sessions_over_http_wait_for(gateway: service.Gateway) -> None:
     door = sessions_of(gateway)
-    harness = "a harness to lease it (RUN/agent.url, RUN/agent.key)"
+    harness = "a harness to lease a session (RUN/agent.url, RUN/agent.key)"
     assert door.explain_queue("") == WaitCause("agent", harness)
+    gateway.open_sessions()
+    assert gateway.waiting_for == harness  # no ticket is asked for before a lease
+    door.asks = 1
+    gateway.open_sessions()
+    assert gateway.waiting_for == "a ticket"
     agents = {
         "its harness: the next call, or its reward": AgentConfig(serve=True),
         "its program (agent.command): the next call, or its end": AgentConfig(command=["x"]),
