@@ -60,12 +60,12 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 441_317,
-    "lines": 71_484,
+    "code tokens": 438_102,
+    "lines": 70_865,
     "modules with one importer": 46,
-    "one-call helpers": 132,
+    "one-call helpers": 127,
     "lines of tests, % of the product": 107,
-    "words of pages outside the log": 39_949,
+    "words of pages outside the log": 39_944,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
