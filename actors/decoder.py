@@ -483,10 +483,12 @@ def reads_own_keys(lay: ModelLayout, like: Tensor) -> bool:
     keys, values = (stored[0].flatten(0, 1) for stored in (cache.k, cache.v))
     expected = _attend_causally(q, keys, values, torch.where(visible, 0.0, MASKED))
     try:
-        found = _plan_own_keys(cache, positions)(q, 0)
+        agrees = torch.allclose(_plan_own_keys(cache, positions)(q, 0), expected, atol=0.1)
     except RuntimeError:  # of a version of torch that refuses such a cache
-        return False
-    return bool((found - expected).abs().max() < 0.1)
+        agrees = False
+    if not agrees:
+        print("engine: torch's flash kernel fails its check and is not used", file=sys.stderr)
+    return agrees
 
 
 def count_accepted(sampled: Tensor, drafts: Tensor, stop: Tensor, left: Tensor) -> KeysAndValues:

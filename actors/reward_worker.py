@@ -110,7 +110,7 @@ def check_value(value: Any, tokens: int) -> Judged:
         value = dict(value)
         per_token = value.pop("token_rewards", None)
         if isinstance(value.get("parts"), dict):
-            value |= value.pop("parts")
+            value = value.pop("parts") | value
         if "reward" not in value:
             raise ValueError(f"a dict without `reward`: {sorted(map(str, value))}")
         reward_parts = {str(k): check_number(v, escape_line(str(k))) for k, v in value.items()}

@@ -193,7 +193,7 @@ def list_rows(options: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield from (TABLES["common"][name] for name in row["use"]) if "use" in row else (row,)
 
 
-class FiniteRange(click.FloatRange):
+class NumberRange(click.FloatRange):
     """A range of numbers, without NaN."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
@@ -211,7 +211,7 @@ def make_parameter(row: Mapping[str, Any]) -> click.Parameter:
     if "choices" in fields:
         kind = click.Choice(fields.pop("choices"))
     elif least is not None:
-        range_of = FiniteRange if kind is click.FLOAT else click.IntRange
+        range_of = NumberRange if kind is click.FLOAT else click.IntRange
         kind = range_of(least, most, min_open=bool(above))
     if completed := fields.pop("complete", ""):
         fields["shell_complete"] = COMPLETERS[completed]

@@ -462,8 +462,8 @@ def find_truncation_evidence(rows: Rows) -> str:
         if r["is/ratio_max"] <= 1 + ONCE and r["is/chi2"] < -ONCE
     ]
     recent = list_values(select_recent_rows(measured), "is/chi2")
-    negative = sum(chi2 < 0 for chi2 in recent)  # of few tokens, some are so by chance
-    if recent and median(recent) < -CUT and negative >= 0.9 * len(recent):
+    # of few tokens, some values are negative by chance
+    if recent and median(recent) < -CUT and sum(x < 0 for x in recent) >= 0.9 * len(recent):
         observation = (
             f"is/chi2 is {median(recent):.3f} in the median of the last {len(recent)} batches"
         )

@@ -130,15 +130,12 @@ def make_plan(config: Config) -> ClusterPlan:
     rank, server = plan_memory(config, shape)
     several = settings.tensor_parallel or 1
     tensor = learner.mesh.tensor
-    if any(
-        getattr(shape, name) % tensor
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    ):
+    heads, key_heads = shape.num_attention_heads, shape.num_key_value_heads
+    if key_heads % tensor or shape.intermediate_size % tensor:
         raise ConfigError(
             f"learner.mesh.tensor: {tensor} ranks cannot divide {config.model.path}, whose heads, "
             "key heads and intermediate_size have to be multiples of it"
         )
-    heads, key_heads = shape.num_attention_heads, shape.num_key_value_heads
     if heads % several or (key_heads % several and several % key_heads):
         raise ConfigError(
             f"generator.tensor_parallel: {several} GPUs cannot divide the {heads} heads and "

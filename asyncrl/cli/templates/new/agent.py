@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 from asyncrl.contract.messages import Prompt
 
-client = AsyncOpenAI(base_url="http://session", api_key="session")  # to make one takes long
+client = AsyncOpenAI(base_url="http://session", api_key="session")  # one for each session is slow
 
 
 async def play(prompt: Prompt, session: Any) -> float:
