@@ -34,7 +34,6 @@ from asyncrl.contract.messages import (
     LOST,
     RENEW_S,
     LearnerHello,
-    PolicyAnnouncement,
     Prompt,
     RewardFailure,
     Ticket,
@@ -80,18 +79,16 @@ class Simulation:
     """
 
     now = 0.0
-    stopped = False
+    is_over = False  # all steps are committed and evaluated
     # the buffer
     free_at = worked = 0.0  # time at which it is free; seconds of work so far
-    unready: object = None  # state at the last ask without a batch
-    announced_at = handled_at = 0.0
+    committed_at = handled_at = 0.0
     # the learner
     number = 0  # of the batch in training
-    training = goodbye = False
+    training = False
     trained_s = 0.0
     # results
     first_ticket: float | None = None
-    last_commit = 0.0
     alive_seconds = ticket_seconds = 0.0  # groups outstanding or leased, over time
     most_tickets = 0
     cut = 0  # samples that agent.deadline_s ended
@@ -145,8 +142,8 @@ class Simulation:
         self.asks: deque[int] = deque()
         self.meter = BatchMeter()
         self.batches: dict[int, int] = {}  # number -> tokens, of batches at the learner
-        # the generators' busy and idle seconds: at the first ticket, the last commit
-        self.generator_times: list[tuple[float, float]] = []
+        # the generators' seconds of work: at the first ticket, the last commit
+        self.busy_seconds: list[float] = []
         self.lags: dict[int, dict[int, int]] = {}  # batch -> trained tokens by lag
         # of each batch: mean lag of its samples in flight, in queue
         self.flights: list[float] = []
@@ -197,8 +194,8 @@ class Simulation:
 
     def handle(self, handler: Handler = lambda: None, *args: Any) -> None:
         """Handle a message, then reply as far as the store allows."""
-        store = self.store
-        if store.committed < self.config.learner.steps:
+        store, steps = self.store, self.config.learner.steps
+        if store.committed < steps:
             elapsed = self.now - self.handled_at
             self.alive_seconds += len(store.alive) * elapsed
             self.ticket_seconds += store.leases.count() * elapsed
@@ -209,7 +206,7 @@ class Simulation:
         self.requests.serve(self.divided_batch, self.grant)
         self.meter.on_free(self.requests.free, self.capacity, self.now)
         self.most_tickets = max(self.most_tickets, store.leases.count())
-        self.stopped = self.goodbye and not store.evaluations.rounds
+        self.is_over = store.committed == steps and not store.evaluations.rounds
 
     def on_delivery(self, generator: SimulatedGenerator, samples: list[Trajectory]) -> None:
         tickets = {sample.ticket for sample in samples} & self.store.alive.keys()
@@ -232,38 +229,24 @@ class Simulation:
         store.commit(number, label, str(number + 1), evidence=evidence, timing=timing, now=now)
         if (opens := store.next_opening(now)) < inf:
             self.schedule(opens, self.handle)
-        self.announced_at = self.last_commit = now
+        self.committed_at = now
         self.limits.append(store.current_window())
         self.outstanding.append(len(store.alive))
         if store.committed == self.config.learner.steps:
-            self.record_generator_times()
-        for generator in list(self.awake.values()):
+            self.record_busy_seconds()
+        for generator in self.awake.values():
             if store.settings.wait or generator.name in self.requests:
                 self.announce(generator)
 
-    def on_goodbye(self) -> None:
-        self.goodbye = True
-
     def announce(self, generator: SimulatedGenerator) -> None:
-        """Send the announcement that is part of a reply.
-
-        A sleeping generator computes its swap when it wakes (its `catch_up`).
-        """
-        if not generator.sleeping and generator.announced != self.store.policy:
-            generator.announced = self.store.policy
-            announcement = self.store.make_announcement()
-            arrival = self.now + self.times.wire
-            self.schedule(arrival, generator.schedule.announce, announcement)
+        """Send the announcement that is part of a reply; it wakes no generator."""
+        arrival, announcement = self.now + self.times.wire, self.store.make_announcement()
+        self.schedule(arrival, generator.schedule.announce, announcement)
 
     def lease(self, number: int) -> bool:
         """Send batch `number` to the learner if it is complete."""
         store = self.store
-        state = store.completions, store.committed, len(store.alive)
-        if state == self.unready:
-            return False
-        groups, _ = store.ask(EPOCH, number)
-        self.unready = None if groups else state
-        if not groups:
+        if not store.ask(EPOCH, number)[0]:
             return False
         batch = store.make_batch(number)
         self.lags[number] = count_trained_lags(batch, store.mask_limit)
@@ -285,10 +268,9 @@ class Simulation:
         self.meter.on_grant(training, self.now)
         if self.first_ticket is None and training:
             self.first_ticket = self.now
-            self.record_generator_times()
-        generator.announced = self.store.policy
-        arrival, announcement = self.now + self.times.wire, self.store.make_announcement()
-        self.schedule(arrival, generator.on_grant, sequence, tickets, announcement)
+            self.record_busy_seconds()
+        self.announce(generator)
+        self.schedule(self.now + self.times.wire, generator.on_grant, sequence, tickets)
         return True
 
     # ---- the learner -----------------------------------------------------------------------------
@@ -305,13 +287,12 @@ class Simulation:
         while self.number < settings.steps:
             if not self.number or not settings.prefetch:
                 self.send(self.asks.append, self.number)
-            if self.number in self.batches:
-                self.training = True
-                if ready := self.sample_time("ready"):
-                    yield self.now + ready
-            else:
+            has_waited = self.number not in self.batches
+            if has_waited:
                 yield None
-                self.training = True
+            self.training = True
+            if not has_waited:
+                yield self.now + self.sample_time("ready")
             start, tokens = self.now, self.batches.pop(self.number)
             if settings.prefetch and self.number + 1 < settings.steps:
                 self.send(self.asks.append, self.number + 1)
@@ -334,7 +315,6 @@ class Simulation:
             self.training = False
             if pause:
                 self.send(self.store.retire_batches, saved[0])
-        self.send(self.on_goodbye)
 
     # ---- the results -----------------------------------------------------------------------------
 
@@ -354,26 +334,21 @@ class Simulation:
         # the garbage collector would take two fifths of the time: a million small objects are alive
         gc.disable()
         try:
-            while self.events and not self.stopped:
+            while self.events and not self.is_over:
                 self.now, _, handler, args = heapq.heappop(self.events)
                 handler(*args)
         finally:
             if collects:
                 gc.enable()
-        if not self.stopped:
+        if not self.is_over:
             raise AsyncrlError(
                 f"the simulated run makes no progress at batch {self.number} of "
                 f"{self.config.learner.steps}; this is a bug in asyncrl, please report it"
             )
         return self.make_outcome(time.perf_counter() - start)
 
-    def record_generator_times(self) -> None:
-        generators = self.generators
-        asleep = sum(
-            self.now - generator.idle_since for generator in generators if generator.sleeping
-        )
-        idle = sum(generator.idle for generator in generators) + asleep
-        self.generator_times.append((sum(generator.busy for generator in generators), idle))
+    def record_busy_seconds(self) -> None:
+        self.busy_seconds.append(sum(generator.busy for generator in self.generators))
 
     def make_outcome(self, took_s: float) -> Outcome:
         """Return the results: simulated seconds, lags in versions, shares in [0, 1]."""
@@ -381,18 +356,13 @@ class Simulation:
         counts = sum(map(Counter[int], self.lags.values()), Counter[int]())
         tokens, steps = sum(counts.values()), len(self.lags)
         durations = sorted(self.sample_seconds)
-        seconds = max(self.last_commit - (self.first_ticket or 0.0), 1e-9)
-        ledger = self.store.sum_ledger()
         # as in the summary of a run: of the time from the first ticket to the last commit
-        (busy_before, idle_before), (busy, idle) = self.generator_times
-        busy, idle = busy - busy_before, idle - idle_before
+        seconds = max(self.committed_at - (self.first_ticket or 0.0), 1e-9)
+        busy_before, busy = self.busy_seconds
         idle_learner = max(0.0, 1 - self.trained_s / seconds)
         waiting = max(0.0, self.alive_seconds - learner.groups * self.trained_s) / seconds
-        faded = 0.0
-        if staleness.on_exceed == "downweight":
-            for lag, count in counts.items():
-                halvings = max(0.0, lag - staleness.limit) / staleness.half_life
-                faded += count * (1.0 - 0.5**halvings)
+        ledger = self.store.sum_ledger()
+        faded = sum(x for size, x in ledger["trained"].items() if size.startswith("faded_"))
         return {
             "max_lag": staleness.limit,
             # admission window, over the commits: max_lag if it is always filled
@@ -404,7 +374,7 @@ class Simulation:
             "tokens": tokens,  # trained
             "tokens_per_s": tokens / seconds,  # trained, per second
             "samples_per_s": steps * learner.groups * learner.group_size / seconds,
-            "idle_generator": idle / max(busy + idle, 1e-9),
+            "idle_generator": 1 - (busy - busy_before) / (seconds * len(self.generators)),
             "idle_learner": idle_learner,
             "idle_buffer": max(0.0, 1 - self.worked / max(self.now, 1e-9)),
             "waited_share": idle_learner,
@@ -485,6 +455,11 @@ class SimulatedSample:
     born: int = 0
     length: int = 0
 
+    @property
+    def end(self) -> int:
+        """The engine step at which the running call ends."""
+        return self.born + self.length
+
     def extend(self, step: int, label: Label | None) -> None:
         """Add the tokens up to engine step `step`, sampled by `label`."""
         start, end = self.spans[-1].end if self.spans else 0, min(self.length, step - self.born)
@@ -496,7 +471,7 @@ class SimulatedSample:
 class SimulatedGenerator:
     """One generator. `sleeping`: its engine is empty and it waits for a message."""
 
-    busy = idle = renewed = idle_since = 0.0
+    busy = renewed = 0.0
     sequence = 0
     scored = (0.0, 0.0, 0.0)  # samples, seconds until the result, seconds of calls
 
@@ -520,15 +495,12 @@ class SimulatedGenerator:
         drain = self.config.weights.in_flight == "between_groups"
         self.schedule = TicketSchedule(drain_first=drain, lockstep=lockstep)
         self.sleeping = True
-        self.announced: Label | None = None
         self.loaded: Label | None = None
-        self.engine: dict[int, list[SimulatedSample]] = {}  # step at which calls end -> samples
-        self.live = self.engine_clock = self.asked = 0
-        self.open: dict[Key, SimulatedSample] = {}
+        self.running: list[SimulatedSample] = []  # those with a row of the engine
+        self.open = self.engine_clock = self.asked = 0
         self.returned: deque[SimulatedSample] = deque()  # sessions that wait for a free slot
-        self.free = [self.run.now] * self.workers  # time at which each reward process is idle
-        # (end, number, sample, seconds until it began, seconds) of rewards
-        self.calls: list[tuple[float, int, Trajectory, float, float]] = []
+        self.free = [0.0] * self.workers  # time at which each reward process is idle
+        self.unscored = 0  # samples at the reward processes
         self.fresh: list[Trajectory] = []
         self.fresh_since = 0.0
         self.loop = self.work()
@@ -536,26 +508,11 @@ class SimulatedGenerator:
 
     # ---- messages --------------------------------------------------------------------------------
 
-    def on_grant(
-        self, sequence: int, tickets: list[Ticket], announcement: PolicyAnnouncement
-    ) -> None:
-        self.catch_up()
-        self.schedule.announce(announcement)
+    def on_grant(self, sequence: int, tickets: list[Ticket]) -> None:
         if sequence == self.sequence:
             self.asked = 0
         self.schedule.add_tickets(tickets)
         self.wake()
-
-    def catch_up(self) -> None:
-        """Load the newest version if there was time to load it while this generator slept."""
-        policy, run = self.run.store.policy, self.run
-        if (
-            self.sleeping
-            and policy is not None
-            and (self.loaded is None or policy > self.loaded)
-            and run.announced_at + self.times.wire + run.sample_time("swap") < run.now
-        ):
-            self.loaded = self.announced = policy
 
     def wake(self) -> None:
         if self.sleeping:
@@ -564,89 +521,89 @@ class SimulatedGenerator:
     # ---- the loop --------------------------------------------------------------------------------
 
     def work(self) -> Loop:
-        """Swap, start samples, decode, collect, deliver and request, or sleep."""
+        """Swap, start samples, decode, deliver and request, or sleep."""
         run, times, schedule = self.run, self.times, self.schedule
         while True:
-            waiting = schedule.sort_waiting() if len(self.open) < self.most_open else []
-            if not (
-                self.live
-                or self.returned
-                or schedule.next_version(self.loaded) is not None
-                or any(leased.is_ready(self.loaded) for leased in waiting)
-            ):
+            began = end = run.now
+            if not self.has_work():
                 self.sleeping = True
                 run.awake.pop(self.name, None)
-                if self.calls:
-                    run.schedule(self.calls[0][0], self.wake)
                 yield None
-                # a sleeping generator renews its leases, too
-                self.renewed += max(0, int((run.now - self.renewed) / RENEW_S)) * RENEW_S
-                # sleep is idle in whole polls of the socket; the last poll counts as work
-                slept = run.now - self.idle_since
-                slept = slept if self.calls else math.floor(slept / IDLE_POLL_S) * IDLE_POLL_S
-                self.idle += slept
-                self.idle_since += slept
                 self.sleeping = False
                 run.awake[self.name] = self
-            end = run.now
+                self.catch_up()
+                # without rewards to wait for it polls its socket: the last poll counts as work
+                polled = 0.0 if self.unscored or self.fresh else (run.now - began) % IDLE_POLL_S
+                began, end = run.now - polled, run.now
             if (goal := schedule.next_version(self.loaded)) is not None:
-                for sample in itertools.chain(*self.engine.values()):
+                for sample in self.running:
                     sample.extend(self.engine_clock, self.loaded)
                 self.loaded = goal
                 end += run.sample_time("swap")
-            live_before = self.live
+            continued = len(self.running)
             if self.loaded is not None:
                 self.admit()
-            rows, first_step = self.live, self.engine_clock
+            rows = len(self.running)
             finished: list[SimulatedSample] = []
-            while self.engine_clock < first_step + DECODE_STEPS and len(finished) < rows:
-                self.engine_clock += 1
-                finished += self.engine.pop(self.engine_clock, ())
-            self.live -= len(finished)
             if rows:
-                seconds = (self.engine_clock - first_step) * (times.step + times.row * rows)
-                seconds += times.admit * (rows - live_before)
+                longest = max(sample.end for sample in self.running) - self.engine_clock
+                steps = min(DECODE_STEPS, longest)
+                self.engine_clock += steps
+                finished = [x for x in self.running if x.end <= self.engine_clock]
+                finished.sort(key=lambda sample: sample.end)
+                self.running = [x for x in self.running if x.end > self.engine_clock]
+                seconds = steps * (times.step + times.row * rows)
+                seconds += times.admit * (rows - continued)
                 seconds *= run.compute_slowdown() * run.sample_time("noise")
-                end = end + seconds + times.look + times.finish * len(finished)
+                end += seconds + times.look + times.finish * len(finished)
             yield end
             if rows:
-                self.busy += end - self.idle_since
-            else:
-                self.idle += end - self.idle_since
-            self.idle_since = end
+                self.busy += end - began
             for sample in finished:
                 self.on_call_end(sample)
-            while self.calls and self.calls[0][0] <= end:
-                _, _, scored, queued, called_s = heapq.heappop(self.calls)
-                self.fresh.append(scored)
-                count, total_s, calls_s = self.scored
-                self.scored = count + 1, total_s + queued + called_s, calls_s + called_s
             if self.fresh:
                 self.deliver()
             self.request_tickets()
-            if end - self.renewed >= RENEW_S:
+            if self.workers and end - self.renewed >= RENEW_S:
                 self.renewed = end
-                if self.workers:
-                    run.meter.on_rewards(self.name, self.scored, self.workers, end)
+                run.meter.on_rewards(self.name, self.scored, self.workers, end)
+
+    def has_work(self) -> bool:
+        """Whether there is a row to decode, a version to load or a sample to start."""
+        schedule, has_room = self.schedule, self.open < self.most_open
+        return (
+            bool(self.running or self.returned)
+            or schedule.next_version(self.loaded) is not None
+            or (has_room and any(x.is_ready(self.loaded) for x in schedule.sort_waiting()))
+        )
+
+    def catch_up(self) -> None:
+        """Load the newest version if there was time to load it while this generator slept."""
+        policy, run = self.run.store.policy, self.run
+        if (
+            policy is not None
+            and (self.loaded is None or policy > self.loaded)
+            and run.committed_at + self.times.wire + run.sample_time("swap") < run.now
+        ):
+            self.loaded = policy
 
     def admit(self) -> None:
         """Start calls while there is room."""
-        while self.returned and self.live < self.slots:
+        while self.returned and len(self.running) < self.slots:
             self.start_call(self.returned.popleft())
-        room = min(self.slots - self.live, self.most_open - len(self.open))
+        room = min(self.slots - len(self.running), self.most_open - self.open)
         for leased, index in self.schedule.admit(self.loaded, room) if room > 0 else ():
             calls = round(min(self.session_calls, max(1.0, self.run.sample_time("calls"))))
             key = leased.ticket.ticket, index, leased.ticket.attempt
-            self.open[key] = SimulatedSample(key, self.run.now, calls, [])
-            self.start_call(self.open[key])
+            self.open += 1
+            self.start_call(SimulatedSample(key, self.run.now, calls, []))
 
     def start_call(self, sample: SimulatedSample) -> None:
         """Give a call of the sample a row of the engine."""
         tokens = sample.length + self.run.sample_length(*sample.key[:2])
         sample.born = self.engine_clock - sample.length
         sample.length = int(min(self.session_tokens, tokens))
-        self.engine.setdefault(sample.born + sample.length, []).append(sample)
-        self.live += 1
+        self.running.append(sample)
 
     def on_call_end(self, sample: SimulatedSample) -> None:
         """Continue the session with a tool, or end it.
@@ -665,7 +622,6 @@ class SimulatedGenerator:
             self.finish(sample, cut=bool(sample.calls) and now >= end)
 
     def on_tool_return(self, sample: SimulatedSample, in_time: bool) -> None:
-        self.catch_up()
         if in_time:
             self.returned.append(sample)
         else:
@@ -675,7 +631,7 @@ class SimulatedGenerator:
     def finish(self, sample: SimulatedSample, *, cut: bool) -> None:
         """End the sample, and score it in the first idle reward process."""
         run, length, key = self.run, sample.length, sample.key
-        del self.open[key]
+        self.open -= 1
         run.sample_seconds.append(run.now - sample.began)
         run.cut += cut
         self.schedule.finish_sample(key, length)
@@ -701,24 +657,31 @@ class SimulatedGenerator:
         if seconds > self.config.reward.deadline_s:
             seconds = self.config.reward.deadline_s
             trajectory.failed = RewardFailure("data", "the reward hung")
-        start = max(run.now, self.free[0])
-        heapq.heapreplace(self.free, start + seconds)
-        call = (start + seconds, next(run.count), trajectory, start - run.now, seconds)
-        heapq.heappush(self.calls, call)
+        end = max(run.now, self.free[0]) + seconds
+        heapq.heapreplace(self.free, end)
+        self.unscored += 1
+        run.schedule(end, self.on_score, trajectory, end - run.now, seconds)
+
+    def on_score(self, trajectory: Trajectory, waited_s: float, call_s: float) -> None:
+        self.unscored -= 1
+        self.fresh.append(trajectory)
+        count, total_s, calls_s = self.scored
+        self.scored = count + 1, total_s + waited_s, calls_s + call_s
+        self.wake()
 
     def deliver(self) -> None:
         now = self.run.now
         self.fresh_since = self.fresh_since or now
         full = sum(map(estimate_size, self.fresh)) >= self.config.wires.frame_bytes
-        if not self.live or now - self.fresh_since > LINGER_S or full:
+        if not self.running or now - self.fresh_since > LINGER_S or full:
             work = self.times.buffer * len(self.fresh)
             self.run.send(self.run.on_delivery, self, self.fresh, work=work)
             self.fresh = []
             self.fresh_since = 0.0
 
     def request_tickets(self) -> None:
-        unfinished = bool(self.calls or self.fresh)
-        free = count_samples_to_request(self.schedule, self.most_open, len(self.open), unfinished)
+        unfinished = bool(self.unscored or self.fresh)
+        free = count_samples_to_request(self.schedule, self.most_open, self.open, unfinished)
         if free > max(0, self.asked):
             self.sequence += 1
             self.asked = free
