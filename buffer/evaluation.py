@@ -258,13 +258,17 @@ class Evaluations:
         """Start the rounds that are due at this version."""
         for name, prompts in self.plan.list_due(label.number, steps):
             if prompts and self.prompt is not None and (name, label.number) not in self.results:
-                plan = self.plan.find_set(name)
-                self.rounds.append(EvaluationRound(label, name, prompts * len(plan.numbers)))
-                self.queue.extend(
-                    EvaluationJob(label, name, index, sample=sample, number=plan.number)
-                    for index in range(prompts)
-                    for sample in plan.numbers
-                )
+                self.start_round(label, name, prompts)
+
+    def start_round(self, label: Label, name: str, prompts: int) -> None:
+        """Queue the jobs of a set's first `prompts` prompts at a version."""
+        plan = self.plan.find_set(name)
+        self.rounds.append(EvaluationRound(label, name, prompts * len(plan.numbers)))
+        self.queue.extend(
+            EvaluationJob(label, name, index, sample=sample, number=plan.number)
+            for index in range(prompts)
+            for sample in plan.numbers
+        )
 
     def grant(
         self, attempt: int, settings: StoreSettings, *, producer: str, session: int, expires: float

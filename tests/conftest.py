@@ -1,6 +1,5 @@
 """Fixtures that real-process tests share: a warm-started model, and `asyncrl` as typed."""
 
-import functools
 import gc
 import hashlib
 import json
@@ -67,9 +66,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Exempt modules and collected tests from garbage collection, which searched them each time."""
     gc.freeze()
     gc.enable()
-    # no test is about the accuracy after a warm start, whose 512 prompts take two seconds
-    if starting := sys.modules.get("asyncrl.tasks.warm_start"):
-        starting.measure_accuracy = functools.partial(starting.measure_accuracy, count=16)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from asyncrl.contract.errors import ConfigError
@@ -101,8 +102,8 @@ def _list_runs(path: Path) -> Iterator[tuple[str, str, int, Path]]:
             if (file := path / "cells" / f"{arm}-seed{seed}.json").is_file():
                 yield correction, limit, seed, file
     elif (path / "compare.json").is_file():
-        finished = {file.parent.name: file.parent for file in path.glob("runs/*/summary.json")}
-        finished |= {cell.stem: cell for cell in path.glob("cells/*.json")}
+        finished = {cell.stem: cell for cell in path.glob("cells/*.json")}
+        finished |= {file.parent.name: file.parent for file in path.glob("runs/*/summary.json")}
         for arm in json.loads((path / "compare.json").read_bytes())["arms"]:
             for name, source in sorted(finished.items()):
                 number = name.removeprefix(f"{arm}-seed")
@@ -147,26 +148,28 @@ def make_lines(points: Sequence[FigurePoint]) -> list[FigureLine]:
     >>> make_lines([FigurePoint("a", "1", 0, 1.0, 0.2), FigurePoint("a", "1", 1, 1.0, 0.4)])[0].low
     [0.2]
     """
+    series: dict[str, dict[str, list[FigurePoint]]] = {}
+    for point in points:
+        series.setdefault(point.series, {}).setdefault(point.place, []).append(point)
     lines = []
-    for name in dict.fromkeys(point.series for point in points):
-        places: dict[str, list[FigurePoint]] = {}
-        for point in points:
-            if point.series == name:
-                places.setdefault(point.place, []).append(point)
-        at = {place: sum(p.position for p in group) / len(group) for place, group in places.items()}
-        ordered = sorted(places, key=at.__getitem__)
-        values = [[point.value for point in places[place]] for place in ordered]
+    for name, places in series.items():
+        groups = sorted(places.values(), key=_average_position)
+        values = [[point.value for point in group] for group in groups]
         lines.append(
             FigureLine(
                 name,
-                [len(group) for group in values],
-                [at[place] for place in ordered],
-                [sum(group) / len(group) for group in values],
-                [min(group) for group in values],
-                [max(group) for group in values],
+                [*map(len, values)],
+                [*map(_average_position, groups)],
+                [*map(fmean, values)],
+                [*map(min, values)],
+                [*map(max, values)],
             )
         )
     return lines
+
+
+def _average_position(group: Sequence[FigurePoint]) -> float:
+    return fmean(point.position for point in group)
 
 
 def make_caption(lines: Sequence[FigureLine], across: str) -> str:

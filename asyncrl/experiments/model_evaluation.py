@@ -4,6 +4,7 @@ An engine in this process samples the completions that a run's evaluation would 
 """
 
 import json
+import math
 import shutil
 import tempfile
 import threading
@@ -15,11 +16,11 @@ import msgspec
 
 from actors.engine import Engine, build_engine, load_model
 from actors.engine_embedded import make_engine
-from actors.turn import EVERYTHING, GeneratorTurn
+from actors.turn import EVERYTHING, GeneratorTurn, build_failed_trajectory, build_trajectory
 from asyncrl.config import load
 from asyncrl.config.tree import Config, LoraConfig
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.contract.messages import Numbers, Ticket
+from asyncrl.contract.messages import IntPair, Numbers
 from asyncrl.contract.printable import Say
 from asyncrl.contract.toml_writer import read_table
 from asyncrl.contract.versions import Label
@@ -28,9 +29,8 @@ from asyncrl.models import model_check
 from asyncrl.models.policy import PolicyModel, load_policy
 from asyncrl.records import metrics, rundir
 from asyncrl.records.jsonl import JsonObject
-from asyncrl.records.pass_at_k import compute_set_metrics
 from asyncrl.supervise import live
-from buffer.evaluation import EvaluationSet
+from buffer.groups import make_store_settings
 from buffer.service import make_evaluations
 
 TEXT: str = read_table(__file__)["text"]
@@ -45,20 +45,20 @@ class OfflineEvaluator:
     Prompts, random streams and evaluated versions are those of a run.
 
     engine: None: the embedded one. report: called while a set is evaluated.
-    failures: the reasons for which completions of the last set have no reward.
+    failures: (ticket, sample) -> the reason for which it has no reward, of the last set.
     """
 
     def __init__(
         self, config: Config, engine: Engine | None = None, report: Report | None = None
     ) -> None:
-        self.config = config
         self.engine = engine or make_engine(config)
         self.report = report or (lambda name, done, total: None)
         self.turn = GeneratorTurn(config, self.engine, lockstep=False)
-        self.plan = make_evaluations(config, self.turn.task).plan
+        self.settings = make_store_settings(config)
+        self.evaluations = make_evaluations(config, self.turn.task)
         self.loaded = Label(1, 0)
-        self.attempt = 0  # of all tickets of a set, so that each is accepted once
-        self.failures: list[str] = []
+        self.attempt = 0  # of all tickets, so that each is accepted once
+        self.failures: dict[IntPair, str] = {}
 
     def load(self, model: PolicyModel, number: int) -> None:
         """Load the model to evaluate, as version `number`."""
@@ -70,69 +70,51 @@ class OfflineEvaluator:
 
         last: the final evaluation, which has more prompts.
         """
-        due_sets = self.plan.list_due(number, number if last else -1)
+        due_sets = self.evaluations.plan.list_due(number, number if last else -1)
         if due_sets:
             self.load(model, number)
         values: Numbers = {}
         for name, prompts in due_sets:
-            values |= self.measure(self.plan.find_set(name), prompts)
+            values |= self.measure(name, prompts)
         return values
 
-    def measure(self, plan: EvaluationSet, prompts: int) -> Numbers:
+    def measure(self, name: str, prompts: int) -> Numbers:
         """Return the metrics over the first `prompts` prompts of a set; empty without prompts.
 
         Completions are left out if their reward fails or their prompt is too long.
         """
-        self.failures = []
+        turn, evaluations = self.turn, self.evaluations
+        self.failures = {}
         if not prompts:
             return {}
-        # the tickets of a run's evaluation, which require the loaded version; a greedy completion
-        # has its own
-        for samples in [list(range(plan.samples)), *([[plan.samples]] if plan.greedy else [])]:
-            self.attempt += 1
-            self.turn.accept_tickets(
-                Ticket(
-                    ticket=plan.compute_ticket(index),
-                    attempt=self.attempt,
-                    kind="eval",
-                    prompt=self.turn.task.prompt(plan.name, index, self.config.seed),
-                    samples=samples,
-                    sampling=plan.make_sampling(samples[0], self.config.generator.max_new_tokens),
-                    min_version=self.loaded,
-                    exact_version=self.loaded,
-                    seed=self.config.seed,
+        evaluations.start_round(self.loaded, name, prompts)
+        total = len(evaluations.queue)
+        while evaluations.rounds:
+            while evaluations.queue:
+                self.attempt += 1
+                ticket = evaluations.grant(
+                    self.attempt, self.settings, producer="", session=0, expires=math.inf
                 )
-                for index in range(prompts)
-            )
-        requests, refused = self.turn.build_requests(self.loaded, room=EVERYTHING)
-        for too_long in refused:
-            self.turn.schedule.finish_sample(too_long.key, 0)
-            self.failures.append(too_long.failure.why)
-        self.engine.add(requests)
-        rewards: dict[int, list[float]] = {}
-        greedy: list[float] = []
-        lengths: list[int] = []
-        while self.engine.active or self.turn.unscored:
+                turn.accept_tickets([ticket])
+            requests, refused = turn.build_requests(self.loaded, room=EVERYTHING)
+            self.engine.add(requests)
             for completion in self.engine.step() if self.engine.active else []:
-                if (finished := self.turn.finish(completion)) is not None:
-                    self.turn.submit(finished)
-            results = self.turn.poll_results()
-            for response, result in results:
-                if result.failed:
-                    self.failures.append(result.failed.why)
-                    continue
-                ticket, sample, _ = response.completion.key
-                if sample == plan.samples:
-                    greedy.append(result.reward)
-                    continue
-                rewards.setdefault(ticket - plan.compute_ticket(0), []).append(result.reward)
-                lengths.append(len(response.completion.tokens))
-            if results:
-                scored = len(lengths) + len(greedy) + len(self.failures)
-                self.report(plan.name, scored, prompts * len(plan.numbers))
+                if (finished := turn.finish(completion)) is not None:
+                    turn.submit(finished)
+            samples = [build_failed_trajectory(sample, self.loaded, "") for sample in refused]
+            samples += [build_trajectory(*result) for result in turn.poll_results()]
+            for sample in samples:
+                self.failures.pop(sample.key[:2], None)
+                if sample.failed:
+                    turn.schedule.finish_sample(sample.key, 0)
+                    self.failures[sample.key[:2]] = sample.failed.why
+                evaluations.deliver(sample)
+            if samples:
+                left = len(evaluations.queue) + len(evaluations.leased_jobs)
+                self.report(name, total - left, total)
             elif not self.engine.active:
                 time.sleep(0.001)
-        return compute_set_metrics(plan.name, rewards, greedy, lengths, plan.passing, plan.counts)
+        return evaluations.results.pop((name, self.loaded.number))
 
     def close(self) -> None:
         self.turn.rewards.close()
@@ -190,13 +172,14 @@ def evaluate(
     try:
         evaluator.load(load_policy(config.model.path, config.model.dtype, config.model.device), 0)
         results: JsonObject = {}
-        for name, planned in evaluator.plan.list_due(0, 0):
+        for name, planned in evaluator.evaluations.plan.list_due(0, 0):
             start = time.monotonic()
-            values = evaluator.measure(evaluator.plan.find_set(name), count(name, planned))
+            values = evaluator.measure(name, count(name, planned))
             if not values:
                 continue
             if not values[f"eval/{name}_n"]:
-                raise ConfigError(f"{name}: no completion has a reward: {evaluator.failures[0]}")
+                why = next(iter(evaluator.failures.values()))
+                raise ConfigError(f"{name}: no completion has a reward: {why}")
             results[name] = select_set(name, values) | {
                 "failed": len(evaluator.failures),
                 "seconds": time.monotonic() - start,

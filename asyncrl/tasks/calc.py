@@ -20,7 +20,6 @@ from asyncrl.tasks.synthetic import Demonstrations, PlayedTask, SyntheticTask
 
 END = "<eos>"  # between a call and the calculator's reply
 TURNS = 6
-LONGEST = 12  # most tokens of a turn, including its end token
 CALL = re.compile(r"\?(\d{1,4})([*+-])(\d{1,4})")
 ERROR = "e="
 
@@ -47,12 +46,7 @@ class CalcTask(PlayedTask):
     name = "calc"
     symbols = "0123456789*+-=?#e"
     steps = 600
-    turns = TURNS
-    longest = LONGEST
     reward = SyntheticTask.reward
-
-    def make_environment(self) -> Calculator:
-        return Calculator()
 
     def draw(self, rng: Random, split: str) -> str:
         left = rng.randint(12, 99)

@@ -9,7 +9,6 @@
 """
 
 import random
-from typing import Any
 
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.arena import ASKED
@@ -26,13 +25,6 @@ class GuessTask(PlayedTask):
     symbols = "0123456789-:<>!"
     steps = 500
     question = ASKED
-    turns = FAIREST
-    longest = 4  # most tokens of a guess, including its end token
-
-    def make_environment(self) -> Any:
-        from asyncrl.tasks.guess import GuessGame  # imports textarena
-
-        return GuessGame()
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         return Prompt(index, self.question, split=split)

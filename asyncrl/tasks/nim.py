@@ -11,11 +11,9 @@ warm start, and `best_move` is a perfect opponent."""
 
 import random
 
-from asyncrl.config.agents import RANDOM
 from asyncrl.contract.messages import Prompt
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.tasks.calc import END
-from asyncrl.tasks.games import GameMatch, choose_random_move
 from asyncrl.tasks.synthetic import Demonstrations, PlayedTask
 
 HEAPS = "abc"
@@ -90,12 +88,6 @@ class NimTask(PlayedTask):
     name = "nim"
     symbols = "0123abc:"
     steps = 200
-    turns = 6  # most turns of one player
-    longest = 4  # most tokens of a move, including its end token
-
-    def make_environment(self) -> GameMatch:
-        """Return a match against random moves."""
-        return GameMatch(NimGame(), RANDOM, choose_random_move)
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         rng = random.Random(f"{self.name}:{split}:{seed if split == 'train' else 0}:{index}")

@@ -146,16 +146,7 @@ class SyntheticTask:
 
 
 class PlayedTask(EndlessTask, SyntheticTask):
-    """A task that is played turn by turn in an environment, which gives the reward.
-
-    turns: most turns of a session.
-    longest: most tokens of a turn, including its end token."""
-
-    turns = 0
-    longest = 0
-
-    def make_environment(self) -> Any:
-        raise AssertionError  # pragma: no cover - each task has its own
+    """A task that is played turn by turn in an environment, which gives the reward."""
 
     def _demonstrate_session(self, rng: Random) -> Demonstrations:
         """Return the turns of a session as (text before, completion)."""

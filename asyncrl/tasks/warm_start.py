@@ -4,7 +4,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ import numpy as np
 
 from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import Config
-from asyncrl.contract.blobs.images import MARKER
-from asyncrl.contract.messages import Prompt
 from asyncrl.contract.printable import Say
 from asyncrl.models import image_tokens
 from asyncrl.records import atomic_write
 from asyncrl.records.jsonl import JsonObject
-from asyncrl.tasks import Task, calc, file, fit, get_task, synthetic
+from asyncrl.tasks import file, fit, get_task, synthetic
 from asyncrl.tasks.mixture import MixtureTask
 from asyncrl.tasks.pictures.count import CELL, SIDE, CountTask
 
@@ -29,7 +26,6 @@ PROGRESS_S = 5.0  # between two lines of progress
 WARMUP = 20  # steps
 LR_END = 0.05  # smallest share of LR after the warm-up
 ONE_PASS = 1 << 40  # tokens of a forward pass: a step is never split into micro-batches
-MOST = 56  # tokens of the longest answer of any built-in task
 
 
 def warm_start(
@@ -44,8 +40,8 @@ def warm_start(
 
     The result is deterministic for (task, seed, threads).  say: prints the progress.
 
-    Return steps, seconds, the last loss and the accuracy before RL.  Raises ConfigError if a tiny
-    model cannot be built for the task."""
+    Return steps, seconds and the last loss.  Raises ConfigError if a tiny model cannot be built for
+    the task."""
     import torch
 
     from asyncrl.models import policy as models
@@ -88,13 +84,11 @@ def warm_start(
                 )
             loss = fit_answers(model, demonstrations, count, images, say)
             models.export(model, folder)
-            say("warm start: measuring the accuracy before RL")
             note = {
                 "task": task.name,
                 "seed": config.seed,
                 "steps": count,
                 "loss": loss,
-                "accuracy": measure_accuracy(model, task, config.seed),
                 "seconds": round(time.monotonic() - began, 1),
             }
             (folder / "warm_start.json").write_text(json.dumps(note), encoding="utf-8")
@@ -160,85 +154,3 @@ def fit_in_order(
     model.one_pass = False
     model.hf.eval()
     return last_loss
-
-
-def measure_accuracy(model: Any, task: Task, seed: int, count: int = 512) -> float:
-    """Return the mean reward of one completion or session for each of `count` held-out prompts.
-
-    The completions are sampled at temperature 1 with transformers."""
-    import torch
-
-    prompts = [task.prompt("heldout", i, seed) for i in range(count)]
-    total = 0.0
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for title, part in (task.tasks if isinstance(task, MixtureTask) else {"": task}).items():
-            asked = [p for p in prompts if p.task == title]
-            if asked and isinstance(part, synthetic.PlayedTask):
-                total += _play_sessions(model, part, asked)
-            elif asked:
-                images = [blob for p in asked for blob in p.images]
-                texts = _sample_continuations(model, [p.text for p in asked], MOST, images)
-                for prompt, text in zip(asked, texts, strict=True):
-                    reward = part.reward(prompt, text)
-                    total += reward["reward"] if isinstance(reward, dict) else reward
-    return total / count
-
-
-def _play_sessions(model: Any, task: synthetic.PlayedTask, prompts: list[Prompt]) -> float:
-    """Return the sum of the rewards of one session per prompt in the task's environment."""
-    environments = [task.make_environment() for _ in prompts]
-    texts = {
-        index: str(env.reset(seed=index, options={"prompt": prompt})[0])
-        for index, (env, prompt) in enumerate(zip(environments, prompts, strict=True))
-    }
-    total = 0.0
-    for turn in range(1, task.turns + 1):
-        completions = _sample_continuations(model, list(texts.values()), task.longest)
-        for index, text in zip(list(texts), completions, strict=True):
-            observation, reward, terminated, truncated, _ = environments[index].step(text)
-            total += reward
-            if terminated or truncated or turn == task.turns:
-                del texts[index]
-            else:
-                texts[index] += text + calc.END + observation
-        if not texts:
-            break
-    return total
-
-
-def _sample_continuations(
-    model: Any, texts: list[str], max_tokens: int, images: Sequence[bytes] = ()
-) -> list[str]:
-    """Sample a continuation of each text, up to `max_tokens` tokens or the end token.
-
-    The texts have all other special tokens, like those that a run scores.
-
-    images: one for each text, or empty."""
-    import torch
-
-    from asyncrl.models.tokenizer import load_transformers_tokenizer
-
-    tokenizer = load_transformers_tokenizer(model.tokenizer_dir)
-    tokenizer.padding_side = "left"
-    image_inputs: JsonObject = {}
-    if images:
-        length = model.vision.shape.length
-        texts = [text.replace(MARKER, MARKER * length) for text in texts]
-        pixels = [model.vision.load_pixels(blob) for blob in images]
-        image_inputs = {"pixel_values": torch.stack(pixels).to(model.device)}
-    encoded = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
-    sequences = model.hf.generate(
-        input_ids=encoded["input_ids"].to(model.device),
-        attention_mask=encoded["attention_mask"].to(model.device),
-        **image_inputs,
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=max_tokens,
-    )
-    continuations = sequences[:, encoded["input_ids"].shape[1] :].tolist()
-    ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
-    visible = (list(takewhile(lambda token: token not in ends, row)) for row in continuations)
-    return list(map(tokenizer.decode, visible))

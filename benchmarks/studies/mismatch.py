@@ -26,6 +26,7 @@ transformers' sampling."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import statistics
@@ -258,13 +259,43 @@ def part_mean(rows: list[dict[str, Any]], name: str) -> float:
 # ---- the learner's own policy --------------------------------------------------------------------
 
 
+def measure_accuracy(model: Any, task: Any, count: int = 512) -> float:
+    """The mean reward of a completion of each held-out prompt, drawn by transformers."""
+    import torch
+
+    from asyncrl.models.tokenizer import load_transformers_tokenizer
+
+    tokenizer = load_transformers_tokenizer(model.tokenizer_dir)
+    tokenizer.padding_side = "left"
+    prompts = [task.prompt("heldout", index, 0) for index in range(count)]
+    texts = [prompt.text for prompt in prompts]
+    encoded = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drawn = model.hf.generate(
+            input_ids=encoded["input_ids"],
+            attention_mask=encoded["attention_mask"],
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=56,
+        )
+    ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    rows = drawn[:, encoded["input_ids"].shape[1] :].tolist()
+    shown = (itertools.takewhile(lambda token: token not in ends, row) for row in rows)
+    answers = [tokenizer.decode(list(row)) for row in shown]
+    return statistics.fmean(
+        float(task.reward(*pair)) for pair in zip(prompts, answers, strict=True)
+    )
+
+
 def learners(args: Any, study: studies.Study) -> list[dict[str, Any]]:
     """Finished runs of seed 0 made again, bitwise, and the fp32 policy that they end with; kept in
     OUT/learner.json.
     """
     from asyncrl.experiments import serial
     from asyncrl.tasks.synthetic import TASKS
-    from asyncrl.tasks.warm_start import measure_accuracy
 
     path = study.out / "learner.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
@@ -286,7 +317,7 @@ def learners(args: Any, study: studies.Study) -> list[dict[str, Any]]:
                 "seed": 0,
                 "generator": record["accuracy"][1][-1],
                 "same_weights": again["weights_digest"] == record["weights_digest"],
-                "learner": measure_accuracy(run.core.model, TASKS[study.task](), 0),
+                "learner": measure_accuracy(run.core.model, TASKS[study.task]()),
             }
         )
         say(json.dumps(rows[-1]))

@@ -85,10 +85,9 @@ def task_of_shares(path: Path, first: str, other: str, symbols: str) -> tuple[st
     )
 
 
-def test_the_main_job_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_main_job_in_short(tmp_path: Path) -> None:
     """The shipped config but for task and sizes: its loss, its ways, the model that it builds."""
     model, steps = tmp_path / "m", 10
-    monkeypatch.setattr("asyncrl.tasks.warm_start.measure_accuracy", lambda *_: 0.0)
     config = load.load(ROOT / "configs" / "vllm_deepspeed.toml", [f"model.path={str(model)!r}"])
     warm_start(config, model, steps=1, threads=1)
     task = task_of_shares(tmp_path, "12345", "67890", "1234567890")

@@ -6,10 +6,8 @@ import re
 import sys
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import pytest
-import torch
 from process_kit import ROOT, RUN_SEED, Ended, as_options, run_cli, run_command
 from warm_python import FORKED
 
@@ -20,12 +18,10 @@ from asyncrl.config.tree import TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.importing import import_module
 from asyncrl.contract.messages import Prompt
-from asyncrl.models.policy import load_policy
-from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.records import jsonl
 from asyncrl.tasks import get_task
 from asyncrl.tasks.file import FileTask
-from asyncrl.tasks.warm_start import _sample_continuations, warm_start
+from asyncrl.tasks.warm_start import warm_start
 
 pytestmark = pytest.mark.slow
 
@@ -257,24 +253,8 @@ def test_the_model_knows_every_character(tmp_path: Path, monkeypatch: pytest.Mon
     told: list[str] = []
     said = warm_start(config, tmp_path / "model", steps=3, threads=1, say=told.append)
     assert sum(line.startswith("warm start: step ") for line in told) == 3
-    assert said["steps"] == 3 and said["task"] == "file" and 0 <= said["accuracy"] <= 1
+    assert said["steps"] == 3 and said["task"] == "file"
     made = json.loads((tmp_path / "model" / "config.json").read_text())
     assert made["max_position_embeddings"] == 400
     vocabulary = json.loads((tmp_path / "model" / "tokenizer.json").read_text())["model"]["vocab"]
     assert set("abcdef?") < set(vocabulary)
-
-
-def test_the_warm_start_scores_the_special_tokens_of_a_completion(small_model: Path) -> None:
-    """As runs do: all but the end token and what follows it."""
-    model = load_policy(small_model, "float32", "cpu")
-    eos, unknown = 1, 2
-    sampled = [[unknown, 5, eos, 6], [5, 6, unknown, 6]]
-
-    def generate(input_ids: torch.Tensor, **settings: Any) -> torch.Tensor:
-        return torch.cat([input_ids, torch.tensor(sampled)], 1)
-
-    model.hf.generate = generate
-    texts = _sample_continuations(model, ["12=", "3="], 4)
-    expected = load_tokenizer(small_model)
-    assert texts == [expected.decode([unknown, 5]), expected.decode(sampled[1])]
-    assert "<unk>" in texts[0] and "<eos>" not in texts[0]

@@ -57,12 +57,16 @@ def test_intervals_cover_as_often_as_they_say() -> None:
     assert 0.92 <= inside / 500 <= 0.98
 
 
-def test_paired_t_by_hand() -> None:
+def test_paired_t_and_holm_by_hand() -> None:
     """Differences .1, .2, .3: mean .2, sd .1, t = 3.4641 with 2 degrees of freedom."""
     d = cs.compare_pairs([0.6, 0.8, 1.0], [0.5, 0.6, 0.7])
     assert d.mean == pytest.approx(0.2) and d.sd == pytest.approx(0.1)
     assert d.p == pytest.approx(0.0742, abs=1e-4)
     assert (d.low, d.high) == (pytest.approx(-0.0484, abs=1e-4), pytest.approx(0.4484, abs=1e-4))
+    values = {"a": 0.01, "b": 0.04, "c": 0.03}
+    found = {n: cs.PairedDifference(0.1, 0.1, 3, p, 0, 0) for n, p in values.items()}
+    cs.adjust_by_holm(found)
+    assert [round(found[n].adjusted, 3) for n in "abc"] == [0.03, 0.06, 0.06]
 
 
 def test_differences_that_are_all_the_same_are_no_certainty() -> None:
@@ -74,13 +78,6 @@ def test_differences_that_are_all_the_same_are_no_certainty() -> None:
     assert d.p == 0.25 and math.isnan(d.low)
     twin = cs.compare_pairs([0.5, 0.7], [0.5, 0.7], prompts=64)
     assert (twin.p, twin.low, twin.high) == (1.0, 0.0, 0.0)
-
-
-def test_holm_by_hand() -> None:
-    values = {"a": 0.01, "b": 0.04, "c": 0.03}
-    found = {n: cs.PairedDifference(0.1, 0.1, 3, p, 0, 0) for n, p in values.items()}
-    cs.adjust_by_holm(found)
-    assert [round(found[n].adjusted, 3) for n in "abc"] == [0.03, 0.06, 0.06]
 
 
 def test_holms_interval_is_without_zero_where_its_verdict_is_a_difference() -> None:

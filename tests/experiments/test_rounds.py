@@ -40,6 +40,11 @@ def test_a_round_on_busy_machines_is_repeated(rounds: Any, monkeypatch: pytest.M
     assert rounds.quiet(3, lambda number: number) == [0, 2, 4]
     assert [row["counted"] for row in rounds.MADE] == [True, False, True, False, True]
     assert [row["beside_other_work"] for row in rounds.MADE] == [False, True, False, True, False]
+    watching(rounds, monkeypatch, [0.0, 0.9, 0.0])
+    ran: list[str] = []
+    times = rounds.interleave({name: lambda n=name: ran.append(n) for name in "ab"}, 2)
+    assert ran == ["a", "b", *"ab", *"ba", *"ab"]  # once untimed; every other round backwards
+    assert {name: len(row) for name, row in times.items()} == {"a": 2, "b": 2}
 
 
 def test_where_none_is_quiet_the_least_disturbed_count_and_the_result_says_so(
@@ -69,14 +74,6 @@ def test_work_of_its_own_children_is_no_other_work(rounds: Any) -> None:
     alive.communicate(b"\n")
     others, wall = watch.foreign()
     assert others >= 0.0 and wall > 0.0
-
-
-def test_times_are_of_the_rounds_that_count(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    watching(rounds, monkeypatch, [0.0, 0.9, 0.0])
-    ran: list[str] = []
-    times = rounds.interleave({name: lambda n=name: ran.append(n) for name in "ab"}, 2)
-    assert ran == ["a", "b", *"ab", *"ba", *"ab"]  # once untimed; every other round backwards
-    assert {name: len(row) for name, row in times.items()} == {"a": 2, "b": 2}
 
 
 def test_a_figure_is_the_median_of_its_rounds_with_their_spread(rounds: Any) -> None:

@@ -37,30 +37,19 @@ def test_synchronous_each_side_idles_for_the_others_share(generators: int) -> No
     assert o.lag_histogram == {0: 1.0} and o.tickets_max == 4
     assert o.tokens == 20 * 16 * 64 and o.losses == {}
     assert o.tickets_mean == pytest.approx(4 * 6.4 / 10.4)
+    short = run(change(BARE, train=0.019), "staleness.max_lag=0")  # sleeps less than one poll
+    assert short.idle_generator < 0.005 < short.idle_learner
 
 
-def test_an_evaluating_generator_neither_gets_nor_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it requests is granted, and what the window gets as free slots are those that wait."""
+def test_an_evaluating_generator_neither_gets_nor_takes() -> None:
+    """Two others write the batches; its free slots are all that it requests."""
     sets = ("generators=3", "evaluation.generators=1", "evaluation.every=5", "staleness.max_lag=0")
     made = Simulation(config(*sets), change(BARE, step=0.1, train=4.0))
-    grant, on_free = made.store.grant, made.meter.on_free
-    requests, free = set(), []
-
-    def record(producer: str, session: int, samples: int, now: float) -> Any:
-        requests.add((producer, samples))
-        return grant(producer, session, samples, now)
-
-    def measure(slots: float, capacity: float, now: float) -> None:
-        free.append((slots, sum(samples for _, samples, _ in made.requests)))
-        on_free(slots, capacity, now)
-
-    monkeypatch.setattr(made.store, "grant", record)
-    monkeypatch.setattr(made.meter, "on_free", measure)
     assert made.run()["step_s"] == pytest.approx(10.4)
-    (evaluator,) = made.store.settings.evaluators
     slots = config(*sets).generator.slots
-    assert {samples for producer, samples in requests if producer == evaluator} == {slots}
-    assert free and all(told == waiting for told, waiting in free)
+    waiting = {name: samples for name, samples, _ in made.requests}
+    assert waiting == dict.fromkeys(("generator-0", "generator-1"), slots)
+    assert made.meter.free == 2 * slots
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
@@ -252,11 +241,6 @@ def test_the_limit_holds_and_every_token_has_an_end(changes: dict[str, Any], set
         assert (o.losses.get(line, 0) > 0) == (word in sets), line
     if "staleness.inject=2" in sets:
         assert o.lag_histogram[2] == pytest.approx(18 / 20, abs=0.03)
-
-
-def test_a_seed_repeats_and_another_differs() -> None:
-    a, b, c = (vars(run(rough(), seed=s)) | {"took_s": 0} for s in (1, 1, 2))
-    assert a == b and a != c
 
 
 def test_ten_thousand_generators_cost_little_more_than_a_hundred() -> None:
@@ -511,11 +495,9 @@ def test_answers_that_all_end_in_one_call_are_fitted_by_its_steps(tmp_path: Path
     for name in ("step", "row", "admit"):
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=0.01), name
     assert (found.look, found.finish) == (TimeModel().look, TimeModel().finish), "no pauses"
-
-
-def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
+    # what cannot be fitted
     with pytest.raises(ConfigError, match="no run directory"):
-        times.fit(tmp_path)
+        times.fit(tmp_path / "none")
     write_run(tmp_path / "short", TimeModel())
     (tmp_path / "short" / "trace" / "generator-0.jsonl").write_text("")
     with pytest.raises(ConfigError, match="fit times to: 0 decode calls and 60 batches"):
@@ -523,6 +505,8 @@ def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
 
 
 def test_questions_are_answered_with_the_same_seeds() -> None:
+    one, again, other = (vars(run(rough(), seed=s)) | {"took_s": 0} for s in (1, 1, 2))
+    assert one == again != other
     c, known = config("staleness.max_lag=0", "generator.slots=8"), change(rough(), train=0.5)
     seeds = with_seeds(known, 2)
 
@@ -616,7 +600,10 @@ def test_the_command(tmp_path: Path) -> None:
         (["--time", "cores=0"], "--time: cores: Expected `float` > 0.0; choose a number above 0"),
         (["--plot", "/nowhere/p.html"], "the directory /nowhere does not exist"),
         (["--set", "staleness.delay=1"], "staleness.delay: is not simulated"),
-        (["--limit", "1", "--set", "staleness.inject=2"], "below staleness.inject"),
+        (
+            ["--limit", "1", "--set", "staleness.inject=2"],
+            "below staleness.inject",
+        ),
         (["--time", "failed=0.1", "--set", "reward.on_error='stop'"], "on_error"),
         (["--deadline", "4"], "--deadline: belongs to --treatments"),
         (["--treatments", "--deadline", "3"], "--deadline: belongs to sessions"),
@@ -756,9 +743,7 @@ def test_answers_have_treatments_too_but_no_deadline() -> None:
     assert [row["name"] for row in rows] == ["wait", "mask", "downweight", "drop"]
     assert all(row["deadline_s"] is None and row["cut"] == 0 for row in rows)
     text = what_if.make_table(what_if.TREATMENT_COLUMNS, rows).as_text().splitlines()
-    assert [line.split()[0] for line in text] == ["treatment", "wait", "mask", "downweight", "drop"]
-    assert len({len(line) for line in text}) == 1
-    assert text[1].split()[1] == (f"{rows[0]['tokens_per_s']:,.0f}")
+    assert text[1].split()[:2] == ["wait", f"{rows[0]['tokens_per_s']:,.0f}"]
 
 
 def test_the_command_prints_them() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import jinja2
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from process_kit import ROOT, load_program
 from vision_kit import picture
@@ -66,22 +68,10 @@ def test_demonstrations_have_the_pictures_of_their_questions() -> None:
     assert 0.4 < np.mean(right) < 0.6
 
 
-def test_a_warm_start_builds_a_llava(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampled = []
-
-    def sample(model: Any, texts: list[str], most: int, blobs: list[bytes]) -> list[str]:
-        sampled.append((texts[0], blobs[0]))
-        return real(model, texts[:4], 2, blobs[:4]) * (len(texts) // 4)
-
-    from asyncrl.tasks import warm_start as module
-
-    real = module._sample_continuations
-    monkeypatch.setattr(module, "_sample_continuations", sample)
+def test_a_warm_start_builds_a_llava(tmp_path: Path) -> None:
     config = load.load(ROOT / "configs" / "count.toml", [f"model.path={str(tmp_path / 'm')!r}"])
     what = warm_start(config, tmp_path / "m", steps=2, threads=1)
     assert what["steps"] == 2 and np.isfinite(what["loss"])
-    prompt = count.CountTask().prompt("heldout", 0, 0)
-    assert sampled == [(prompt.text, prompt.images[0])]
     model = load_policy(tmp_path / "m", "float32", "cpu")
     assert model.vision is not None and model.vision.shape.length == 9
 
@@ -131,17 +121,10 @@ def test_prompts_of_a_file_have_the_images_of_their_columns(tmp_path: Path) -> N
     assert sum(len(rows) for rows in task.sets.values()) == 4
     with pytest.raises(ConfigError, match="prompts have images"):
         task.make_demonstrations(4, 0)
-
-
-def test_images_of_a_data_set_are_read_from_its_bytes(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
-    blob = picture(0)
-    rows = [{"prompt": "a", "answer": "1", "image": {"bytes": blob, "path": "0.png"}}]
+    rows = [{"prompt": "a", "image": {"bytes": blobs[0], "path": "0.png"}}]  # of a data set
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
     (prompt,) = read_prompts(str(tmp_path / "p.parquet"), "train")
-    assert prompt.images == [blob] and prompt.meta == {}
+    assert prompt.images == blobs[:1] and prompt.meta == {}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from asyncrl.config.tree import TaskConfig as TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import NAMES, get_task
-from asyncrl.tasks.file import FileTask, canonicalize, read_prompts
+from asyncrl.tasks.file import FileTask, canonicalize
 from asyncrl.tasks.synthetic import FIXED, TASKS
 
 BUILT_IN = sorted(TASKS)
@@ -143,15 +143,17 @@ def test_rows_become_prompts(tmp_path: Path) -> None:
         {"messages": turns, "answer": "4"},
         "",
         {"prompt": "line\u2028break"},
+        r'{"prompt": "\ud83d\ude00"}',  # a character in two halves
+        r'{"prompt": "\\ud83d", "answer": "2"}',
     ]
     task = FileTask(
         write(tmp_path / "p.jsonl", *rows), write(tmp_path / "h.jsonl", {"prompt": "x"})
     )
-    first, second, third = task.sets["train"]
+    first, second, *others = task.sets["train"]
     got = (first.text, first.answer, first.meta)
     assert got == ("1+1=", "2", {"level": "easy", "tests": "[1, 2]"})
     assert (second.text, second.messages, second.answer) == ("2+2?", turns, "4")
-    assert third.text == "line\u2028break"
+    assert [prompt.text for prompt in others] == ["line\u2028break", "\U0001f600", r"\ud83d"]
     assert task.reward(second, " 4\n") == 1.0 and task.reward(second, "5") == 0.0
 
 
@@ -178,12 +180,6 @@ def test_a_malformed_line_is_named(line: object, said: str, tmp_path: Path) -> N
     prompts = write(tmp_path / "p.jsonl", {"prompt": "a"}, line, {"prompt": "c"})
     with pytest.raises(ConfigError, match=said):
         get_task(TaskConfig(name="file", prompts=prompts))
-
-
-def test_a_character_in_two_halves_is_text(tmp_path: Path) -> None:
-    rows = [r'{"prompt": "\ud83d\ude00"}', r'{"prompt": "\\ud83d", "answer": "2"}']
-    found = read_prompts(write(tmp_path / "p.jsonl", *rows), "train")
-    assert [prompt.text for prompt in found] == ["\U0001f600", r"\ud83d"]
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:

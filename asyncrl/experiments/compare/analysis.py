@@ -328,7 +328,7 @@ def analyze_sweep(sweep: Sweep, margin: float = MARGIN) -> Summary:
         arm: [
             sweep.read(arm, seed)
             for seed in sweep.seeds
-            if sweep.is_finished(sweep.name_run(arm, seed))
+            if sweep.cells.is_finished(sweep.name_run(arm, seed))
         ]
         for arm in plan.arms
     }
@@ -343,7 +343,7 @@ def analyze_sweep(sweep: Sweep, margin: float = MARGIN) -> Summary:
     clocks = {
         f"{limit:g}": sweep.cells.read(name)["clock"]
         for limit in plan.probes
-        if sweep.is_finished(name := sweep.name_probe(limit))
+        if sweep.cells.is_finished(name := sweep.name_probe(limit))
     }
     speed = {limit: clocks["0"] / max(clock, 1) for limit, clock in clocks.items() if "0" in clocks}
     result = {

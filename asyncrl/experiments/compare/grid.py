@@ -5,7 +5,7 @@ arm with one seed. Finished cells are not repeated. An interrupted cell continue
 checkpoint or starts over.
 
 - Cells of a sweep run in warm processes (warm_pool.py), and as `asyncrl run` with agents, vLLM or
-  DeepSpeed.
+  several ranks.
 - Cells of a comparison with injected lag run in warm processes. Synchronous cells do too, unless an
   arm at natural lag needs their speed for comparison. Their weights equal a real run's bitwise. All
   other cells are real runs of separate processes in DIR/runs/ARM-seedN.
@@ -19,7 +19,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -376,7 +375,7 @@ class Grid:
     """Arms x seeds in a directory. Raises ConfigError if the directory holds another grid.
 
     configs: arm -> config; the first arm is the base, and its seed the first of all.
-    real: arms that run as processes of `asyncrl run`; the others run in warm processes.
+    real: arms that run as processes of `asyncrl run`; the others run in warm processes if possible.
     order: all (arm, seed) in the order in which they run, after the probes.
     probes: name -> config of a short run that only measures a speed.
     head, rows: the progress table: the head of its columns; row -> the runs of each column.
@@ -399,10 +398,13 @@ class Grid:
         probes: Mapping[str, Config] = {},
     ) -> None:
         self.directory, self.configs, self.log = directory, configs, log
-        self.real, self.probes = set(real), probes
         first = next(iter(configs.values())).seed
         self.seeds = [first + i for i in range(seeds)]
-        self.order = [(arm, seed) for seed in self.seeds for arm in configs]
+        names = deque(configs)
+        self.order: list[tuple[str, int]] = []
+        for seed in self.seeds:
+            self.order += [(arm, seed) for arm in names]
+            names.rotate(-1)  # the arms take turns in being the first of a seed
         self.names = [*probes, *(self.name_run(*run) for run in self.order)]
         self.cells = warm_pool.CellStore(directory)
         arms = {name: convert_config(config) for name, config in configs.items()}
@@ -428,54 +430,38 @@ class Grid:
             arms = previous | arms
         directory.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"arms": arms}, indent=1), encoding="utf-8")
+        for name, config in probes.items():
+            self.cells.add(name, config, config.seed)
+        for arm, seed in self.order:
+            self.cells.add(self.name_run(arm, seed), configs[arm], seed, real=arm in real)
 
     @staticmethod
     def name_run(arm: str, seed: int) -> str:
         return f"{arm}-seed{seed}"
 
-    def get_run_dir(self, name: str) -> Path:
-        return self.directory / "runs" / name
-
-    def is_finished(self, name: str) -> bool:
-        arm = name.rpartition("-seed")[0]
-        if arm not in self.real:
-            return self.cells.get_path(name).exists()
-        path = self.get_run_dir(name) / "summary.json"
-        return (
-            path.exists()
-            and json.loads(path.read_bytes())["steps"] >= self.configs[arm].learner.steps
-        )
-
     def read(self, arm: str, seed: int) -> CellResult:
-        name, config = self.name_run(arm, seed), self.configs[arm]
-        if arm in self.real:
-            record = process_run.read_record(self.get_run_dir(name), config)
-        else:
-            record = self.cells.read(name)
-        return CellResult(arm, seed, record, config, warm=arm not in self.real)
+        name = self.name_run(arm, seed)
+        warm = name not in self.cells.real
+        return CellResult(arm, seed, self.cells.read(name), self.configs[arm], warm=warm)
 
-    def run(self, workers: int, on_event: warm_pool.EventCallback, *, abandon: bool = True) -> None:
-        """Run what is not finished in warm processes.
-
-        on_event: receives every run's events (`warm_pool.EventCallback`).
-        abandon: give up runs that have collapsed.
-        """
-        if finished := sum(map(self.is_finished, self.names)):
+    def run(
+        self,
+        workers: int,
+        on_event: warm_pool.EventCallback,
+        *,
+        jobs: int = 0,
+        abandon: bool = True,
+    ) -> None:
+        """Run what is not finished; see `CellStore.run`. abandon: give up collapsed runs."""
+        if finished := len(self.names) - len(self.cells.list_missing()):
             self.log(f"{finished} of {len(self.names)} runs are finished already")
-        for name, config in self.probes.items():
-            self.cells.add(name, config, config.seed)
-        for arm, seed in self.order:
-            if arm not in self.real:
-                self.cells.add(self.name_run(arm, seed), self.configs[arm], seed)
-        self.cells.run(workers, on_event, abandon=abandon)
+        self.cells.run(workers, on_event, jobs=jobs, abandon=abandon)
 
 
 class Comparison(Grid):
-    """A comparison in its directory; its arms take turns in being the first of a seed."""
+    """A comparison in its directory."""
 
-    kind = "comparison"
-    file = "compare.json"
-    extends = False
+    kind, file, extends = "comparison", "compare.json", False
 
     def __init__(
         self,
@@ -492,12 +478,6 @@ class Comparison(Grid):
         warm = set() if real else find_warm_arms(configs)
         super().__init__(directory, configs, seeds, log, real=configs.keys() - warm)
         self.arms = {arm.name: arm for arm in arms}
-        self.source, self.sets = source, list(sets)
-        names = deque(configs)
-        self.order = []
-        for seed in self.seeds:
-            self.order += [(arm, seed) for arm in names]
-            names.rotate(-1)
         self.head = ["arm", *(f"seed {seed}" for seed in self.seeds)]
         self.rows = {arm: [[self.name_run(arm, seed)] for seed in self.seeds] for arm in configs}
 
@@ -522,22 +502,8 @@ class Comparison(Grid):
         """
         uses_gpu = self.configs[self.order[0][0]].model.device != "cpu" and devices.has_cuda()
         cores = 1 if uses_gpu else len(os.sched_getaffinity(0))
-        self.run(max(jobs, cores), on_event, abandon=False)
-        real = [run for run in self.order if run[0] in self.real]
-        real = [run for run in real if not self.is_finished(self.name_run(*run))]
-        with ThreadPoolExecutor(jobs) as team:
-            for name in team.map(self.run_process, real):
-                on_event(name, {"done": True})
+        self.run(max(jobs, cores), on_event, jobs=jobs, abandon=False)
         return [self.read(arm, seed) for arm in self.configs for seed in self.seeds]
-
-    def run_process(self, run: tuple[str, int]) -> str:
-        """Make one real run, or continue it from its last checkpoint, and return its name."""
-        arm, seed = run
-        run_dir = self.get_run_dir(self.name_run(arm, seed))
-        sets = [*self.sets, *self.arms[arm].sets, f"seed={seed}"]
-        log = self.directory / "logs" / f"{run_dir.name}.log"
-        process_run.complete(run_dir, self.source, sets, self.configs[arm].learner.steps, log)
-        return run_dir.name
 
 
 class Sweep(Grid):
@@ -546,9 +512,7 @@ class Sweep(Grid):
     Each limit has a short run that measures its speed, a probe.
     """
 
-    kind = "sweep"
-    file = "sweep.json"
-    extends = True
+    kind, file, extends = "sweep", "sweep.json", True
 
     def __init__(self, directory: Path, sweep_plan: SweepPlan, seeds: int, log: Say) -> None:
         probes = {self.name_probe(limit): x for limit, x in sweep_plan.probes.items()}
@@ -585,7 +549,9 @@ class GridProgress:
         self.grid = grid
         self.running: dict[str, str] = {}  # run -> its state
         # finished run -> its result; None: a speed probe
-        self.ends = {name: self._read_end(name) for name in filter(grid.is_finished, grid.names)}
+        self.ends = {
+            name: self._read_end(name) for name in filter(grid.cells.is_finished, grid.names)
+        }
         self.finished_before = len(self.ends)  # by an earlier command
         self.live: Any = None
 
@@ -662,8 +628,8 @@ class GridProgress:
         ends = [cell for name in names if (cell := self.ends.get(name))]
         texts = []
         for name in (name for name in names if name not in self.ends):
-            is_real = name.rpartition("-seed")[0] in self.grid.real
-            rows = metrics.read(self.grid.get_run_dir(name)) if is_real else []
+            cells = self.grid.cells
+            rows = metrics.read(cells.get_run_dir(name)) if name in cells.real else []
             rewards = [f": {row['eval/heldout']:.3f}" for row in rows if "eval/heldout" in row]
             if name in self.running:
                 texts.append(self.running[name])

@@ -14,6 +14,7 @@ import bisect
 import functools
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
@@ -113,25 +114,26 @@ def compare_pairs(
     differences = [value - reference for value, reference in zip(arm, base, strict=True)]
     if not all(0 <= value <= 1 for value in (*arm, *base)):
         prompts = 0  # a judge's grades have another range, so their variance is unknown
-    seeds = len(differences)
-    mean = sum(differences) / seeds
-    sd = math.sqrt(sum((x - mean) ** 2 for x in differences) / (seeds - 1)) if seeds > 1 else nan
-    result = PairedDifference(mean, sd, seeds)
-    if seeds > 1 and mean and prompts:
-        result.sd = max(sd, 1 / prompts)
-    if seeds > 1 and not result.sd < EQUAL:
-        error = result.sd / math.sqrt(seeds)
-        half = float(stats.t.ppf(1 - LEVEL / 2, seeds - 1)) * error
-        result.p = float(2 * stats.t.sf(abs(mean) / error, seeds - 1))
-        result.low, result.high = mean - half, mean + half
-    elif seeds > 1 and abs(mean) > EQUAL:
-        result.p = 2.0 ** (1 - seeds)
-    elif seeds > 1:
-        result.p, result.low, result.high = 1.0, mean, mean
+    seeds, mean = len(differences), statistics.fmean(differences)
+    result = PairedDifference(mean, nan, seeds)
+    if seeds > 1:
+        sd = statistics.stdev(differences)
+        result.sd = max(sd, 1 / prompts) if mean and prompts else sd
+        if result.sd >= EQUAL:
+            error = result.sd / math.sqrt(seeds)
+            result.p = float(2 * stats.t.sf(abs(mean) / error, seeds - 1))
+            result.low, result.high = map(
+                float, stats.t.interval(1 - LEVEL, seeds - 1, mean, error)
+            )
+        elif abs(mean) > EQUAL:
+            result.p = 2.0 ** (1 - seeds)
+        else:
+            result.p, result.low, result.high = 1.0, mean, mean
     if prompts:
         # Conservative: both arms have the same prompts, whose positive covariance is left out.
         variances = sum(a * (1 - a) + b * (1 - b) for a, b in zip(arm, base, strict=True))
-        half = float(stats.norm.ppf(1 - LEVEL / 2)) * (math.sqrt(variances / prompts) / seeds)
+        error = math.sqrt(variances / prompts) / seeds
+        half = float(stats.norm.ppf(1 - LEVEL / 2)) * error
         result.prompt_low, result.prompt_high = mean - half, mean + half
     return result
 
@@ -191,13 +193,13 @@ def find_detectable(sd: float, seeds: int, level: float = LEVEL) -> float:
     """Return the smallest difference that `seeds` pairs show with 80 % power."""
     if seeds < 2 or not sd > 0:
         return nan
-    low = 0.0
-    high = 100 * sd
+    low, high = 0.0, 100 * sd
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (
-            (middle, high) if compute_power(middle, sd, seeds, level) < POWER else (low, middle)
-        )
+        if compute_power(middle, sd, seeds, level) < POWER:
+            low = middle
+        else:
+            high = middle
     return high
 
 
@@ -326,10 +328,8 @@ def find_oscillation(rewards: Sequence[float]) -> str:
 
 def compute_area(steps: Sequence[float], values: Sequence[float]) -> float:
     """Return the mean of a curve over its steps (trapezoids), in the unit of its values."""
+    import numpy as np
+
     if len(steps) < 2 or steps[-1] == steps[0]:
         return values[-1] if values else nan
-    total = sum(
-        (b - a) * (y + z) / 2
-        for a, b, y, z in zip(steps, steps[1:], values, values[1:], strict=False)
-    )
-    return total / (steps[-1] - steps[0])
+    return float(np.trapezoid(values, steps)) / (steps[-1] - steps[0])

@@ -1,8 +1,8 @@
-"""Warm workers: processes that keep imports and engine loaded from run to run.
+"""The cells of a grid, in warm workers: processes that keep imports and engine between runs.
 
 DIR/cells/NAME.toml is a cell's complete config, which `asyncrl run` accepts too.
 DIR/cells/NAME.json is its record, written when the cell finishes, so an interrupted grid continues
-cell by cell.
+cell by cell. A real cell is a run of `asyncrl run` in DIR/runs/NAME.
 
 A worker is `python -m asyncrl.experiments.compare.warm_pool DIR [--abandon]`. It reads names from
 stdin, one a line, and writes events to stdout, one JSON object a line.
@@ -41,15 +41,14 @@ EventCallback = Callable[[str, JsonObject], None]
 
 @dataclass
 class CellStore:
-    """The cells of one directory.
-
-    Raises ConfigError if one exists with other settings.
-    """
+    """The cells of one directory. real: those that do not run in warm workers."""
 
     directory: Path
     configs: dict[str, Config] = field(default_factory=dict)
+    real: set[str] = field(default_factory=set)
 
-    def add(self, name: str, config: Config, seed: int) -> None:
+    def add(self, name: str, config: Config, seed: int, *, real: bool = False) -> None:
+        """Add a cell. Raises ConfigError if it exists with other settings."""
         seeded = msgspec.structs.replace(config, seed=seed)
         path = self.get_path(name).with_suffix(".toml")
         if path.exists() and load.load(path) != seeded:
@@ -57,28 +56,37 @@ class CellStore:
                 f"{path} holds a run with other settings; choose another directory with --out"
             )
         self.configs[name] = seeded
+        if real or process_run.needs_own_process(config):
+            self.real.add(name)
 
     def get_path(self, name: str) -> Path:
         return self.directory / "cells" / f"{name}.json"
 
+    def get_run_dir(self, name: str) -> Path:
+        return self.directory / "runs" / name
+
     def read(self, name: str) -> JsonObject:
         return dict(json.loads(self.get_path(name).read_bytes()))
 
+    def is_finished(self, name: str) -> bool:
+        return self.get_path(name).exists()
+
     def list_missing(self) -> list[str]:
-        return [n for n in self.configs if not self.get_path(n).exists()]
+        return [name for name in self.configs if not self.is_finished(name)]
 
     def run(
         self,
         workers: int,
         on_event: EventCallback,
         *,
+        jobs: int = 0,
         abandon: bool = True,
         may_start: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Run the missing cells in the order of `add`.
+        """Run the missing cells in the order of `add`, the real ones last.
 
-        No cell starts once `may_start` returns False. Raises AsyncrlError if a run fails; the
-        finished cells are kept.
+        jobs: real cells at a time; 0: as many as `workers`. No cell starts once `may_start` returns
+        False. Raises AsyncrlError if a run fails; the finished cells are kept.
         """
         if not may_start():
             return
@@ -86,7 +94,8 @@ class CellStore:
         for name, config in self.configs.items():
             if not self.get_path(name).with_suffix(".toml").exists():
                 atomic_write.write(self.get_path(name).with_suffix(".toml"), load.dump(config))
-        queue = deque(self.list_missing())
+        missing = self.list_missing()
+        queue = deque(name for name in missing if name not in self.real)
 
         def feed(process: Popen[str], log: Path) -> None:
             """Give one worker a cell after the other, until the queue is empty."""
@@ -115,6 +124,22 @@ class CellStore:
                 raise
         for done in feeds:
             done.result()
+
+        def run_real(name: str) -> None:
+            if may_start():
+                self._run_real(name)
+                on_event(name, {"done": True})
+
+        with ThreadPoolExecutor(jobs or workers) as team:
+            list(team.map(run_real, filter(self.real.__contains__, missing)))
+
+    def _run_real(self, name: str) -> None:
+        """Make a cell's run, or continue it from its last checkpoint, and write its record."""
+        path, run_dir, config = self.get_path(name), self.get_run_dir(name), self.configs[name]
+        log = self.directory / "logs" / f"{name}.log"
+        source = str(path.with_suffix(".toml"))
+        process_run.complete(run_dir, source, [], config.learner.steps, log)
+        atomic_write.write(path, json.dumps(process_run.read_record(run_dir, config)))
 
     def _start_worker(self, number: int, abandon: bool) -> tuple[Popen[str], Path]:
         """Start a worker process, which exits with this one; return it and its log."""
@@ -177,13 +202,7 @@ def run_cells(directory: Path, abandon: bool) -> None:
             return find_collapse(rewards) if abandon else ""
 
         try:
-            if process_run.needs_own_process(config):
-                run_dir = directory / "runs" / path.stem
-                log = directory / "logs" / f"{path.stem}.log"
-                process_run.complete(run_dir, str(path), [], config.learner.steps, log)
-                record = process_run.read_record(run_dir, config)
-            else:
-                record = serial.run_serial(config, config.seed, watch)
+            record = serial.run_serial(config, config.seed, watch)
         except AsyncrlError as error:
             send_event(error=str(error))
             continue

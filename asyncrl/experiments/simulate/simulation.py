@@ -525,7 +525,13 @@ class SimulatedGenerator:
         run, times, schedule = self.run, self.times, self.schedule
         while True:
             began = end = run.now
-            if not self.has_work():
+            waiting = schedule.sort_waiting() if self.open < self.most_open else []
+            if not (
+                self.running
+                or self.returned
+                or schedule.next_version(self.loaded) is not None
+                or any(leased.is_ready(self.loaded) for leased in waiting)
+            ):
                 self.sleeping = True
                 run.awake.pop(self.name, None)
                 yield None
@@ -550,7 +556,6 @@ class SimulatedGenerator:
                 steps = min(DECODE_STEPS, longest)
                 self.engine_clock += steps
                 finished = [x for x in self.running if x.end <= self.engine_clock]
-                finished.sort(key=lambda sample: sample.end)
                 self.running = [x for x in self.running if x.end > self.engine_clock]
                 seconds = steps * (times.step + times.row * rows)
                 seconds += times.admit * (rows - continued)
@@ -567,15 +572,6 @@ class SimulatedGenerator:
             if self.workers and end - self.renewed >= RENEW_S:
                 self.renewed = end
                 run.meter.on_rewards(self.name, self.scored, self.workers, end)
-
-    def has_work(self) -> bool:
-        """Whether there is a row to decode, a version to load or a sample to start."""
-        schedule, has_room = self.schedule, self.open < self.most_open
-        return (
-            bool(self.running or self.returned)
-            or schedule.next_version(self.loaded) is not None
-            or (has_room and any(x.is_ready(self.loaded) for x in schedule.sort_waiting()))
-        )
 
     def catch_up(self) -> None:
         """Load the newest version if there was time to load it while this generator slept."""

@@ -81,11 +81,6 @@ def make_sampler(
 
     Raises ConfigError if `spec` is not a distribution or has times below 0.
     """
-    if isinstance(spec, bool):
-        raise ConfigError(
-            f"{name} = {spec}: give seconds, a list of them, or one of {', '.join(SHAPES)} with "
-            "its numbers"
-        )
     if isinstance(spec, int | float):
         value = _check_times([spec], name)[0]
         return lambda: value
@@ -117,9 +112,7 @@ def make_sampler(
 
 
 def _check_times(values: Sequence[float], name: str) -> list[float]:
-    if not values or not all(
-        isinstance(value, int | float) and math.isfinite(value) and value >= 0 for value in values
-    ):
+    if not values or not all(math.isfinite(value) and value >= 0 for value in values):
         raise ConfigError(f"{name}: needs finite numbers of at least 0, not {list(values)[:5]}")
     return [float(value) for value in values]
 
