@@ -47,14 +47,6 @@ class EvaluationSet(NamedTuple):
     passing: float = 1.0
     counts: tuple[int, ...] = ()
 
-    def make_sampling(self, sample: int, most_tokens: int) -> SamplingSettings:
-        """Make the sampling settings of sample number `sample` of a prompt.
-
-        most_tokens: limit of the completion."""
-        if self.temperature == 0 or sample == self.samples:
-            return SamplingSettings(1.0, 1.0, 1, most_tokens)
-        return SamplingSettings(self.temperature, 1.0, 0, most_tokens)
-
     @property
     def numbers(self) -> range:
         """The sample numbers of a prompt; the last one is the greedy completion, if any."""
@@ -289,13 +281,16 @@ class Evaluations:
         self.leases.add(producer, session, attempt, job.ticket)
         prompt = self.prompt(job.split, job.index)
         limit = settings.get_sampling(prompt.task).max_new_tokens
+        plan = self.plan.find_set(job.split)
+        greedy = plan.temperature == 0 or job.sample == plan.samples
+        temperature, top_k = (1.0, 1) if greedy else (plan.temperature, 0)
         return Ticket(
             ticket=job.ticket,
             attempt=attempt,
             kind="eval",
             prompt=prompt,
             samples=[job.sample],
-            sampling=self.plan.find_set(job.split).make_sampling(job.sample, limit),
+            sampling=SamplingSettings(temperature, 1.0, top_k, limit),
             min_version=Label(job.label.epoch, 0),
             exact_version=job.label,
             seed=settings.seed,

@@ -54,7 +54,8 @@ def compare(
         preflight(config)
     print_progress(grid.describe_power(len(chosen_arms), seeds))
     with grid.GridProgress(comparison) as progress:
-        cells = comparison.make_cells(jobs, progress.on_event)
+        comparison.run(jobs, progress.on_event, abandon=False)
+    cells = [comparison.read(arm, seed) for arm in comparison.configs for seed in comparison.seeds]
     found = analysis.analyze(cells, comparison.configs)
     settings = comparison.describe()
     html = page.write(directory, directory.name, cells, found, settings, base)

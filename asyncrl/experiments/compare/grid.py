@@ -386,6 +386,7 @@ class Grid:
     extends: ClassVar[bool]  # whether a directory may get more arms
     head: list[str]
     rows: dict[str, list[list[str]]]
+    cores = 1  # warm cells at a time, at least
 
     def __init__(
         self,
@@ -444,18 +445,14 @@ class Grid:
         warm = name not in self.cells.real
         return CellResult(arm, seed, self.cells.read(name), self.configs[arm], warm=warm)
 
-    def run(
-        self,
-        workers: int,
-        on_event: warm_pool.EventCallback,
-        *,
-        jobs: int = 0,
-        abandon: bool = True,
-    ) -> None:
-        """Run what is not finished; see `CellStore.run`. abandon: give up collapsed runs."""
+    def run(self, jobs: int, on_event: warm_pool.EventCallback, *, abandon: bool = True) -> None:
+        """Run what is not finished, `jobs` runs at a time; see `CellStore.run`.
+
+        abandon: give up runs that have collapsed.
+        """
         if finished := len(self.names) - len(self.cells.list_missing()):
             self.log(f"{finished} of {len(self.names)} runs are finished already")
-        self.cells.run(workers, on_event, jobs=jobs, abandon=abandon)
+        self.cells.run(max(jobs, self.cores), on_event, jobs=jobs, abandon=abandon)
 
 
 class Comparison(Grid):
@@ -478,6 +475,9 @@ class Comparison(Grid):
         warm = set() if real else find_warm_arms(configs)
         super().__init__(directory, configs, seeds, log, real=configs.keys() - warm)
         self.arms = {arm.name: arm for arm in arms}
+        # warm cells, whose wall times are not compared, use every core unless they share a GPU
+        uses_gpu = configs[arms[0].name].model.device != "cpu" and devices.has_cuda()
+        self.cores = 1 if uses_gpu else len(os.sched_getaffinity(0))
         self.head = ["arm", *(f"seed {seed}" for seed in self.seeds)]
         self.rows = {arm: [[self.name_run(arm, seed)] for seed in self.seeds] for arm in configs}
 
@@ -493,17 +493,6 @@ class Comparison(Grid):
             )
             for name, arm in self.arms.items()
         ]
-
-    def make_cells(self, jobs: int, on_event: warm_pool.EventCallback) -> list[CellResult]:
-        """Run all cells and return the results.
-
-        `jobs` real runs share the machine. Warm cells, whose wall times are not compared, use every
-        core that this process may use, unless they share a GPU.
-        """
-        uses_gpu = self.configs[self.order[0][0]].model.device != "cpu" and devices.has_cuda()
-        cores = 1 if uses_gpu else len(os.sched_getaffinity(0))
-        self.run(max(jobs, cores), on_event, jobs=jobs, abandon=False)
-        return [self.read(arm, seed) for arm in self.configs for seed in self.seeds]
 
 
 class Sweep(Grid):

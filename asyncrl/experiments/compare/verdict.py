@@ -328,8 +328,10 @@ def find_oscillation(rewards: Sequence[float]) -> str:
 
 def compute_area(steps: Sequence[float], values: Sequence[float]) -> float:
     """Return the mean of a curve over its steps (trapezoids), in the unit of its values."""
-    import numpy as np
-
     if len(steps) < 2 or steps[-1] == steps[0]:
         return values[-1] if values else nan
-    return float(np.trapezoid(values, steps)) / (steps[-1] - steps[0])
+    total = sum(
+        (b - a) * (y + z) / 2
+        for a, b, y, z in zip(steps, steps[1:], values, values[1:], strict=False)
+    )
+    return total / (steps[-1] - steps[0])

@@ -126,20 +126,18 @@ class CellStore:
             done.result()
 
         def run_real(name: str) -> None:
-            if may_start():
-                self._run_real(name)
-                on_event(name, {"done": True})
+            """Make a cell's run, or continue it from its last checkpoint, and write its record."""
+            if not may_start():
+                return
+            path, run_dir, config = self.get_path(name), self.get_run_dir(name), self.configs[name]
+            log = self.directory / "logs" / f"{name}.log"
+            source = str(path.with_suffix(".toml"))
+            process_run.complete(run_dir, source, [], config.learner.steps, log)
+            atomic_write.write(path, json.dumps(process_run.read_record(run_dir, config)))
+            on_event(name, {"done": True})
 
         with ThreadPoolExecutor(jobs or workers) as team:
             list(team.map(run_real, filter(self.real.__contains__, missing)))
-
-    def _run_real(self, name: str) -> None:
-        """Make a cell's run, or continue it from its last checkpoint, and write its record."""
-        path, run_dir, config = self.get_path(name), self.get_run_dir(name), self.configs[name]
-        log = self.directory / "logs" / f"{name}.log"
-        source = str(path.with_suffix(".toml"))
-        process_run.complete(run_dir, source, [], config.learner.steps, log)
-        atomic_write.write(path, json.dumps(process_run.read_record(run_dir, config)))
 
     def _start_worker(self, number: int, abandon: bool) -> tuple[Popen[str], Path]:
         """Start a worker process, which exits with this one; return it and its log."""
