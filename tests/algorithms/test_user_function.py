@@ -4,7 +4,6 @@ of a call that failed."""
 import asyncio
 import datetime
 import inspect
-import json
 import os
 import re
 import shlex
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from process_kit import SMALL, demo_command, run_command
+from process_kit import SMALL, demo_command, run_command, write_lines
 
 from actors import reward_worker
 from actors.reward_worker import RewardCall, RewardFunction, RewardUnit
@@ -391,13 +390,8 @@ def test_a_function_or_an_object_of_trls_form_may_be_async() -> None:
         assert asyncio.run(made([SUM], ["abc"], [[1]])) == [3]
 
 
-def rows(path: Path, *found: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
-    return str(path)
-
-
 def test_columns_of_other_names(tmp_path: Path) -> None:
-    path = rows(tmp_path / "p.jsonl", *({"question": f"{x}?", "solution": x} for x in "abc"))
+    path = write_lines(tmp_path / "p.jsonl", *({"question": f"{x}?", "solution": x} for x in "abc"))
     with pytest.raises(ConfigError, match=r'is it `question`\? task.columns = \{ prompt = "ques'):
         read_prompts(path, "train")
     task = FileTask(path, columns={"prompt": "question", "answer": "solution"})
@@ -416,8 +410,10 @@ def test_columns_of_other_names(tmp_path: Path) -> None:
 
 def test_a_conversational_prompt_of_trl_is_a_chat(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hello"}]
-    (prompt,) = read_prompts(rows(tmp_path / "p.jsonl", {"prompt": turns, "answer": "x"}), "train")
+    (prompt,) = read_prompts(
+        write_lines(tmp_path / "p.jsonl", {"prompt": turns, "answer": "x"}), "train"
+    )
     assert prompt.messages == turns and prompt.text == "hello" and prompt.answer == "x"
-    path = rows(tmp_path / "q.jsonl", {"chat": turns})
+    path = write_lines(tmp_path / "q.jsonl", {"chat": turns})
     (prompt,) = read_prompts(path, "train", {"messages": "chat"})
     assert prompt.messages == turns and prompt.meta == {}

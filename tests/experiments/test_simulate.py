@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from process_kit import as_options
+from process_kit import as_options, write_lines
 from service_kit import CountedDict
 from simulate_kit import BARE, ROOT, config, run, simulate, with_seeds
 
@@ -325,10 +325,6 @@ def test_every_time_is_documented() -> None:
 METRICS = {"reward/mean": 0.5, "reward/no_spread_share": 0.25, "answer/length": 24.0}
 
 
-def write_lines(path: Path, rows: list[Any]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def write_run(path: Path, known: TimeModel, *, rewards: int = 0) -> None:
     """A run directory as a run leaves it: 60 batches of 2,000 tokens, a generator that decodes
     beside them and by itself."""
@@ -363,17 +359,16 @@ def write_run(path: Path, known: TimeModel, *, rewards: int = 0) -> None:
                 lane += [["decode", now, now + seconds, rows, 8]]
                 now += seconds + known.look + known.finish * finished
                 rows -= finished
-    write_lines(path / "trace" / "learner.jsonl", learner)
-    write_lines(path / "trace" / "generator-0.jsonl", lane)
+    write_lines(path / "trace" / "learner.jsonl", *learner)
+    write_lines(path / "trace" / "generator-0.jsonl", *lane)
     if rewards:
         # the last took a list of two
         calls: list[Any] = [["reward", 100 + i, 100 + i + 0.3] for i in range(rewards - 2)]
-        write_lines(
-            path / "trace" / "generator-0-rewards.jsonl", [*calls, ["reward", 200, 200.6, 2]]
-        )
-    write_lines(path / "metrics.jsonl", [{"step": 0} | METRICS])
+        rewarded = [*calls, ["reward", 200, 200.6, 2]]
+        write_lines(path / "trace" / "generator-0-rewards.jsonl", *rewarded)
+    write_lines(path / "metrics.jsonl", {"step": 0} | METRICS)
     samples = [{"ticket": t, "tokens": [1] * (20 + t % 3)} for t in range(60) for _ in range(8)]
-    write_lines(path / "samples.jsonl", samples)
+    write_lines(path / "samples.jsonl", *samples)
 
 
 def test_a_report_says_what_a_simulation_predicts_where_one_side_waits(tmp_path: Path) -> None:
@@ -381,7 +376,7 @@ def test_a_report_says_what_a_simulation_predicts_where_one_side_waits(tmp_path:
     config = (tmp_path / "r" / "config.toml").read_text()
     (tmp_path / "r" / "config.toml").write_text(config.replace("steps = 120", "steps = 30"))
     samples = [{"ticket": t, "tokens": [1] * 20, "prompt": "2+2", "text": "4"} for t in range(40)]
-    write_lines(tmp_path / "r" / "samples.jsonl", samples)
+    write_lines(tmp_path / "r" / "samples.jsonl", *samples)
     name = "time/{}_idle_share"
     for learner, generator, predicted in (
         (0.4, 0.05, "2 generators instead of 1"),
@@ -389,7 +384,7 @@ def test_a_report_says_what_a_simulation_predicts_where_one_side_waits(tmp_path:
     ):
         idle = {name.format("learner"): learner, name.format("generator"): generator}
         rows = [{"step": step, "t": step * 1.0} | METRICS | idle for step in range(20)]
-        write_lines(tmp_path / "r" / "metrics.jsonl", rows)
+        write_lines(tmp_path / "r" / "metrics.jsonl", *rows)
         done = CliRunner().invoke(main, ["report", str(tmp_path / "r")])
         assert done.exit_code == 0, done.output
         page = (tmp_path / "r" / "report.html").read_text()
@@ -465,7 +460,7 @@ def test_a_few_samples_take_the_mean_length_of_all(tmp_path: Path) -> None:
     """Metrics have the mean of every batch, 24 here; the samples shown are shorter."""
     write_run(tmp_path, TimeModel())
     shown = [{"ticket": t, "tokens": [1] * (10 + t % 3)} for t in range(60)]
-    write_lines(tmp_path / "samples.jsonl", shown)
+    write_lines(tmp_path / "samples.jsonl", *shown)
     lengths = times.fit(tmp_path).lengths
     assert isinstance(lengths, list)
     assert sorted({round(x / 24 * 11) for x in lengths}) == [10, 11, 12]
@@ -490,7 +485,7 @@ def test_answers_that_all_end_in_one_call_are_fitted_by_its_steps(tmp_path: Path
         rows, steps, start = rng.randint(10, 200), rng.randint(1, 6), 100 + 0.3 * i
         seconds = steps * (known.step + known.row * rows) + known.admit * rows
         lane += [["prefill", start, start, rows], ["decode", start, start + seconds, rows, steps]]
-    write_lines(tmp_path / "trace" / "generator-0.jsonl", lane)
+    write_lines(tmp_path / "trace" / "generator-0.jsonl", *lane)
     found = times.fit(tmp_path)
     for name in ("step", "row", "admit"):
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=0.01), name

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from models_kit import model_fixture
-from process_kit import SMALL, demo_command, run_command
+from process_kit import SMALL, demo_command, run_command, write_lines
 from signs_kl_kit import LOST, Row, config, evals, fired, names, rows, split_share
 from trajectory_kit import trajectory
 
@@ -306,9 +306,7 @@ def test_a_coefficient_without_effect() -> None:
 
 def test_a_watcher_knows_the_settings(tmp_path: Path) -> None:
     told: list[str] = []
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps(r) + "\n" for r in rows(kl__target_ref_k3=LOST))
-    )
+    write_lines(tmp_path / "metrics.jsonl", *rows(kl__target_ref_k3=LOST))
     runner.HealthWatcher(tmp_path, told.append).check(50)
     assert told == []
     watcher = runner.HealthWatcher(
@@ -322,9 +320,7 @@ def test_a_watcher_knows_the_settings(tmp_path: Path) -> None:
 def test_the_summary_keeps_them(tmp_path: Path) -> None:
     """And the accuracies at the start that a resumed buffer no longer knows."""
     ends = [*evals("heldout", 512, (0, 0.3), (50, 0.6)), *evals("ood", 256, (0, 0.2), (50, 0.3))]
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps(r) + "\n" for r in [*ends, *rows(kl__target_ref_k3=LOST)])
-    )
+    write_lines(tmp_path / "metrics.jsonl", *ends, *rows(kl__target_ref_k3=LOST))
     text = (
         "trajectories tokens heldout_end ood_end ledger_lines lag_histogram trained_ids failures "
         "mismatch_k3_max"

@@ -21,6 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXTS = tomllib.loads((ROOT / "tests" / "data" / "configs.toml").read_text())
 
 
+def write_lines(path: Path, *rows: object) -> str:
+    """Write each row as a line, what is no text as JSON; return the path."""
+    lines = (row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return str(path)
+
+
 def load_program(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"program_{path.stem}", path)
     assert spec is not None and spec.loader is not None

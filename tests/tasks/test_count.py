@@ -1,7 +1,6 @@
 """The task with pictures, its warm start, and images in files of prompts."""
 
 import base64
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from process_kit import ROOT, load_program
+from process_kit import ROOT, load_program, write_lines
 from vision_kit import picture
 
 from asyncrl.config import load
@@ -88,18 +87,13 @@ def test_a_mixture_with_pictures_needs_a_model_of_its_own() -> None:
         task.make_demonstrations(4, 0)
 
 
-def write(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def test_prompts_of_a_file_have_the_images_of_their_columns(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     blobs = [picture(n) for n in range(3)]
     for n, blob in enumerate(blobs):
         (tmp_path / "pictures" / f"{n}.PNG").write_bytes(blob)
     url = f"data:image/png;base64,{base64.b64encode(blobs[2]).decode()}"
-    path = write(
+    path = write_lines(
         tmp_path / "p.jsonl",
         {"prompt": "a", "answer": "1", "image": "pictures/0.PNG", "level": "3"},
         {"prompt": "a", "images": ["pictures/1.PNG", url]},
@@ -111,7 +105,7 @@ def test_prompts_of_a_file_have_the_images_of_their_columns(tmp_path: Path) -> N
     assert second.images == blobs[1:] and fourth.images == blobs[2:]
     assert third.images == [] and third.meta == {"image": "debian:12"}
     (renamed,) = read_prompts(
-        write(tmp_path / "r.jsonl", {"prompt": "a", "photo": "pictures/0.PNG"}),
+        write_lines(tmp_path / "r.jsonl", {"prompt": "a", "photo": "pictures/0.PNG"}),
         "train",
         {"image": "photo"},
     )
@@ -139,7 +133,7 @@ def test_prompts_of_a_file_have_the_images_of_their_columns(tmp_path: Path) -> N
 def test_a_row_whose_image_cannot_be_read_is_named(tmp_path: Path, image: Any, said: str) -> None:
     (tmp_path / "p.jsonl.png").write_bytes(b"no image")
     with pytest.raises(ConfigError, match=said):
-        read_prompts(write(tmp_path / "p.jsonl", {"prompt": "a", "image": image}), "train")
+        read_prompts(write_lines(tmp_path / "p.jsonl", {"prompt": "a", "image": image}), "train")
     # supervised training refuses every image
     row = {"prompt": "a", "answer": "1", "image": "a.png"}
     with pytest.raises(ConfigError, match="p:1: has an image; supervised training reads only text"):

@@ -1,10 +1,10 @@
 """Tasks: right answers by hand, splits that share no problem, streams that repeat, bad lines."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from process_kit import write_lines
 
 from asyncrl.config.load import load
 from asyncrl.config.tree import TaskConfig as TaskConfig
@@ -130,12 +130,6 @@ def test_right_answers_fit_the_configs_limits(path: Path) -> None:
             assert len(p.text) + c.generator.max_new_tokens <= c.generator.context
 
 
-def write(path: Path, *rows: object) -> str:
-    lines = (r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in rows)
-    path.write_text("".join(f"{line}\n" for line in lines))
-    return str(path)
-
-
 def test_rows_become_prompts(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "2+2?"}]
     rows = [
@@ -147,7 +141,7 @@ def test_rows_become_prompts(tmp_path: Path) -> None:
         r'{"prompt": "\\ud83d", "answer": "2"}',
     ]
     task = FileTask(
-        write(tmp_path / "p.jsonl", *rows), write(tmp_path / "h.jsonl", {"prompt": "x"})
+        write_lines(tmp_path / "p.jsonl", *rows), write_lines(tmp_path / "h.jsonl", {"prompt": "x"})
     )
     first, second, *others = task.sets["train"]
     got = (first.text, first.answer, first.meta)
@@ -177,19 +171,19 @@ BAD = [
 
 @pytest.mark.parametrize(("line", "said"), BAD)
 def test_a_malformed_line_is_named(line: object, said: str, tmp_path: Path) -> None:
-    prompts = write(tmp_path / "p.jsonl", {"prompt": "a"}, line, {"prompt": "c"})
+    prompts = write_lines(tmp_path / "p.jsonl", {"prompt": "a"}, line, {"prompt": "c"})
     with pytest.raises(ConfigError, match=said):
         get_task(TaskConfig(name="file", prompts=prompts))
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
-    one = write(tmp_path / "one.jsonl", {"prompt": "a"}, {"prompt": " a "})
+    one = write_lines(tmp_path / "one.jsonl", {"prompt": "a"}, {"prompt": " a "})
     for prompts, heldout, said in [
         ("", "", "task.prompts"),
         ("absent.jsonl", "", "absent.jsonl is not a file"),
         (str(tmp_path / "latin.jsonl"), "", "jsonl:1: not UTF-8"),
-        (write(tmp_path / "empty.jsonl"), "", "no prompts"),
+        (write_lines(tmp_path / "empty.jsonl"), "", "no prompts"),
         (one, "", "give task.heldout"),
         (one, one, "nothing is left"),
     ]:
@@ -204,9 +198,9 @@ def test_parquet_reads_like_jsonl(tmp_path: Path) -> None:
         {"prompt": "1+2=", "answer": "3", "level": "b"},
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
-    heldout = write(tmp_path / "h.jsonl", {"prompt": "x"})
+    heldout = write_lines(tmp_path / "h.jsonl", {"prompt": "x"})
     found = FileTask(str(tmp_path / "p.parquet"), heldout).sets
-    assert found == FileTask(write(tmp_path / "p.jsonl", *rows), heldout).sets
+    assert found == FileTask(write_lines(tmp_path / "p.jsonl", *rows), heldout).sets
     pq.write_table(pa.Table.from_pylist([{"question": "1"}]), tmp_path / "bad.parquet")
     with pytest.raises(ConfigError, match="row 1: needs"):
         FileTask(str(tmp_path / "bad.parquet"))
@@ -223,8 +217,8 @@ def test_parquet_reads_like_jsonl(tmp_path: Path) -> None:
 def test_a_files_splits_share_no_problem_and_training_cycles(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i % 30}+1="} for i in range(60)]  # each problem twice
     task = FileTask(
-        write(tmp_path / "p.jsonl", *rows),
-        ood=write(tmp_path / "o.jsonl", {"prompt": "3+1="}, {"prompt": "new"}),
+        write_lines(tmp_path / "p.jsonl", *rows),
+        ood=write_lines(tmp_path / "o.jsonl", {"prompt": "3+1="}, {"prompt": "new"}),
     )
     texts = {s: {canonicalize(p) for p in task.sets[s]} for s in task.sets}
     assert not texts["train"] & (texts["heldout"] | texts["ood"])
