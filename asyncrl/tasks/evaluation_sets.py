@@ -35,8 +35,8 @@ class TaskWithSets:
     for a file."""
 
     def __init__(self, config: Config) -> None:
-        self.task: Any = get_task(config.task)
-        self.name: str = self.task.name
+        self.task: Task = get_task(config.task)
+        self.name = self.task.name
         self.columns: Mapping[Any, str] = config.task.columns
         self.sets = {
             evaluation_set.name: evaluation_set for evaluation_set in config.evaluation.sets
@@ -55,8 +55,7 @@ class TaskWithSets:
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         """Return a prompt of a split or a set."""
         if split not in self.sets:
-            prompt: Prompt = self.task.prompt(split, index, seed)
-            return prompt
+            return self.task.prompt(split, index, seed)
         if self.sets[split].file:
             return self._read_file(split)[index]
         prompt = self._find_task(split).prompt(self.sets[split].split, index, seed)
@@ -65,8 +64,7 @@ class TaskWithSets:
     def size(self, split: str) -> int | None:
         """Return the number of prompts; None for an endless split."""
         if split not in self.sets:
-            size: int | None = self.task.size(split)
-            return size
+            return self.task.size(split)
         if self.sets[split].file:
             return len(self._read_file(split))
         return self._find_task(split).size(self.sets[split].split)
@@ -84,8 +82,7 @@ class TaskWithSets:
         return self.files[name]
 
     def _find_task(self, split: str) -> Task:
-        source: Task = self.tasks.get(split, self.task)
-        return source
+        return self.tasks.get(split, self.task)
 
 
 def check_prompt_files(config: Config, run_dir: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from process_kit import ROOT, RUN_SEED, Ended, as_options, run_cli, run_command
+from process_kit import ROOT, RUN_SEED, Ended, as_options, run_cli, run_command, write_lines
 from warm_python import FORKED
 
 from actors.rewards import check_reward_process
@@ -203,8 +203,7 @@ def test_every_command_of_the_pages_runs(tmp_path: Path) -> None:
 
 
 def prompts(path: Path, *rows: dict[str, object]) -> FileTask:
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return FileTask(str(path))
+    return FileTask(write_lines(path, *rows))
 
 
 def test_demonstrations_are_of_training_prompts_and_a_quarter_is_spoiled(tmp_path: Path) -> None:

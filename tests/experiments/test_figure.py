@@ -48,7 +48,6 @@ def test_a_comparison_s_points_and_lines(compared: Path) -> None:
     said = figures.make_caption([first, second], STEP)
     assert said == "Mean over seeds (n = 1 to 2); band: lowest to highest seed."
     assert figures.make_caption([second], STEP) == "One run each (n = 1 seed), no band."
-    # over lags each run is its last value
     points = figures.read_points([compared], "eval/heldout", LAG)
     lags = enumerate((2.0, 800 / 300))
     assert points[:2] == [FigurePoint("a", "a", seed, lag, 0.5) for seed, lag in lags]
@@ -138,15 +137,14 @@ def test_what_a_figure_refuses(
     assert table.is_file()
 
 
-def test_what_a_list_of_runs_refuses(tmp_path: Path) -> None:
+def test_what_a_list_of_runs_refuses_and_shows(tmp_path: Path) -> None:
     assert "no such directory" in refused("ls", str(tmp_path / "none"))
     assert f"{tmp_path} contains no run directory" in refused("ls", str(tmp_path))
     for name in ("run_id", "config.toml"):
         (tmp_path / name).touch()
     assert "is a run itself" in refused("ls", str(tmp_path))
-
-
-def test_unreadable_runs_hide_no_other(tmp_path: Path) -> None:
+    # runs that cannot be read hide no other
+    (tmp_path / "run_id").unlink()
     for name, config in (("torn", "learner = ["), ("new", "[learner]\nsteps = 9\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run_id").write_text(name)

@@ -334,11 +334,9 @@ def write_run(path: Path, known: TimeModel, *, rewards: int = 0) -> None:
     learner, at = [], 100.0
     for i in range(60):
         tokens, alone = rng.randint(1500, 2500), i % 2
-        learner += [
-            ["train", at, at + 0.4 * tokens / 2000 * (1.0 if alone else known.beside), tokens]
-        ]
-        learner += [["publish", learner[-1][2], learner[-1][2] + 0.002]]
-        at = learner[-1][2] + 0.2
+        end = at + 0.4 * tokens / 2000 * (1.0 if alone else known.beside)
+        learner += [["train", at, end, tokens], ["publish", end, end + 0.002]]
+        at = end + 0.202
     trains = [s for s in learner if s[0] == "train"]
     lane: list[list[Any]] = []
     for i, batch in enumerate(trains):

@@ -509,7 +509,7 @@ def test_runs_against_itself_are_the_same_to_the_last_bit(tmp_path: Path) -> Non
     assert largest == [0.0, 0.0]
 
 
-def test_sessions_of_one_process_have_a_luck_of_their_own() -> None:
+def test_sessions_of_one_process_have_a_luck_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The games draw from the global generator: two sessions by turns see what each sees alone."""
     pytest.importorskip("textarena")
 
@@ -529,10 +529,7 @@ def test_sessions_of_one_process_have_a_luck_of_their_own() -> None:
     assert together == alone and alone[0] != alone[1]
     assert all("[Hit]" not in turn[0] for (turn, *_) in alone[0][1:]), "its own words"
     assert alone[0][-1][1:] == (False, {"parts": {"invalid": 0.0}})
-
-
-def test_one_line_of_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("textarena")
+    # by one line of config
     made = host("textarena:GuessTheNumber-v0")
     got = made.apply(EnvironmentOperation(3, "reset", prompt=Prompt(0, "0"), seed=5))
     assert got is not None and got.kind == "ok" and "between 1 and 20" in str(got.obs)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from process_kit import write_lines
 
 from asyncrl.config import load
 from asyncrl.config.tree import TaskConfig
@@ -26,8 +27,7 @@ def mixture(*parts: dict[str, Any]) -> Any:
 def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("mine") / "mine.jsonl"
     rows = [{"prompt": f"{i:02}", "answer": f"{i}", "level": 3} for i in range(20)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_lines(path, *rows)
 
 
 def test_every_prompt_knows_its_task(file: str) -> None:

@@ -6,7 +6,7 @@ and tradeoffs of speed and reward, of a sweep the suggested limit with its reaso
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import nan
 from typing import Any
 
@@ -25,7 +25,7 @@ from asyncrl.experiments.compare.grid import (
     Sweep,
     SweepPlan,
 )
-from asyncrl.experiments.compare.verdict import average
+from asyncrl.experiments.compare.verdict import average, average_known
 from asyncrl.records.jsonl import JsonObject
 from buffer import training_log
 from buffer.ledger import sum_tokens
@@ -46,11 +46,6 @@ MEASURES = (
 
 Runs = Mapping[str, Sequence[CellResult]]  # arm -> its runs, by seed
 Summary = dict[str, Any]  # JSON of an arm, a cell of a sweep, or of all of them
-
-
-def average_known(values: Iterable[float]) -> float:
-    """Return the mean of the values that are not nan; nan without any."""
-    return average([value for value in values if not math.isnan(value)])
 
 
 # ---- one run, or two -----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Numbers
 from asyncrl.contract.printable import Say
 from asyncrl.contract.toml_writer import read_table
+from asyncrl.experiments.compare.verdict import average_known
 from asyncrl.experiments.lab.corrections import draw_rewards
 from asyncrl.experiments.lab.findings import LabFindings, make_table
 from asyncrl.experiments.lab.policy import ResponseSpace, compute_cosine
@@ -204,7 +205,10 @@ def measure(
                 by_batch = [trainer.train(samples, 1000 * seed + 10 + n) for n in range(batches)]
                 rows.append(list(itertools.chain(*by_batch)))
             runs[optimizer][arm] = {
-                n: [_average([row.get(n, nan) for row in step]) for step in zip(*rows, strict=True)]
+                n: [
+                    average_known([row.get(n, nan) for row in step])
+                    for step in zip(*rows, strict=True)
+                ]
                 for n in rows[0][0]
             }
             highest[optimizer][arm] = {
@@ -224,21 +228,12 @@ def measure(
         "samples": samples,
         "rates": rates,
         "budget": BUDGET,
-        "start_reward": _average(
+        "start_reward": average_known(
             [float((space.compute_probability(theta) * right).sum()) for theta, right in cases]
         ),
         "highest": highest,
         "runs": runs,
     }
-
-
-def _average(x: list[float]) -> float:
-    """Average the values that are not nan.
-
-    A seed that stopped early makes no step and has no gradient.
-    """
-    values = [v for v in x if not math.isnan(v)]
-    return sum(values) / len(values) if values else nan
 
 
 # ---- the presentation ----------------------------------------------------------------------------
@@ -267,7 +262,7 @@ def present_findings(r: JsonObject) -> LabFindings:
 
 def _check_optimizer(r: JsonObject, o: str) -> list[tuple[str, bool]]:
     budget, run = r["budget"], r["runs"][o]
-    kl = {a: _average(h["kl_first"]) for a, h in r["highest"][o].items()}
+    kl = {a: average_known(h["kl_first"]) for a, h in r["highest"][o].items()}
     agree = min(run["v3.1"]["cosine"][1 : r["epochs"] * r["minibatches"]])
     batch_kl = max(r["highest"][o]["D learning rate"]["kl_batch"])
     claims = [
@@ -316,5 +311,5 @@ def _describe_arm(run: JsonObject, highest: JsonObject) -> dict[str, str]:
         series = [x for x in by_step if not math.isnan(x)] or [nan]
         values |= {f"{name}_first": series[0], f"{name}_last": series[-1]}
         values[f"{name}_least"] = min(series)
-    values |= {name: _average(by_seed) for name, by_seed in highest.items()}
+    values |= {name: average_known(by_seed) for name, by_seed in highest.items()}
     return {head: form.format(**values) for head, form in COLUMNS.items()}

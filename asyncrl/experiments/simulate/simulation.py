@@ -17,9 +17,10 @@ import os
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from math import inf
+from statistics import fmean
 from typing import Any
 
 from actors.delivery import LINGER_S, estimate_size
@@ -366,7 +367,7 @@ class Simulation:
         return {
             "max_lag": staleness.limit,
             # admission window, over the commits: max_lag if it is always filled
-            "limit_mean": average(self.limits),
+            "limit_mean": fmean(self.limits),
             "generators": self.config.generators,
             "steps": steps,
             "seconds": seconds,  # first ticket to last commit
@@ -383,13 +384,13 @@ class Simulation:
             "lag_max": max(counts, default=0),
             # mean lag by Little's law: samples that wait for their training, over those of a batch
             "lag_closed_form": waiting / learner.groups,
-            "lag_in_flight": average(self.flights),  # until delivery
-            "lag_in_queue": average(self.queues),  # from there to training
+            "lag_in_flight": fmean(self.flights),  # until delivery
+            "lag_in_queue": fmean(self.queues),  # from there to training
             # lag -> share of the trained tokens
             "lag_histogram": {lag: count / max(tokens, 1) for lag, count in sorted(counts.items())},
             "tickets_mean": self.ticket_seconds / seconds,  # groups that generators hold, over time
             "tickets_max": self.most_tickets,
-            "alive_mean": average(self.outstanding),  # groups outstanding
+            "alive_mean": fmean(self.outstanding),  # groups outstanding
             # of the trained tokens: removed by the staleness weight
             "faded_share": faded / max(tokens, 1),
             # seconds from a sample's start to its last token: a tenth take longer
@@ -401,10 +402,6 @@ class Simulation:
             "left_over": int(ledger["left_over"]["tokens"]),
             "took_s": took_s,  # real seconds of the simulation
         }
-
-
-def average(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def _make_length_sampler(

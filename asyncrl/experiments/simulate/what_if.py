@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import fill, read_table
 from asyncrl.experiments.diagnose import RunLog
 from asyncrl.experiments.simulate import times
-from asyncrl.experiments.simulate.simulation import Outcome, Simulation, average
+from asyncrl.experiments.simulate.simulation import Outcome, Simulation
 from asyncrl.experiments.simulate.times import TimeModel, fit, fit_log
 from asyncrl.records import atomic_write, page_kit, rundir
 from asyncrl.records.health_checks import match_rules
@@ -92,11 +93,11 @@ def average_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
             averages[name] = max(values)
         elif isinstance(first, dict):
             keys = sorted({key for value in values for key in value})
-            averages[name] = {str(key): average([x.get(key, 0) for x in values]) for key in keys}
+            averages[name] = {str(key): fmean([x.get(key, 0) for x in values]) for key in keys}
         elif name in ("max_lag", "generators", "steps"):
             averages[name] = "inf" if first == inf else int(first)
         else:
-            averages[name] = average(values)
+            averages[name] = fmean(values)
     return averages
 
 
@@ -150,10 +151,10 @@ def answer(
     lags = [outcome["lag_mean"] for outcome in (after, *drifted)]
     result = {
         "question": question,
-        "ratio": average(ratios),
+        "ratio": fmean(ratios),
         "least": min(ratios),
         "largest": max(ratios),
-        "step_ratio": average(steps),
+        "step_ratio": fmean(steps),
         "step_least": min(steps),
         "step_largest": max(steps),
         "outcome": after,
