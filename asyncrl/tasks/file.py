@@ -257,27 +257,27 @@ class FileTask:
     ) -> None:
         if not prompts:
             raise ConfigError(f"task.prompts: {self.unset}")
-        prompts_read = read_prompts(prompts, "train", columns)
+        named = [(canonicalize(file), file) for file in read_prompts(prompts, "train", columns)]
         self.sets: dict[str, list[Prompt]] = {
             "heldout": read_prompts(heldout, "heldout", columns) if heldout else [],
             "ood": read_prompts(ood, "ood", columns) if ood else [],
         }
         fixed = {canonicalize(file) for rows in self.sets.values() for file in rows}
-        fresh = [file for file in prompts_read if canonicalize(file) not in fixed]
+        named = [(name, file) for name, file in named if name not in fixed]
         if not heldout:
-            problems = sorted({canonicalize(file) for file in fresh})
+            problems = sorted({name for name, _ in named})
             if len(problems) < 2:
                 raise ConfigError(
                     f"{prompts}: {len(problems)} prompt(s) cannot be both trained on and held out; "
                     "give task.heldout"
                 )
-            heldout_problems = set(random.Random(0).sample(problems, max(1, len(problems) // 10)))
+            fixed = set(random.Random(0).sample(problems, max(1, len(problems) // 10)))
             self.sets["heldout"] = [
                 msgspec.structs.replace(file, split="heldout")
-                for file in fresh
-                if canonicalize(file) in heldout_problems
+                for name, file in named
+                if name in fixed
             ]
-            fresh = [file for file in fresh if canonicalize(file) not in heldout_problems]
+        fresh = [file for name, file in named if name not in fixed]
         if not fresh:
             raise ConfigError(
                 f"{prompts}: every prompt is also in task.heldout or task.ood; nothing is left to "

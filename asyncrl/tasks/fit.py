@@ -183,16 +183,13 @@ def select_batch(
 
     A batch may span two passes.  The result depends only on the arguments, so that a resumed run
     continues with the same examples."""
-    positions = range(step * training.batch, (step + 1) * training.batch)
-    turns = sorted({position // len(examples) for position in positions})
-    orders = {
-        turn: np.random.default_rng([seed, turn]).permutation(len(examples)).tolist()
-        for turn in turns
-    }
-    return [
-        examples[orders[position // len(examples)][position % len(examples)]]
-        for position in positions
-    ]
+    batch: list[FitExample] = []
+    for position in range(step * training.batch, (step + 1) * training.batch):
+        turn, place = divmod(position, len(examples))
+        if not batch or not place:
+            order = np.random.default_rng([seed, turn]).permutation(len(examples))
+        batch.append(examples[order[place]])
+    return batch
 
 
 class ModelFitter:

@@ -88,9 +88,8 @@ class CellResult:
         self.lags = {int(lag): count for lag, count in record["lag_histogram"].items()}
         self.trouble = list_instabilities(record)
         self.stopped = str(record.get("abandoned") or record.get("failed") or "")
-        self.signs = [health_checks.Finding(**sign) for sign in record.get("signs", ())]
-        if self.warm:
-            self.signs = self.find_signs()
+        signs = [health_checks.Finding(**sign) for sign in record.get("signs", ())]
+        self.signs = self.find_signs() if self.warm else signs
 
     @property
     def final(self) -> float:
@@ -179,7 +178,6 @@ def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, 
         raise ConfigError(f"--arm: the name {duplicate} is given twice{hint}")
     if len(arms) < 2:
         raise ConfigError("--arm: a comparison needs two arms or more")
-    load.load_to_train(source, sets)  # reports a mistake in CONFIG or --set as such
     configs: dict[str, Config] = {}
     for arm in arms:
         if arm.same_as:
