@@ -410,9 +410,8 @@ def test_columns_of_other_names(tmp_path: Path) -> None:
 
 def test_a_conversational_prompt_of_trl_is_a_chat(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hello"}]
-    (prompt,) = read_prompts(
-        write_lines(tmp_path / "p.jsonl", {"prompt": turns, "answer": "x"}), "train"
-    )
+    path = write_lines(tmp_path / "p.jsonl", {"prompt": turns, "answer": "x"})
+    (prompt,) = read_prompts(path, "train")
     assert prompt.messages == turns and prompt.text == "hello" and prompt.answer == "x"
     path = write_lines(tmp_path / "q.jsonl", {"chat": turns})
     (prompt,) = read_prompts(path, "train", {"messages": "chat"})

@@ -329,7 +329,7 @@ def write_run(path: Path, known: TimeModel, *, rewards: int = 0) -> None:
     """A run directory as a run leaves it: 60 batches of 2,000 tokens, a generator that decodes
     beside them and by itself."""
     rng = random.Random(5)
-    (path / "trace").mkdir(parents=True)
+    path.mkdir(exist_ok=True)
     (path / "config.toml").write_text((ROOT / "configs" / "demo.toml").read_text())
     learner, at = [], 100.0
     for i in range(60):

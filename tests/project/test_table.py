@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import table
 from lib import run_pictures, timelines
+from process_kit import write_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -94,11 +95,6 @@ def test_run_runs_those_asked_for_and_names_what_failed(
 BATCHES, SIZE = 20, 4
 
 
-def write_lines(path: Path, rows: list[Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """Batch n begins at second n, three of its samples end at n + 0.3, and it trains at n + 1.
@@ -116,11 +112,10 @@ def run_dir(tmp_path: Path) -> Path:
     learner = []
     for n in range(BATCHES):
         learner += [["train", n + 1, n + 1.5, 40], ["publish", n + 1.5, n + 1.6]]
-    write_lines(tmp_path / "trace" / "generator-0.jsonl", generator)
-    write_lines(tmp_path / "trace" / "learner.jsonl", learner)
-    write_lines(
-        tmp_path / "trained.jsonl", [{"batch": n, "lags": {"1": 40}} for n in range(BATCHES)]
-    )
+    write_lines(tmp_path / "trace" / "generator-0.jsonl", *generator)
+    write_lines(tmp_path / "trace" / "learner.jsonl", *learner)
+    batches = [{"batch": n, "lags": {"1": 40}} for n in range(BATCHES)]
+    write_lines(tmp_path / "trained.jsonl", *batches)
     return tmp_path
 
 
@@ -147,7 +142,7 @@ def test_the_ledger_has_the_lines_with_tokens_after_each_batch(tmp_path: Path) -
         {"step": 1, "t": 2.5, "ledger/trained": 30, "ledger/dropped_stale": 4},
         {"step": 1, "t": 2.6, "eval/heldout": 0.5},
     ]
-    write_lines(tmp_path / "metrics.jsonl", rows)
+    write_lines(tmp_path / "metrics.jsonl", *rows)
     assert run_pictures.ledger_excerpt(tmp_path) == {
         "seconds": [1.0, 2.5],
         "lines": {"trained": [10, 30], "dropped_stale": [0, 4], "left_over": [5, 0]},
@@ -163,5 +158,5 @@ def test_accuracy_is_at_the_second_of_its_version(tmp_path: Path) -> None:
         {"step": 1, "t": 9.0, "eval/heldout": 0.5},
         {"step": 2, "t": 11.0, "eval/heldout": 0.75},
     ]
-    write_lines(tmp_path / "metrics.jsonl", rows)
+    write_lines(tmp_path / "metrics.jsonl", *rows)
     assert run_pictures.accuracy_curve(tmp_path) == [[0.0, 0.25], [4.0, 0.5], [6.0, 0.75]]

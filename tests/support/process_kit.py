@@ -24,6 +24,7 @@ TEXTS = tomllib.loads((ROOT / "tests" / "data" / "configs.toml").read_text())
 def write_lines(path: Path, *rows: object) -> str:
     """Write each row as a line, what is no text as JSON; return the path."""
     lines = (row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{line}\n" for line in lines))
     return str(path)
 

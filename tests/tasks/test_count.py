@@ -104,11 +104,8 @@ def test_prompts_of_a_file_have_the_images_of_their_columns(tmp_path: Path) -> N
     assert first.images == blobs[:1] and first.meta == {"level": "3"}
     assert second.images == blobs[1:] and fourth.images == blobs[2:]
     assert third.images == [] and third.meta == {"image": "debian:12"}
-    (renamed,) = read_prompts(
-        write_lines(tmp_path / "r.jsonl", {"prompt": "a", "photo": "pictures/0.PNG"}),
-        "train",
-        {"image": "photo"},
-    )
+    other = write_lines(tmp_path / "r.jsonl", {"prompt": "a", "photo": "pictures/0.PNG"})
+    (renamed,) = read_prompts(other, "train", {"image": "photo"})
     assert renamed.images == blobs[:1]
     assert len({canonicalize(prompt) for prompt in (first, second, third)}) == 3
     task = FileTask(path)  # the same question about other pictures is another problem
