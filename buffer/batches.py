@@ -22,9 +22,6 @@ class BatchWait(NamedTuple):
     process: str = BUFFER  # the process that must act
     ticket: int = -1  # the incomplete ticket, if there is one
 
-    def __str__(self) -> str:
-        return self.reason
-
 
 def pick_groups(store: StoreRules, number: int) -> tuple[list[Group], BatchWait | None]:
     """Choose the groups of batch `number`; return them, or ([], the reason for waiting)."""

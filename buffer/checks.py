@@ -28,7 +28,7 @@ from asyncrl.contract.messages import (
     TicketRequest,
     Trajectory,
 )
-from asyncrl.contract.outcomes import MOST_PARTS, MOST_ROWS, NAME_LENGTH, REASON_LENGTH
+from asyncrl.contract.outcomes import MOST_PARTS, MOST_ROWS, NAME_LENGTH
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER
 from asyncrl.transport import arrays
@@ -41,7 +41,6 @@ from buffer.state import StoreState
 TEXT_LENGTH = 1000  # of a wait
 TEXT_PER_TOKEN = 128  # characters: the longest tokens are runs of spaces
 TEXT_MORE = 1 << 16  # further characters, for the template around a prompt
-NAMES = MOST_PARTS  # limit of the parts of a reward and of the numbers of a generator
 ROWS = 1 << 16  # tokens of a sample, if the context is unknown
 NO_BLOBS: Blobs = {}
 # the messages of a learner after its hello
@@ -103,7 +102,7 @@ def check_images(blobs: Blobs) -> None:
     """Check the images of a delivery: their digests, and that they can be decoded."""
     if not blobs:
         return
-    require(len(blobs) <= MOST_IMAGES * NAMES, f"{len(blobs)} images in one message")
+    require(len(blobs) <= MOST_IMAGES * MOST_PARTS, f"{len(blobs)} images in one message")
     from asyncrl.models import pictures  # imports numpy
 
     try:
@@ -229,6 +228,7 @@ def check_samples(
     samples: Sequence[Trajectory], model: ModelShape, settings: StoreSettings
 ) -> None:
     """Check samples by themselves: lengths of arrays, finite numbers, token ids, config limits."""
+    most_characters = TEXT_PER_TOKEN * (settings.context or ROWS) + TEXT_MORE
     for sample in samples:
         name = cite(sample)
         # the lengths of its arrays; its spans give each token one version, and only a failed sample
@@ -282,37 +282,17 @@ def check_samples(
                     f"{row_name}: its segments do not lie within its {size} tokens", "shape"
                 )
         arrays.check_scalars(sample)
-        _check_texts(sample, settings)
+        if max(len(sample.text), len(sample.prompt_text)) > most_characters:
+            raise BadMessage(
+                f"{name}: texts of {len(sample.text)} and {len(sample.prompt_text)} characters are "
+                f"too long for at most {settings.context or ROWS} tokens",
+                "text",
+            )
+        if sample.failed and sample.failed.kind == "refused":
+            raise BadMessage(
+                f"{name}: its failure has the kind `refused`, which only the buffer may set", "text"
+            )
     arrays.check_numbers(samples, model)
-
-
-def _check_texts(sample: Trajectory, settings: StoreSettings) -> None:
-    """Check the lengths of texts and names, and that the segments lie within the tokens."""
-    context = settings.context or ROWS
-    if max(len(sample.text), len(sample.prompt_text)) > TEXT_PER_TOKEN * context + TEXT_MORE:
-        raise BadMessage(
-            f"{cite(sample)}: texts of {len(sample.text)} and {len(sample.prompt_text)} "
-            f"characters are too long for at most {context} tokens",
-            "text",
-        )
-    parts = sample.reward_parts
-    if len(parts) > NAMES or any(len(name) > NAME_LENGTH for name in parts):
-        raise BadMessage(
-            f"{cite(sample)}: its reward has {len(parts)} parts (at most {NAMES} are "
-            f"allowed), or the name of one has more than {NAME_LENGTH} characters",
-            "text",
-        )
-    if len(sample.group_key) > NAME_LENGTH or (
-        sample.failed and len(sample.failed.why) > REASON_LENGTH
-    ):
-        raise BadMessage(
-            f"{cite(sample)}: its group_key or the reason of its failure is too long", "text"
-        )
-    if sample.failed and sample.failed.kind == "refused":
-        raise BadMessage(
-            f"{cite(sample)}: its failure has the kind `refused`, which only the buffer may set",
-            "text",
-        )
 
 
 def check_progress(store: StoreState, rows: list[AttemptTokens]) -> None:

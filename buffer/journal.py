@@ -34,10 +34,12 @@ import contextlib
 import functools
 import os
 import struct
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 import msgspec
 import xxhash
@@ -149,86 +151,79 @@ def _parse_term(path: Path) -> int:
     return int(path.stem) if path.suffix else 0
 
 
-class NextSegment:
-    """The next segment: a thread writes the snapshot and most records appended since.
+class Segment:
+    """A segment under the name `part`, with a snapshot and most records appended since.
 
-    sync: whether records must reach the disk."""
+    path: its name from `finish` on.
+    tail: the records that are appended while the snapshot is written; they are taken from it.
+    sync: whether records must reach the disk.
+    Raises OSError."""
 
-    def __init__(self, path: Path, snapshot: bytes, *, sync: bool) -> None:
+    def __init__(self, path: Path, snapshot: bytes, tail: deque[Record], *, sync: bool) -> None:
         self.path = path
         self.part = path.with_suffix(".part")
         self.sync = sync
-        self.snapshot = snapshot
-        self.fd = -1
         self.size = 0
-        self.tail: list[Record] = []
-        self.is_ready = False  # the rest of the tail is short
-        self.error: OSError | None = None
-        self._lock = threading.Lock()
-        self.thread = threading.Thread(target=self._write, name="journal-next", daemon=True)
-        self.thread.start()
-
-    def append(self, records: list[Record]) -> None:
-        """Append records after the snapshot."""
-        with self._lock:
-            self.tail += records
-
-    def _write(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        self.fd = os.open(self.part, flags, 0o600)
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-            self.fd = os.open(self.part, flags, 0o600)
-            self.write_records([[self.snapshot]])
-            self.snapshot = b""
-            while not self.is_ready:
-                with self._lock:
-                    tail_bytes = sum(map(count_bytes, self.tail))
-                    self.is_ready = tail_bytes <= TAIL_BYTES
-                    records = []
-                    if not self.is_ready:
-                        records, self.tail = self.tail, []
-                self.write_records(records)
-        except OSError as error:
-            self.error = error
-            self.is_ready = True
+            self.write([[snapshot]])
+            # the caller waits while `finish` writes the rest
+            while sum(map(count_bytes, tuple(tail))) > TAIL_BYTES:
+                self.write([tail.popleft() for _ in range(len(tail))])
+            if sync:
+                os.fdatasync(self.fd)
+        except OSError:
+            self.abandon()
+            raise
 
-    def write_records(self, records: list[Record]) -> None:
-        """Write records so that they are as durable as the mode promises.  Raises OSError."""
+    def write(self, records: Iterable[Record], sure: int | None = None) -> None:
+        """Write records.  Raises OSError.
+
+        sure: durable bytes of the file; None: those before each record will be at the renaming."""
+        pieces: list[bytes | memoryview] = []
         for record in records:
-            self.size += write_pieces(self.fd, [FRAMES.make_header(record, self.size), *record])
-        if self.sync and records:
-            os.fdatasync(self.fd)
+            pieces += FRAMES.make_header(record, self.size if sure is None else sure), *record
+            self.size += FRAMES.size + count_bytes(record)
+        write_pieces(self.fd, pieces)
 
-    def finish(self) -> None:
+    def finish(self, tail: Iterable[Record]) -> None:
         """Write the rest of the tail and rename the file: it is now the newest segment.
 
         Raises OSError."""
-        if self.error is not None:
-            raise self.error
-        self.write_records(self.tail)
+        self.write(tail)
+        if self.sync:
+            os.fdatasync(self.fd)
         os.replace(self.part, self.path)
         if self.sync:
             atomic_write.sync_path(self.path.parent)
 
     def abandon(self) -> None:
         """Discard the file; the older segment stays valid."""
-        self.thread.join()
-        if self.fd >= 0:
-            os.close(self.fd)
+        os.close(self.fd)
         atomic_write.remove(self.part)
 
 
 class Journal:
-    """The log being written: `append`, then `write`.
+    """The log being written, from a snapshot on: `append`, then `write`.
 
     A record is safe once `durable` has reached its number.  With `sync` a thread syncs groups of
-    records, while further records are appended and written.
+    records, while further records are appended and written.  Only the caller's thread changes the
+    journal: a thread of the pool syncs a file, writes the next segment or removes old ones.
 
     sync: a record is durable only once the disk has it (durability `disk`).
     segment_bytes: size from which a segment is replaced.
-    term: the term of the buffer that writes."""
+    term: the term of the buffer that writes.
+    Raises AsyncrlError when the disk is full."""
 
     def __init__(
-        self, directory: Path, *, sync: bool, segment_bytes: int = SEGMENT_BYTES, term: int = 0
+        self,
+        directory: Path,
+        snapshot: bytes,
+        *,
+        sync: bool,
+        segment_bytes: int = SEGMENT_BYTES,
+        term: int = 0,
     ) -> None:
         self.directory = directory
         self.term = term
@@ -238,24 +233,21 @@ class Journal:
         for leftover in directory.glob("*.part"):
             if parse_position(leftover)[0] <= term:
                 atomic_write.remove(leftover)
-        self.next: NextSegment | None = None
-        self._remover: threading.Thread | None = None
         self._sure_fd = os.open(
             directory / (f"{term:08d}.sure" if term else "sure"), os.O_WRONLY | os.O_CREAT, 0o600
         )
         existing = list_segments(directory, term)
         self.number = parse_position(existing[-1])[1] if existing else 0
-        self.fd = -1
-        self.appended = self.durable = self.size = self.sure = self.first = 0
+        self.tail: deque[Record] = deque()  # of the next segment
+        self.appended = self.durable = self.sure = self.first = 0
         self.waiting: list[Record] = []
         self.failure: OSError | None = None
-        self._wake = threading.Condition()
-        self._goal = (0, 0)  # (record, bytes) written and not yet synced
-        self._busy = self._end = False
-        self.thread: threading.Thread | None = None
-        if sync:
-            self.thread = threading.Thread(target=self._sync_records, name="journal", daemon=True)
-            self.thread.start()
+        self._threads = ThreadPoolExecutor(3, "journal")
+        # the sync under way, and the (record, bytes) that are durable after it
+        self._syncing: Future[None] | None = None
+        self._goal = (0, 0)
+        self._begin(snapshot)
+        self.segment = self._finish_next(None)
 
     def append(self, *record: bytes | memoryview) -> int:
         """Queue a record and return its number; its pieces must not change until it is written."""
@@ -264,64 +256,44 @@ class Journal:
         return self.appended
 
     def write(self) -> None:
-        """Write all appended records to the file; the thread syncs them under `disk`.
+        """Write all appended records to the file; a thread syncs them under `disk`.
 
         Raises AsyncrlError when the disk is full."""
-        if self.failure is not None:
-            raise make_disk_full_error(self.directory, self.failure) from self.failure
-        if self.next is not None and self.next.is_ready:
-            self._switch()
-        if not self.waiting:
-            return
-        pieces: list[bytes | memoryview] = []
-        for record in self.waiting:
-            pieces.append(FRAMES.make_header(record, self.sure))
-            pieces += record
-        if self.next is not None:
-            self.next.append(self.waiting)
-        self.waiting = []
         try:
-            self.size += write_pieces(self.fd, pieces)
+            if self.failure is not None:
+                raise self.failure
+            if self.next is not None and self.next.done():
+                self.segment = self._finish_next(self.segment)
+            if self.waiting:
+                records, self.waiting = self.waiting, []
+                if self.next is not None:
+                    self.tail += records
+                self.segment.write(records, self.sure)
+            self._promise()
         except OSError as error:
             self.failure = error  # the file may end in a torn tail: append nothing after it
             raise make_disk_full_error(self.directory, error) from error
-        if not self.sync:
-            self.durable = self.appended
-            self.sure = self.size
-            self._write_sure()
+
+    def _promise(self) -> None:
+        """Count what is durable, and sync what was written since.  Raises OSError."""
+        if self._syncing is not None and self._syncing.done():
+            self._syncing.result()
+            self._syncing = None
+            self._set_durable(*self._goal)
+        written = self.appended - len(self.waiting), self.segment.size
+        if self._syncing is not None or written[0] == self.durable:
             return
-        with self._wake:
-            self._goal = (self.appended, self.size)
-            self._wake.notify()
+        if not self.sync:
+            self._set_durable(*written)
+        else:
+            self._goal = written
+            self._syncing = self._threads.submit(os.fdatasync, self.segment.fd)
 
-    def _sync_records(self) -> None:
-        """Sync the written records in groups, until `close`."""
-        while True:
-            with self._wake:
-                while self._goal[0] <= self.durable and not self._end:
-                    self._wake.wait()
-                if self._end:
-                    return
-                goal = self._goal
-                fd = self.fd
-                self._busy = True
-            try:
-                os.fdatasync(fd)
-            except OSError as error:
-                with self._wake:
-                    self.failure = error
-                    self._busy = False
-                    self._wake.notify_all()
-                return
-            with self._wake:
-                self.durable = goal[0]
-                self.sure = goal[1]
-                self._write_sure()
-                self._busy = False
-                self._wake.notify_all()
+    def _set_durable(self, record: int, size: int) -> None:
+        """Count records, and write the file `sure`.
 
-    def _write_sure(self) -> None:
-        """Write the file `sure`, an additional proof; correctness does not depend on it."""
+        The file is an additional proof; correctness does not depend on it."""
+        self.durable, self.sure = record, size
         position = struct.pack("<QQ", self.number, self.sure)
         checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(position))
         with contextlib.suppress(OSError):
@@ -330,7 +302,7 @@ class Journal:
     @property
     def is_full(self) -> bool:
         """Whether a new segment is due, which would be smaller than this one."""
-        return self.next is None and self.size > max(self.segment_bytes, 2 * self.first)
+        return self.next is None and self.segment.size > max(self.segment_bytes, 2 * self.first)
 
     def rotate(self, snapshot: bytes, *, wait: bool = True) -> None:
         """Start a new segment with a snapshot of everything appended so far.
@@ -340,54 +312,63 @@ class Journal:
 
         Raises AsyncrlError when the disk is full; the older segment is unchanged and stays
         valid."""
-        if self.next is not None:
-            self.next.abandon()
-            self.next = None
+        self._abandon_next()
         self.write()  # the snapshot contains these records: keep them out of the tail
-        path = make_segment_path(self.directory, self.term, self.number + 1)
-        self.next = NextSegment(path, snapshot, sync=self.sync)
+        self._begin(snapshot)
         if wait:
-            self._switch()
+            self.segment = self._finish_next(self.segment)
 
-    def _switch(self) -> None:
-        """Switch to the next segment."""
-        new = self.next
-        assert new is not None
+    def _begin(self, snapshot: bytes) -> None:
+        """Let a thread write the next segment."""
+        path = make_segment_path(self.directory, self.term, self.number + 1)
+        self.next: Future[Segment] | None = self._threads.submit(
+            Segment, path, snapshot, self.tail, sync=self.sync
+        )
+
+    def _abandon_next(self) -> None:
+        """Discard the next segment, if one is being written."""
+        if self.next is not None:
+            with contextlib.suppress(OSError):
+                self.next.result().abandon()
+            self.next = None
+            self.tail.clear()
+
+    def _finish_next(self, old: Segment | None) -> Segment:
+        """Finish and return the next segment, and let a thread remove the ones before it.
+
+        old: the segment to which records were written so far."""
+        assert self.next is not None
+        try:
+            new = self.next.result()
+            self.first = new.size
+            new.finish(self.tail)
+        except OSError as error:
+            self._abandon_next()
+            path = make_segment_path(self.directory, self.term, self.number + 1)
+            raise make_disk_full_error(path.with_suffix(".part"), error) from error
         self.next = None
-        new.thread.join()
-        first = new.size
-        with self._wake:
-            self._wake.wait_for(lambda: not self._busy)
-            try:
-                new.finish()
-            except OSError as error:
-                new.abandon()
-                raise make_disk_full_error(new.part, error) from error
-            old = self.fd
-            self.fd = new.fd
-            self.number += 1
-            self.size = self.sure = new.size
-            self.first = first
-            self.durable = self.appended - len(self.waiting)
-            self._goal = (self.durable, self.size)
-            self._write_sure()
-        # in a thread, because removing a large file takes long
-        self._remover = threading.Thread(target=self._remove, args=(old, new.path), daemon=True)
-        self._remover.start()
+        self.tail.clear()
+        if self._syncing is not None:
+            futures.wait([self._syncing])  # it uses the old file
+            self._syncing = None
+        self.number += 1
+        self._set_durable(self.appended - len(self.waiting), new.size)
+        # removing a large file takes long
+        self._threads.submit(self._remove, old, new.path)
+        return new
 
-    def _remove(self, old: int, keep: Path) -> None:
+    def _remove(self, old: Segment | None, keep: Path) -> None:
         """Remove the segments that the new one replaces; a later call removes what remains."""
         try:
-            with contextlib.suppress(OSError):  # the run directory may be gone
-                for other in list_segments(self.directory):
-                    if parse_position(other) < parse_position(keep):
-                        atomic_write.remove(other)
-                for note in self.directory.glob("*sure"):
-                    if _parse_term(note) < self.term:
-                        atomic_write.remove(note)
+            for other in list_segments(self.directory):
+                if parse_position(other) < parse_position(keep):
+                    atomic_write.remove(other)
+            for note in self.directory.glob("*sure"):
+                if _parse_term(note) < self.term:
+                    atomic_write.remove(note)
         finally:
-            if old >= 0:
-                os.close(old)
+            if old is not None:
+                os.close(old.fd)
 
     def abandon(self) -> None:
         """Close without writing the queued records: another buffer's journal is valid now."""
@@ -398,27 +379,16 @@ class Journal:
         """Write the queued records and close the files.
 
         Raises AsyncrlError when the disk is full."""
-        if self.next is not None:
-            self.next.abandon()
-            self.next = None
-        if self._remover is not None:
-            self._remover.join()
-        if self.fd >= 0 and self.failure is None:
+        self._abandon_next()
+        if self.failure is None:
             self.write()
             if self.sync:
-                os.fdatasync(self.fd)
-                self.sure = self.size
-                self._write_sure()
+                os.fdatasync(self.segment.fd)
+                self._set_durable(self.appended, self.segment.size)
                 os.fsync(self._sure_fd)
-        with self._wake:
-            self._end = True
-            self._wake.notify_all()
-        if self.thread is not None:
-            self.thread.join()
-        if self.fd >= 0:
-            os.close(self.fd)
-            os.close(self._sure_fd)
-            self.fd = -1
+        self._threads.shutdown()
+        os.close(self.segment.fd)
+        os.close(self._sure_fd)
 
 
 class JournalRecord(msgspec.Struct, array_like=True):
@@ -534,22 +504,7 @@ class FreedLeasesRecord(JournalRecord, tag="free"):
     attempts: list[IntPair]  # (ticket, attempt)
 
 
-StoreRecord = (
-    GrantRecord
-    | RenewalRecord
-    | ExpiryRecord
-    | SessionsEndRecord
-    | SampleRecord
-    | FrameRecord
-    | DeliveryRecord
-    | HelloRecord
-    | BatchRequestRecord
-    | CommitRecord
-    | CheckpointRecord
-    | FinishRecord
-    | TokenReportRecord
-    | FreedLeasesRecord
-)
+StoreRecord: Any = Union[tuple(JournalRecord.__subclasses__())]  # noqa: UP007 - of all of them
 # The change of the store that a record repeats; its fields are the arguments, under their names.
 # `RecordedStore` records each of them after making it.
 REPLAYED: dict[type, Callable[..., object]] = {
@@ -607,8 +562,13 @@ class RecordedStore(Store):
         self.evaluations.fresh = []
         self.mixer.events = []
         self.renew_all_leases(now)
-        self.journal = Journal(directory, sync=sync, term=term_number, segment_bytes=segment_bytes)
-        self.journal.rotate(_encode(self.snapshot()))
+        self.journal = Journal(
+            directory,
+            _encode(self.snapshot()),
+            sync=sync,
+            term=term_number,
+            segment_bytes=segment_bytes,
+        )
         return self
 
     def _replay_newest(self, directory: Path, term: int) -> None:
@@ -643,7 +603,7 @@ class RecordedStore(Store):
                 "restore the file"
             ) from error
 
-    def _apply(self, record: StoreRecord) -> None:
+    def _apply(self, record: JournalRecord) -> None:
         """Replay one record with the methods of `Store`, which do not record."""
         if isinstance(record, GrantRecord):
             tickets = super().grant(record.producer, record.session, record.samples, record.now)

@@ -31,6 +31,14 @@ SUMS = (
     "link/acked",
     "link/ack_waited_s",
 )
+# metrics of one sum as a share of another
+RATIOS = (
+    ("reward/wait_s", "reward/waited_s", "reward/judged"),
+    ("reward/call_s", "reward/called_s", "reward/judged"),
+    ("reward/failed_batch_share", "reward/failed_batches", "reward/batches"),
+    ("link/ack_s", "link/ack_waited_s", "link/acked"),
+    ("link/fetch_mb_per_s", "link/fetched_mb", "link/fetch_s"),
+)
 
 
 def compute_batch_metrics(batch: Batch, counts: dict[int, int]) -> Numbers:
@@ -82,27 +90,24 @@ def compute_task_metrics(batch: Batch) -> Numbers:
 
 
 def compute_limit_metrics(store: Store, previous: AdaptiveLimit) -> Numbers:
-    """Compute the metrics of an adaptive limit after a commit, with the reason if it moved.
+    """Compute the metrics of an adaptive limit and of an admission window after a commit.
 
-    previous: the limit before the commit.
-    Returns {} for a constant limit."""
-    if not store.settings.ess_floor:
-        return {}
-    limit = store.limit
-    reason = {"limit/before": limit.before, "limit/ess": limit.ess, "limit/idle": limit.idle}
-    return {"limit/now": limit.now} | (reason if limit.now != previous.now else {})
+    A limit that moved has its reason. A run without either has no metrics of it.
 
-
-def compute_window_metrics(store: Store) -> Numbers:
-    """Compute the metrics of the admission window after a commit; {} without a window."""
-    if not store.settings.wait:
-        return {}
-    window = store.window
-    return {
-        "window/now": store.current_window(),
-        "window/wait": window.wait,
-        "window/lower": max(0.0, window.lower - window.size),
-    }
+    previous: the limit before the commit."""
+    limit, window = store.limit, store.window
+    metrics: Numbers = {}
+    if store.settings.ess_floor:
+        metrics["limit/now"] = limit.now
+    if metrics and limit.now != previous.now:
+        metrics |= {"limit/before": limit.before, "limit/ess": limit.ess, "limit/idle": limit.idle}
+    if store.settings.wait:
+        metrics |= {
+            "window/now": store.current_window(),
+            "window/wait": window.wait,
+            "window/lower": max(0.0, window.lower - window.size),
+        }
+    return metrics
 
 
 def select_sample_rows(batch: Batch, record: RecordConfig) -> Iterator[JsonObject]:
@@ -176,44 +181,46 @@ def leave_out_wait_for_ticket(values: Numbers, seconds: float) -> None:
 
 
 def sum_growth(generators: Iterable[PeerState]) -> Numbers:
-    """Sum the growth of each of SUMS over the generators since the last call.
-
-    Returns name without its family -> growth."""
+    """Sum the growth of each of SUMS over the generators since the last call."""
     totals = dict.fromkeys(SUMS, 0.0)
     for generator in generators:
+        if generator.stats is generator.counted:
+            continue  # with a thousand generators, few have sent a report since the last call
         counted = generator.counted or {}
         for name in SUMS:
             growth = generator.stats.get(name, 0.0) - counted.get(name, 0.0)
             totals[name] += max(0.0, growth)
-        generator.counted = dict(generator.stats)
-    return {name.partition("/")[2]: value for name, value in totals.items()}
+        generator.counted = generator.stats or None
+    return totals
 
 
-def compute_reward_metrics(
-    stats: Sequence[Mapping[str, float]], totals: Mapping[str, float], spent: float
+def compute_generator_metrics(
+    stats: Sequence[Mapping[str, float]], totals: Mapping[str, float], seconds: float
 ) -> Numbers:
-    """Compute the metrics of the reward processes; {} if there are none.
+    """Compute the metrics of the generators, their reward processes and their connections.
 
     stats: the generators' numbers.
-    totals: the growth of their sums since the last step.
-    spent: seconds of all generators since the last step."""
-    scoring = [entry for entry in stats if "reward/workers" in entry]
-    if not scoring:
+    totals: the growth of their sums since their last metrics, `seconds` ago.
+    Returns {} if they have not reported since then."""
+    spent = totals["generator/busy_s"] + totals["generator/idle_s"]
+    if not spent:
         return {}
-    load = {
-        name: sum(entry.get(name, 0.0) for entry in scoring)
-        for name in ("reward/queue", "reward/workers")
+    metrics = {
+        "throughput/generator_tokens_per_s": totals["generator/tokens"] / max(seconds, 1e-9),
+        "time/generator_idle_share": totals["generator/idle_s"] / spent,
+        "time/generators": spent,
+        "time/swap": totals["generator/swap_s"],
+    } | {name: totals[part] / totals[whole] for name, part, whole in RATIOS if totals[whole]}
+    scoring = [entry for entry in stats if "reward/workers" in entry]
+    for name in ("reward/queue", "reward/workers") if scoring else ():
+        metrics[name] = sum(entry.get(name, 0.0) for entry in scoring)
+        metrics["time/reward_wait_share"] = min(1.0, totals["generator/reward_idle_s"] / spent)
+    if totals["link/fetched_mb"]:  # weights came over a socket
+        metrics["link/fetch_share"] = min(1.0, totals["link/fetch_s"] / spent)
+    of_engines = {
+        name for entry in stats for name in entry if name.startswith(("prefix/", "draft/"))
     }
-    judged = totals["judged"]
-    means = {}
-    if judged:
-        means = {
-            "reward/wait_s": totals["waited_s"] / judged,
-            "reward/call_s": totals["called_s"] / judged,
-        }
-    if totals["batches"]:
-        means["reward/failed_batch_share"] = totals["failed_batches"] / totals["batches"]
-    return load | means | {"time/reward_wait_share": min(1.0, totals["reward_idle_s"] / spent)}
+    return metrics | {name: totals[name] for name in SUMS if name in of_engines}
 
 
 def compute_judge_metrics(machines: Iterable[tuple[str, Mapping[str, float]]]) -> Numbers:
@@ -237,20 +244,6 @@ def compute_judge_metrics(machines: Iterable[tuple[str, Mapping[str, float]]]) -
     for (name, _), value in newest.items():
         totals[name] = totals.get(name, 0.0) + value
     return totals
-
-
-def compute_link_metrics(totals: Mapping[str, float], spent: float) -> Numbers:
-    """Compute the metrics of the generators' connections and of weights fetched over a socket.
-
-    totals: the growth of their sums since the last step.
-    spent: seconds of all generators since the last step."""
-    link = {}
-    if totals["acked"]:
-        link["link/ack_s"] = totals["ack_waited_s"] / totals["acked"]
-    if totals["fetched_mb"]:
-        link["link/fetch_share"] = min(1.0, totals["fetch_s"] / spent)
-        link["link/fetch_mb_per_s"] = totals["fetched_mb"] / totals["fetch_s"]
-    return link
 
 
 def make_summary(store: Store, trained: TrainingLog, wall_s: float) -> JsonObject:

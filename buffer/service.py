@@ -215,7 +215,6 @@ class BufferService:
         )
         self.to_notify: dict[str, None] = {}  # generators that may lack the newest version
         self.announced: Label | None = None  # the version last sent to waiting generators
-        self.reported: set[str] = set()  # generators that sent numbers since the last commit
         self.batch_requests: deque[tuple[bytes, m.BatchRequest]] = deque()
         self.goodbyes: dict[bytes, m.LearnerGoodbye] = {}
         self.generators: dict[str, PeerState] = {}
@@ -223,7 +222,6 @@ class BufferService:
         self.local_threads: int | None = None
         self.sessions = PeerSessions(config.wires.lease_s)
         self.next_joined = FIRST_JOINED  # number of the next generator that joins without a key
-        self.toml = load.dump(config)  # for generators that join
         self.model = m.UNKNOWN_MODEL  # until the learner's hello
         self.refused = Counter[str]()  # refused messages by reason
         self.learner: PeerState | None = None
@@ -232,7 +230,6 @@ class BufferService:
         # seconds of the learner's last steps, waits excluded
         self.step_s: deque[float] = deque(maxlen=KEPT)
         self.latest: Numbers = {}
-        self.leased: dict[int, m.Batch] = {}
         self.clock = RunClock(run_dir)
         self.last_commit = self.last_metrics = 0.0
         self.trained = TrainingLog(run_dir / "trained.jsonl")
@@ -437,7 +434,7 @@ class BufferService:
             self.next_joined = number + 1
             name = f"generator-{number}"
         weights = "" if announcement is None else announcement.source.address
-        self.send(peer, m.JoinReply(self.run, name, self.toml, weights))
+        self.send(peer, m.JoinReply(self.run, name, load.dump(self.config), weights))
 
     def on_TicketRequest(self, peer: bytes, request: m.TicketRequest) -> None:
         """Queue a request for tickets; a generator without a hello must send it first."""
@@ -543,12 +540,11 @@ class BufferService:
             age = stats.get("generator/busy_s", 0.0) + stats.get("generator/idle_s", 0.0)
             started_at = self.clock.started_at
             if started_at and entry.counted is None and age > now - started_at:
-                entry.counted = dict(stats)  # a first report with the time of an earlier buffer
+                entry.counted = stats  # a first report with the time of an earlier buffer
             names = ("reward/judged", "reward/waited_s", "reward/called_s")
             judged, waited_s, called_s = (stats.get(name, 0.0) for name in names)
             workers = stats.get("reward/workers", 0.0)
             self.meter.on_rewards(message.producer, (judged, waited_s, called_s), workers, now)
-            self.reported.add(message.producer)
             self.send(
                 peer,
                 m.HeartbeatReply(
@@ -610,7 +606,6 @@ class BufferService:
             log(exclusion)
             self.latest["buffer/set_aside"] = float(self.store.aside)
         if is_new:
-            self.leased = {}
             self.trained.begin_at(hello.label.number)
             for batch in unreported:
                 if not self.trained.has_batch(batch.number):
@@ -695,11 +690,10 @@ class BufferService:
         previous_limit = self.store.limit
         evidence = admission.read_evidence(commit.metrics, self.store.settings.ess_floor)
         now = time.monotonic()
-        timing = None
+        timing = batch = None
         if commit.number == self.store.committed:
             tickets = self.store.comps[commit.number - self.store.base]
-            if commit.number not in self.leased:  # leased by an earlier buffer process
-                self.leased[commit.number] = self.store.make_batch(commit.number)
+            batch = self.store.make_batch(commit.number)
             idle_share = commit.metrics.get("time/learner_idle_share", 0.0)
             timing = self.meter.on_commit(tickets, idle_share, now)
         is_committed = self.store.commit(
@@ -713,8 +707,8 @@ class BufferService:
         )
         if is_committed is None:
             return
-        if is_committed:
-            self.record_commit(commit, previous_limit)
+        if batch is not None:
+            self.record_commit(commit, batch, previous_limit)
             for line in self.store.mixer.events:
                 log(line)
             self.store.mixer.events = []
@@ -755,7 +749,6 @@ class BufferService:
             groups, wait = self.store.ask(request.epoch, request.number)
             if groups:
                 batch = self.store.make_batch(request.number)
-                self.leased[request.number] = batch
                 self.trained.record_lease(batch, self.store.mask_limit)
                 # after a restart the first batch may need no ticket
                 self.start_clock(time.monotonic())
@@ -780,9 +773,7 @@ class BufferService:
     def start_clock(self, now: float) -> None:
         """Start the time of RL at its first ticket; what generators did before is not of it."""
         if not self.clock.started_at:
-            for entry in self.generators.values():
-                if entry.stats:
-                    entry.counted = dict(entry.stats)
+            numbers.sum_growth(self.generators.values())
         self.clock.start(now)
 
     def grant(self) -> None:
@@ -790,7 +781,7 @@ class BufferService:
         now = time.monotonic()
         is_finished = self.store.finished
         queue = self.ticket_requests
-        divides = len(queue) > 1 and admission.divides_batches(
+        divides = len(queue.waiting) > 1 and admission.divides_batches(
             self.store.max_lag, self.count_local_threads(), len(os.sched_getaffinity(0))
         )
 
@@ -847,24 +838,23 @@ class BufferService:
         It goes to generators that have just requested tickets, that are next in line, or that
         sample calls of sessions.  If the window keeps samples fresh, it also goes to generators in
         the middle of their samples. The others receive it with the reply to their next renewal."""
-        policy = self.store.policy
+        policy, waiting = self.store.policy, self.ticket_requests.waiting
         if self.make_announcement() is None:
             return
         if policy != self.announced:
             self.announced = policy
-            waiting = (name for name, _, _ in self.ticket_requests)
             self.to_notify |= dict.fromkeys(itertools.islice(waiting, MOST_NOTIFIED))
             entries = self.generators.items()
             self.to_notify |= dict.fromkeys(name for name, x in entries if x.follows is not None)
             if self.store.settings.wait:
-                busy = (name for name in self.generators if name not in self.ticket_requests)
+                busy = (name for name in self.generators if name not in waiting)
                 self.to_notify |= dict.fromkeys(itertools.islice(busy, MOST_NOTIFIED))
         names, self.to_notify = self.to_notify, {}
         for name in names:
             entry = self.generators.get(name)
             if entry is None or entry.announced == policy:
                 continue
-            request = self.ticket_requests.get(name) or entry.follows
+            _, request = waiting.get(name, (0, entry.follows))
             if request is None:
                 if entry.is_greeted:
                     entry.announced = policy
@@ -879,14 +869,16 @@ class BufferService:
 
     # ---- numbers ---------------------------------------------------------------------------------
 
-    def record_commit(self, commit: m.Commit, previous: admission.AdaptiveLimit) -> None:
+    def record_commit(
+        self, commit: m.Commit, batch: m.Batch, previous: admission.AdaptiveLimit
+    ) -> None:
         """Write the metrics, the lags and some samples of a trained batch.
 
+        batch: before the commit.
         previous: the adaptive limit before the commit."""
         now = time.monotonic()
         self.progress += 1
         self.counted_samples = 0
-        batch = self.leased.pop(commit.number, None)
         values = dict(commit.metrics)
         if self.clock.started_at:
             numbers.leave_out_wait_for_ticket(values, now - self.clock.started_at)
@@ -900,20 +892,17 @@ class BufferService:
                 for name in ("mismatch/k3_at_lag_0", "mismatch/k3_one_version")
             ),
         )
-        histogram: dict[str, list[float]] = {}
-        if batch is not None:
-            counts = self.trained.add(batch, self.store.mask_limit)
-            values |= numbers.compute_batch_metrics(batch, counts)
-            histogram["lag/samples"] = [float(lag) for lag in batch.lags]
-            for row in numbers.select_sample_rows(batch, self.config.record):
-                self.samples.write(row)
+        counts = self.trained.add(batch, self.store.mask_limit)
+        histogram = {"lag/samples": [float(lag) for lag in batch.lags]}
+        for row in numbers.select_sample_rows(batch, self.config.record):
+            self.samples.write(row)
         values |= (
-            self.compute_generator_metrics(now)
+            numbers.compute_batch_metrics(batch, counts)
+            | self.compute_generator_metrics(now)
             | numbers.compute_judge_metrics(
                 (entry.host, entry.stats) for entry in self.generators.values()
             )
             | numbers.compute_limit_metrics(self.store, previous)
-            | numbers.compute_window_metrics(self.store)
             | self.store.mixer.compute_metrics(self.store.committed)
             | {
                 "buffer/groups": len(self.store.alive),
@@ -937,31 +926,17 @@ class BufferService:
         """Compute the metrics of the generators since the last step.
 
         Returns {} if they have not reported since then."""
-        reported = [self.generators[name] for name in self.reported if name in self.generators]
-        totals = numbers.sum_growth(reported)
-        self.reported.clear()
-        spent = totals["busy_s"] + totals["idle_s"]
-        if not spent or not self.clock.started_at:
-            # steps are shorter than the generators' report interval: the next report covers all
-            # the time since the last one; before the first ticket the sums are of an earlier buffer
-            return {}
-        span = now - (self.last_metrics or self.clock.started_at)
-        self.last_metrics = now
-        stats = [entry.stats for entry in self.generators.values()]
-        engine_sums = {
-            name for entry in stats for name in entry if name.startswith(("prefix/", "draft/"))
-        }
-        return (
-            {
-                "throughput/generator_tokens_per_s": totals["tokens"] / max(span, 1e-9),
-                "time/generator_idle_share": totals["idle_s"] / spent,
-                "time/generators": spent,
-                "time/swap": totals["swap_s"],
-            }
-            | numbers.compute_reward_metrics(stats, totals, spent)
-            | {name: totals[name.partition("/")[2]] for name in numbers.SUMS if name in engine_sums}
-            | numbers.compute_link_metrics(totals, spent)
+        if not self.clock.started_at:
+            return {}  # the sums are of an earlier buffer
+        # steps may be shorter than the generators' report interval: the next report covers all the
+        # time since the last one
+        metrics = numbers.compute_generator_metrics(
+            [entry.stats for entry in self.generators.values()],
+            numbers.sum_growth(self.generators.values()),
+            now - (self.last_metrics or self.clock.started_at),
         )
+        self.last_metrics = now if metrics else self.last_metrics
+        return metrics
 
     def write_evaluations(self) -> None:
         """Write the new results of evaluations to the metrics."""
@@ -975,7 +950,7 @@ class BufferService:
         """List the current waits: the learner's for its batch, and those that generators report."""
         waits = []
         # while the learner trains, its request for the next batch does not make it wait
-        if self.learner_waits is not None and self.store.committed not in self.leased:
+        if self.learner_waits is not None and self.store.committed not in self.store.leased:
             wait, since = self.learner_waits
             waited_s = time.monotonic() - since
             waits.append(ProcessWait("learner", wait.reason, wait.process, waited_s))
@@ -1005,7 +980,7 @@ class BufferService:
             return "the learner has ended", "learner"
         number = self.store.committed
         silent_s = time.monotonic() - self.learner.at
-        trains = number in self.leased
+        trains = number in self.store.leased
         if silent_s > SILENT_S:
             text = f"the learner has been silent for {silent_s:.0f} s"
             return text + (f"; it trains batch {number}" if trains else ""), "learner"

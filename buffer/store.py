@@ -159,33 +159,29 @@ class Store(StoreRules):
             samples -= len(next_ticket.samples)
         return granted
 
-    def _iterate_positions(self) -> Iterator[tuple[int, Group]]:
-        """Iterate over (position, group) of the alive groups.
-
-        The position is the number of groups that train before it. Composed batches come first, in
-        their order.  Under `pace` they are also the first in ticket order, unless an earlier
-        process composed them with another order or without a limit.  The other groups follow in
-        ticket order."""
-        composed_groups = (
-            self.alive[ticket]
-            for comp in self.comps[self.committed - self.base :]
-            for ticket in comp
-        )
-        others = (group for group in self.alive.values() if group.ticket not in self.composed)
-        return enumerate(itertools.chain(composed_groups, others))
-
     def _grant_tickets(self, producer: str, session: int, now: float) -> Iterator[Ticket]:
         """Grant tickets in the order in which they are due.
 
         Missing samples of alive groups come first, then new groups while there is room.  The
-        iterator ends where lag injection needs a future version."""
+        iterator ends where lag injection needs a future version.
+
+        The position of a group is the number of groups that train before it. Composed batches come
+        first, in their order.  Under `pace` they are also the first in ticket order, unless an
+        earlier process composed them with another order or without a limit.  The other groups
+        follow in ticket order."""
         room = admission.limit_groups(
             self.count_admitted_batches(now),
             self.settings.batch,
             self.stored_bytes,
             self.settings.byte_limit,
         )
-        for position, group in self._iterate_positions() if self.lacking else ():
+        composed_groups = (
+            self.alive[ticket]
+            for comp in self.comps[self.committed - self.base :]
+            for ticket in comp
+        )
+        groups = itertools.chain(composed_groups, self.iterate_uncomposed_groups())
+        for position, group in enumerate(groups) if self.lacking else ():
             if not self.has_room(position, room):
                 break
             if group.lease is None and not group.is_complete:
@@ -314,32 +310,28 @@ class Store(StoreRules):
         is_change = progress or judging or patience_before != self.patience.get(producer)
         self.changes += bool(is_change)
         expires = now + self.get_lease_s(producer)
-        for ticket, attempt in judging:
-            if ticket >= EVAL_BASE:
-                self.evaluations.renew(attempt, expires)
-            elif (lease := self._find_lease(ticket, attempt)) is not None:
-                lease.expires = expires
+        renewed, queued = [*judging], []
         has_progress = False
-        queued_leases = []
         for ticket, attempt, tokens in progress:
+            group = self.find_group(ticket)
             if ticket >= EVAL_BASE:
-                self.evaluations.renew(attempt, expires)
+                renewed.append((ticket, attempt))
                 has_progress = has_progress or tokens > 0
-            elif (group := self.find_group(ticket)) is not None and attempt in group.attempts:
+            elif group is not None and attempt in group.attempts:
                 counts = group.attempts[attempt]
-                lease = self._find_lease(ticket, attempt)
                 if tokens > counts[0]:
                     counts[0] = tokens
                     has_progress = True
                     self._mark_changed(ticket)
-                    if lease is not None:
-                        lease.expires = expires
-                elif tokens == 0 and lease is not None:
-                    queued_leases.append(lease)
+                    renewed.append((ticket, attempt))
+                elif tokens == 0:
+                    queued.append((ticket, attempt))
             elif (stray := self.strays.get((ticket, attempt))) is not None:
                 self._correct_stray(stray, tokens, 0)
-        if has_progress:
-            for lease in queued_leases:
+        for ticket, attempt in renewed + (queued if has_progress else []):
+            if ticket >= EVAL_BASE:
+                self.evaluations.renew(attempt, expires)
+            elif (lease := self._find_lease(ticket, attempt)) is not None:
                 lease.expires = expires
 
     def report_tokens(self, producer: str, session: int, drawn: int) -> None:
@@ -517,12 +509,10 @@ class Store(StoreRules):
         else:
             disposition = "accepted"
             assert self.policy is not None
-            lag = admission.compute_sample_lag(
-                admission.compute_span_lags(
-                    self.tree, sample.list_spans(), self.policy, self.committed
-                )
+            runs = admission.compute_span_lags(
+                self.tree, sample.list_spans(), self.policy, self.committed
             )
-            stored = StoredSample(sample, lag)
+            stored = StoredSample(sample, admission.compute_sample_lag(runs))
             group.set_sample(sample.sample, stored)
             self.stored_bytes += stored.size
         group.finals[sample.sample, sample.attempt] = disposition

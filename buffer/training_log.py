@@ -2,13 +2,12 @@
 
 A rollback removes its batches again; a resumed run continues the log."""
 
-import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import xxhash
 
 from asyncrl.contract.messages import Batch, Trajectory
@@ -18,14 +17,14 @@ from asyncrl.records.jsonl import JsonObject
 TokensByLag = dict[int, int]
 
 
-@dataclass
-class TrainedBatch:
-    """A trained batch in the log."""
+class TrainedBatch(msgspec.Struct, frozen=True):
+    """A trained batch, as its row in the log."""
 
+    batch: int  # its number
     samples: int  # number of samples
     ids: str  # digest of their ids
     lags: TokensByLag  # lag -> trained tokens
-    tickets: list[list[int]] = field(default_factory=list)  # runs [first, last]; not in older files
+    tickets: list[list[int]] = []  # runs [first, last]; not in older files
 
 
 def digest(samples: Sequence[Trajectory]) -> str:
@@ -54,7 +53,7 @@ def read(path: Path) -> dict[int, TrainedBatch]:
     for row in jsonl.read(path):
         try:
             _apply_row(rows, row)
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (TypeError, ValueError):
             print(
                 f"note: {path}: left out a row that does not describe a batch: {str(row)[:80]}",
                 file=sys.stderr,
@@ -65,14 +64,13 @@ def read(path: Path) -> dict[int, TrainedBatch]:
 def _apply_row(rows: dict[int, TrainedBatch], row: JsonObject) -> None:
     """Add a row's batch to `rows`, or apply its rollback.
 
-    Raises KeyError, TypeError, ValueError or AttributeError for a row of another form."""
+    Raises TypeError or ValueError for a row of another form."""
     if "from" in row:
         for number in [number for number in rows if number >= row["from"]]:
             del rows[number]
     else:
-        lags = {int(lag): int(tokens) for lag, tokens in row["lags"].items()}
-        tickets = [list(run) for run in row.get("tickets", ())]
-        rows[int(row["batch"])] = TrainedBatch(int(row["samples"]), str(row["ids"]), lags, tickets)
+        batch = msgspec.convert(row, TrainedBatch, strict=False)
+        rows[batch.batch] = batch
 
 
 class TrainingLog:
@@ -92,16 +90,12 @@ class TrainingLog:
         self.summed_ids = xxhash.xxh3_64()
         self.lease_file = jsonl.JsonlAppender(path.with_name("leased.jsonl"))
         # batches that the learner has received and that are not in `rows` yet
-        self.leases: dict[int, JsonObject] = {}
-        for row in jsonl.read(self.lease_file.path):
-            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-                _apply_row({}, row)  # an incomplete row is ignored
-                if not self.has_batch(int(row["batch"])):
-                    self.leases[int(row["batch"])] = row
+        leases = read(self.lease_file.path)
+        self.leases = {number: row for number, row in leases.items() if not self.has_batch(number)}
 
-    def _write(self, row: JsonObject) -> None:
-        _apply_row(self.rows, row)
-        self.file.write(row)
+    def _write(self, row: TrainedBatch) -> None:
+        self.rows[row.batch] = row
+        self.file.write(msgspec.to_builtins(row))
 
     def has_batch(self, number: int) -> bool:
         """Whether the log has batch `number`."""
@@ -110,7 +104,7 @@ class TrainingLog:
     def record_lease(self, batch: Batch, limit: float) -> None:
         """Record a batch that is sent to the learner; tokens of a lag past `limit` are masked."""
         row = self.leases[batch.number] = _make_row(batch, limit)
-        self.lease_file.write(row)
+        self.lease_file.write(msgspec.to_builtins(row))
 
     def begin_at(self, number: int) -> None:
         """Follow a learner that begins at batch `number`.
@@ -118,7 +112,8 @@ class TrainingLog:
         Batches from there on will be trained again. Batches before it were trained, even if their
         commits never arrived."""
         if any(batch >= number for batch in self.rows):
-            self._write({"from": number})
+            _apply_row(self.rows, {"from": number})
+            self.file.write({"from": number})
         for batch in sorted(self.leases):
             if batch < number and not self.has_batch(batch):
                 self._write(self.leases[batch])
@@ -127,8 +122,8 @@ class TrainingLog:
 
     def add(self, batch: Batch, limit: float) -> TokensByLag:
         """Add a trained batch, with tokens of a lag past `limit` masked; return {lag: tokens}."""
-        leased_row = self.leases.pop(batch.number, None)
-        self._write(_make_row(batch, limit) if leased_row is None else leased_row)
+        leased = self.leases.pop(batch.number, None)
+        self._write(leased or _make_row(batch, limit))
         return self.rows[batch.number].lags
 
     def fold_below(self, below: int) -> None:
@@ -167,15 +162,14 @@ def count_trained_lags(batch: Batch, limit: float) -> TokensByLag:
     return counts
 
 
-def _make_row(batch: Batch, limit: float) -> JsonObject:
-    tickets = find_runs(sample.ticket for sample in batch.samples)
-    return {
-        "batch": batch.number,
-        "samples": len(batch.samples),
-        "ids": digest(batch.samples),
-        "lags": count_trained_lags(batch, limit),
-        "tickets": tickets,
-    }
+def _make_row(batch: Batch, limit: float) -> TrainedBatch:
+    return TrainedBatch(
+        batch.number,
+        len(batch.samples),
+        digest(batch.samples),
+        count_trained_lags(batch, limit),
+        find_runs(sample.ticket for sample in batch.samples),
+    )
 
 
 def describe_lags(counts: TokensByLag) -> JsonObject:

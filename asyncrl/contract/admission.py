@@ -26,7 +26,7 @@ batch always has room."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -59,32 +59,33 @@ class TicketQueue(Generic[Request]):
 
     evaluators: generators that get only tickets of evaluations
     free: free slots of all generators that wait
+    waiting: name -> (free slots, request)
     shared: those among which a batch is divided, which are not the evaluators'
 
     >>> queue: TicketQueue[str] = TicketQueue(evaluators=["generator-1"])
     >>> queue.add("generator-0", 8, "first")
     >>> queue.add("generator-1", 4, "second")
-    >>> queue.free, queue.shared, list(queue)
-    (12, 8, [('generator-0', 8, 'first'), ('generator-1', 4, 'second')])
+    >>> queue.free, queue.shared, queue.waiting
+    (12, 8, {'generator-0': (8, 'first'), 'generator-1': (4, 'second')})
     >>> queue.remove("generator-1")
-    >>> queue.free, queue.shared, "generator-1" in queue
+    >>> queue.free, queue.shared, "generator-1" in queue.waiting
     (8, 8, False)
     """
 
     def __init__(self, evaluators: Collection[str] = ()) -> None:
         self.evaluators = frozenset(evaluators)
         self.free = self.shared = 0
-        self._waiting: dict[str, tuple[int, Request]] = {}
+        self.waiting: dict[str, tuple[int, Request]] = {}
 
     def add(self, name: str, slots: int, request: Request) -> None:
         """Queue a request; a generator that waits already keeps its place."""
         self._count(name, slots - self._count_slots(name))
-        self._waiting[name] = slots, request
+        self.waiting[name] = slots, request
 
     def remove(self, name: str) -> None:
         """Drop the request of a generator, if it has one."""
         self._count(name, -self._count_slots(name))
-        self._waiting.pop(name, None)
+        self.waiting.pop(name, None)
 
     def serve(self, batch: float, grant: Callable[[str, int, Request], bool]) -> list[str]:
         """Serve the requests in their order; return the generators whose requests are granted.
@@ -96,7 +97,7 @@ class TicketQueue(Generic[Request]):
         grant: grants tickets for (name, samples, request); returns whether there were any.
         """
         granted = []
-        for name, slots, request in self:
+        for name, (slots, request) in self.waiting.items():
             divides = name not in self.evaluators
             if grant(name, share_batch(slots, self.shared, batch) if divides else slots, request):
                 granted.append(name)
@@ -106,23 +107,8 @@ class TicketQueue(Generic[Request]):
             self.remove(name)
         return granted
 
-    def get(self, name: str) -> Request | None:
-        """Return the request of a generator; None if it does not wait."""
-        waiting = self._waiting.get(name)
-        return None if waiting is None else waiting[1]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._waiting
-
-    def __iter__(self) -> Iterator[tuple[str, int, Request]]:
-        for name, (slots, request) in self._waiting.items():
-            yield name, slots, request
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def _count_slots(self, name: str) -> int:
-        return self._waiting[name][0] if name in self._waiting else 0
+        return self.waiting[name][0] if name in self.waiting else 0
 
     def _count(self, name: str, slots: int) -> None:
         self.free += slots

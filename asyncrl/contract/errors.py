@@ -96,8 +96,8 @@ REFUSALS = {
 }
 
 
-class BadMessage(ProtocolError):
-    """A peer sent an invalid message.
+class BadMessage(ProtocolError, ValueError):
+    """A peer sent an invalid message, or user code returned what cannot be sent.
 
     The sender is refused with this text; nothing was changed, and the run continues.
 

@@ -35,6 +35,7 @@ SHRINKAGE = 0.9  # a commit narrows the window at most by this factor
 SPARED = 0.25  # part of the target share that applies if the generators are the slower side
 # part of the target share: a window is large enough if the limit itself would gain at most this
 LITTLE = 1 / 3
+UNMEASURED = math.nan, math.nan
 FULL = 0.9  # share of the reward processes in use from which samples wait for each other
 
 
@@ -190,10 +191,9 @@ class BatchMeter:
     The caller passes the time, in seconds or decode steps."""
 
     def __init__(self) -> None:
-        self.granted: dict[int, float] = {}  # ticket -> time of its grant
-        # tickets that were granted twice: their latency is that of an outage
-        self.lost: set[int] = set()
-        self.completed: dict[int, float] = {}  # ticket -> time of its last sample
+        # ticket -> times of its grant and of its last sample; nan: unknown, or it was granted twice
+        # and its latency is that of an outage
+        self.tickets: dict[int, tuple[float, float]] = {}
         self.last_commit = math.nan
         self.since = math.nan  # time up to which capacity is counted
         self.free = self.capacity = 0.0  # samples
@@ -206,14 +206,14 @@ class BatchMeter:
     def on_grant(self, tickets: Iterable[int], now: float) -> None:
         """Record granted training tickets."""
         for ticket in tickets:
-            if ticket in self.granted:
-                self.lost.add(ticket)
-            self.granted.setdefault(ticket, now)
+            granted = math.nan if ticket in self.tickets else now
+            self.tickets[ticket] = granted, math.nan
 
     def on_complete(self, tickets: Iterable[int], now: float) -> None:
         """Record the tickets whose last sample arrived."""
         for ticket in tickets:
-            self.completed.setdefault(ticket, now)
+            granted, completed = self.tickets.get(ticket, UNMEASURED)
+            self.tickets[ticket] = granted, now if math.isnan(completed) else completed
 
     def on_free(self, free: float, capacity: float, now: float) -> None:
         """Record the free capacity of the generators.
@@ -249,9 +249,7 @@ class BatchMeter:
         tickets: of the batch.
         waited_share: share of the learner's step in which it waited for the batch."""
         self.on_free(self.free, self.capacity, now)
-        grants = sorted(self.granted[ticket] for ticket in tickets if ticket in self.granted)
-        ends = [self.completed[ticket] for ticket in tickets if ticket in self.completed]
-        is_measured = len(grants) == len(ends) == len(tickets) and self.lost.isdisjoint(tickets)
+        times = [self.tickets.get(ticket, UNMEASURED) for ticket in tickets]
         previous_commit, self.last_commit = self.last_commit, now
         busy = 1.0 - self.free_seconds / self.capacity_seconds if self.capacity_seconds else 0.0
         queue = 0.0
@@ -262,25 +260,20 @@ class BatchMeter:
             if reward_busy > FULL:
                 queue = sum(load[1] for load in loads) / len(loads)
         self.free_seconds = self.capacity_seconds = 0.0
-        self._forget(max(tickets))
+        # also those that were filtered
+        newest = max(tickets)
+        self.tickets = {ticket: x for ticket, x in self.tickets.items() if ticket > newest}
         if math.isnan(previous_commit) or now <= previous_commit:
             return None
         step = now - previous_commit
         latency = handover = math.nan
         wait = waited_share * step
-        if is_measured:
+        if not any(math.isnan(time) for pair in times for time in pair):
+            grants, ends = map(sorted, zip(*times, strict=True))
             # most of the batch: single groups come early if others were filtered
-            latency = max(0.0, max(ends) - grants[len(grants) // 4] - queue)
-            if max(ends) > previous_commit:
-                handover = max(0.0, previous_commit + wait - max(ends))
+            latency = max(0.0, ends[-1] - grants[len(grants) // 4] - queue)
+            if ends[-1] > previous_commit:
+                handover = max(0.0, previous_commit + wait - ends[-1])
             else:
                 wait = 0.0  # the batch was complete: the learner did not wait for samples
         return BatchTiming(step, wait, latency, handover, busy)
-
-    def _forget(self, newest: int) -> None:
-        """Forget the tickets up to `newest`, also those that were filtered."""
-        self.granted = {ticket: time for ticket, time in self.granted.items() if ticket > newest}
-        self.completed = {
-            ticket: time for ticket, time in self.completed.items() if ticket > newest
-        }
-        self.lost = {ticket for ticket in self.lost if ticket > newest}

@@ -12,6 +12,7 @@ from typing import Literal
 
 from msgspec import structs
 
+from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import RewardFailure, Trajectory
 from asyncrl.contract.printable import escape_line
 
@@ -24,59 +25,56 @@ REASON_LENGTH = 1 << 16  # characters
 
 
 def check_number(value: float, name: str) -> None:
-    """Raise ValueError unless the value is finite and at most LARGEST_REWARD in magnitude."""
+    """Raise BadMessage unless the value is finite and at most LARGEST_REWARD in magnitude."""
     if not math.isfinite(value):
-        raise ValueError(f"{name} is {value}, not a finite number")
+        raise BadMessage(f"{name} is {value}, not a finite number", "number")
     if abs(value) > LARGEST_REWARD:
-        raise ValueError(
+        raise BadMessage(
             f"{name} is {value:g}, more than {LARGEST_REWARD:g} in magnitude, which overflows the "
-            "learner's float32: scale it down"
+            "learner's float32: scale it down",
+            "number",
         )
 
 
 def check_parts(parts: Mapping[str, float]) -> None:
-    """Raise ValueError for too many parts, a long or broken name, or a value out of range."""
+    """Raise BadMessage for too many parts, a long or broken name, or a value out of range."""
     if len(parts) > MOST_PARTS:
-        raise ValueError(f"a reward has {len(parts)} parts; at most {MOST_PARTS} are allowed")
+        raise BadMessage(
+            f"a reward has {len(parts)} parts; at most {MOST_PARTS} are allowed", "text"
+        )
     for name, value in parts.items():
-        if len(name) > NAME_LENGTH:
-            raise ValueError(
-                f"the name of a part has {len(name)} characters, {escape_line(name, 40)!r}; at "
-                f"most {NAME_LENGTH} are allowed"
-            )
-        check_text(name, "the name of a part")
+        check_text(name, "the name of a part", NAME_LENGTH)
         check_number(value, escape_line(name))
 
 
-def check_reason(reason: str) -> None:
-    """Raise ValueError for a reason that is too long or cannot be encoded."""
-    if len(reason) > REASON_LENGTH:
-        raise ValueError(
-            f"the reason has {len(reason)} characters; at most {REASON_LENGTH} are allowed"
+def check_text(text: str, name: str, most: float = math.inf) -> None:
+    """Raise BadMessage for a text that is too long, or that UTF-8 cannot encode.
+
+    It cannot encode a lone surrogate, half of a character."""
+    if len(text) > most:
+        raise BadMessage(
+            f"{name} has {len(text)} characters, {escape_line(text, 40)!r}; at most {most} are "
+            "allowed",
+            "text",
         )
-    check_text(reason, "the reason")
-
-
-def check_text(text: str, name: str) -> None:
-    """Raise ValueError for a lone surrogate (half of a character), which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = ascii(text[error.start])[1:-1]
-        raise ValueError(
-            f"{name} has {half}, half of a character: UTF-8 cannot encode it"
+        raise BadMessage(
+            f"{name} has {half}, half of a character: UTF-8 cannot encode it", "text"
         ) from None
 
 
 def check_sample(sample: Trajectory) -> None:
-    """Raise ValueError for a sample whose outcome cannot be sent or would be refused."""
+    """Raise BadMessage for a sample whose outcome cannot be sent or would be refused."""
     check_number(sample.reward, "reward")
     check_parts(sample.reward_parts)
     if sample.failed:
-        check_reason(sample.failed.why)
+        check_text(sample.failed.why, "the reason", REASON_LENGTH)
     check_text(sample.text, "the text of the completion")
     check_text(sample.prompt_text, "the text of the prompt")
-    check_text(sample.group_key, "the key of the group")
+    check_text(sample.group_key, "the key of the group", NAME_LENGTH)
 
 
 def make_failed_sample(

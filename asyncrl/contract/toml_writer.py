@@ -59,23 +59,15 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> RawTable:
     return flat
 
 
-def find_differences(
-    base: Mapping[str, Any], compared: Mapping[str, Any], prefix: str = ""
-) -> Differences:
+def find_differences(base: Mapping[str, Any], compared: Mapping[str, Any]) -> Differences:
     """Return every leaf in which two nested tables differ, by dotted key.
 
     >>> find_differences({"a": 3, "b": {"c": 1, "d": 2}}, {"a": 4, "b": {"c": 1, "d": 5}})
     {'a': (3, 4), 'b.d': (2, 5)}
     """
-    differences: Differences = {}
-    for key in sorted({*base, *compared}):
-        base_value = base.get(key)
-        value = compared.get(key)
-        if isinstance(base_value, dict) and isinstance(value, dict):
-            differences |= find_differences(base_value, value, f"{prefix}{key}.")
-        elif base_value != value:
-            differences[f"{prefix}{key}"] = (base_value, value)
-    return differences
+    left, right = flatten(base), flatten(compared)
+    pairs = {key: (left.get(key), right.get(key)) for key in sorted({*left, *right})}
+    return {key: (value, other) for key, (value, other) in pairs.items() if value != other}
 
 
 def _write_lines(table: Mapping[str, Any], path: Sequence[str] = ()) -> list[str]:

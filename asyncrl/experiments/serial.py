@@ -47,7 +47,7 @@ from asyncrl.experiments.serial_record import RunRecord, SerialRecord, describe_
 from asyncrl.models import policy
 from buffer.groups import make_store_settings
 from buffer.mixer import make_mixer
-from buffer.numbers import compute_limit_metrics, compute_window_metrics
+from buffer.numbers import compute_limit_metrics
 from buffer.service import make_evaluations
 from buffer.store import Store
 from learner.step import LearnerCore
@@ -259,9 +259,7 @@ class SerialRun:
             timing=timing,
             now=float(self.ended),
         )
-        moves = compute_limit_metrics(self.store, previous_limit) | compute_window_metrics(
-            self.store
-        )
+        moves = compute_limit_metrics(self.store, previous_limit)
         moves |= self.store.mixer.compute_metrics(number + 1)
         self.numbers.curve[-1].update(moves, clock=self.ended)
         self.store.retire_batches(number + 1)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import ImageShape, is_digest
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import ModelShape, RoutingShape, TrainingSequence, Trajectory
@@ -29,16 +30,15 @@ def cite(sample: Trajectory) -> str:
 
 
 def check_scalars(sample: Trajectory) -> None:
-    """Check that reward, its parts, temperature and time are finite and in range."""
-    if not -REWARD <= sample.reward <= REWARD:  # false for NaN too
-        raise BadMessage(f"{cite(sample)}: its reward is {sample.reward}", "number")
+    """Check the outcome, and that temperature and time are finite and in range."""
+    try:
+        outcomes.check_sample(sample)
+    except BadMessage as error:
+        raise BadMessage(f"{cite(sample)}: {error}", error.reason) from error
     if not 0 < sample.temperature < math.inf:
         raise BadMessage(f"{cite(sample)}: its temperature is {sample.temperature}", "number")
     if not math.isfinite(sample.generated_at):
         raise BadMessage(f"{cite(sample)}: it was sampled at {sample.generated_at}", "number")
-    for part, value in sample.reward_parts.items():
-        if not -REWARD <= value <= REWARD:
-            raise BadMessage(f"{cite(sample)}: its reward part {part[:40]!r} is {value}", "number")
 
 
 def check_row(row: Row, name: str) -> None:

@@ -24,9 +24,9 @@ from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.transport import keys, message_checks
 from asyncrl.transport.file_server import FileEntry, FileServer
-from asyncrl.transport.ring import Rows, WeightRing
+from asyncrl.transport.ring import WeightRing
 from asyncrl.transport.sockets import UNDECODABLE, DealerSocket, ListeningSocket, receive_frames
-from asyncrl.transport.weight_transport import WeightsClient, WeightsServer
+from asyncrl.transport.weight_transport import Rows, WeightsClient, WeightsServer
 
 CHUNK_BYTES = 1 << 20
 AHEAD = 4  # chunks that a client requests ahead of the one it reads
@@ -185,7 +185,7 @@ class ChunkServer(ListeningSocket, WeightsServer):
         super().close()
 
 
-class ChunkClient(DealerSocket):
+class ChunkClient(DealerSocket, WeightsClient):
     """Fetches versions from a ChunkServer, AHEAD chunks in flight.
 
     `bytes_received` counts bytes over the socket.
@@ -193,15 +193,12 @@ class ChunkClient(DealerSocket):
     timeout: seconds without a reply after which the server is unreachable.
     """
 
-    is_broken = False  # it makes new connections
     options = ((zmq.LINGER, 0), (zmq.MAXMSGSIZE, MANIFEST_BYTES))
 
     def __init__(
         self, address: str, timeout: float, curve_dir: str = "", name: str = "generator-0"
     ) -> None:
         self.timeout = timeout
-        self.bytes_received = 0
-        self.probe = b""  # of the version fetched last
         # (label, digest, chunks in the caller's memory) of a fetch that a broken connection ended
         self._begun: tuple[Label, str, int] | None = None
         super().__init__(address, curve_dir, name, _ChunkReply)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,14 +69,8 @@ def find_code(function: str) -> Path | None:
     name = function.rpartition(":")[0]
     if name.endswith(".py"):
         return Path(name)
-    if not name or "." in name:
-        return None
-    importing.append_working_directory()
-    spec = importlib.util.find_spec(name)
-    is_single_file = (
-        spec is not None and spec.origin is not None and not spec.submodule_search_locations
-    )
-    return Path(str(spec.origin)) if spec is not None and is_single_file else None
+    source = importing.find_source(name) if name and "." not in name else None
+    return None if source is None or source.name == "__init__.py" else source
 
 
 def list_served_files(config: Config) -> list[tuple[Part, Path, bool]]:

@@ -41,14 +41,14 @@ from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import count_flat_bytes
-from asyncrl.transport.ring import RingReader, Rows, WeightRing
-from asyncrl.transport.weight_transport import WeightsServer
+from asyncrl.transport.ring import RingReader, WeightRing
+from asyncrl.transport.weight_transport import Rows, WeightsClient, WeightsServer
 
 dist: Any = torch.distributed  # its types omit most of what is used here
 cuda: Any = torch.cuda
 
 Backend = Literal["gloo", "nccl"]
-CONTROL_BYTES = 512  # of a control message, padded
+CONTROL_BYTES = 512  # of a control message in JSON, padded by spaces
 PIECE = 64 << 20  # bytes of one send
 WORDS = 1 << 18  # 8-byte words per row of the mark
 IDLE = timedelta(days=365)  # the learner's deadline for a generator's request
@@ -153,11 +153,8 @@ class GpuPair:
 
     def write(self, message: Struct) -> None:
         """Send a control message. Raises RuntimeError when it takes too long."""
-        data = msgspec.msgpack.encode(message)
-        padded = torch.zeros(CONTROL_BYTES, dtype=uint8)
-        padded[: len(data) + 2] = torch.frombuffer(
-            bytearray(len(data).to_bytes(2, "little") + data), dtype=uint8
-        )
+        data = bytearray(msgspec.json.encode(message).ljust(CONTROL_BYTES))
+        padded = torch.frombuffer(data, dtype=uint8)
         finish(self.control.send([padded], 1 - self.rank, 0), padded.device, self.deadline)
 
     def read(self, kind: Any, deadline: timedelta | None = None) -> Any:
@@ -166,8 +163,7 @@ class GpuPair:
         finish(
             self.control.recv([padded], 1 - self.rank, 0), padded.device, deadline or self.deadline
         )
-        data = padded.numpy().tobytes()
-        return msgspec.msgpack.decode(data[2 : 2 + int.from_bytes(data[:2], "little")], type=kind)
+        return msgspec.json.decode(padded.numpy().tobytes(), type=kind)
 
     def transfer(self, flat: Tensor) -> None:
         """Send or receive the flat bytes, uint8 [bytes]."""
@@ -257,8 +253,8 @@ class PairServer(WeightsServer):
         with self.lock:
             staged = self.newest
             if staged is None or staged.label != label or digest not in ("", staged.reply.digest):
-                digest = digest or self.reader.list_labels().get(label, "")
-                if not digest or not self.reader.read(label, digest, memoryview(self.host)):
+                digest = self.reader.fetch(label, digest, memoryview(self.host))
+                if not digest:
                     return None
                 flat = torch.frombuffer(self.host, dtype=uint8).to(self.device, copy=True)
                 reply = _PairReply(digest, self.reader.probe, compute_mark(flat))
@@ -283,18 +279,14 @@ def connect_store(address: str, deadline_s: float) -> Any:
     )
 
 
-class PairClient:
+class PairClient(WeightsClient):
     """A generator's end. Raises PeerUnreachable when the learner does not reply.
 
     flat: the bytes of the version fetched last, on the device of this process.
     """
 
-    bytes_received = 0  # by the link that `link/fetch_s` measures
-
     def __init__(self, address: str, backend: Backend, deadline_s: float) -> None:
         self.address = address
-        self.is_broken = False
-        self.probe = b""
         with self._translate_errors():
             store = connect_store(address, deadline_s)
             self.layout: Rows = msgspec.json.decode(store.get("layout"), type=Rows)

@@ -21,7 +21,7 @@ from asyncrl.contract.blobs.images import (
 )
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.outcomes import NAME_LENGTH
-from asyncrl.transport.ring import Rows
+from asyncrl.transport.weight_transport import Rows
 
 LIST = 1 << 20  # entries of a list in one message
 WEIGHTS_BYTES = 1 << 46

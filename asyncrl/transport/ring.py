@@ -33,6 +33,7 @@ import xxhash
 from asyncrl.contract.errors import AsyncrlError, DamagedDataError
 from asyncrl.contract.versions import Label
 from asyncrl.records import atomic_write, private
+from asyncrl.transport.weight_transport import Rows, WeightsClient
 
 HEADER = 4096  # one page, so that the bytes are aligned
 _SLOT = struct.Struct("<QqqQ")  # sequence, epoch, number, checksum
@@ -40,7 +41,6 @@ _PROBE = struct.Struct("<H256s")  # bytes, padded; behind _SLOT
 _PIN = struct.Struct("<qd")  # slot or -1, heartbeat (CLOCK_MONOTONIC)
 PIN_S = 5.0  # seconds
 COPY = 32 << 20  # bytes between two heartbeats
-Rows = list[tuple[str, str, list[int], int, int]]  # (name, dtype, shape, offset, bytes) of a tensor
 
 
 class _Manifest(msgspec.Struct, frozen=True):
@@ -244,20 +244,15 @@ class WeightRing:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-class RingReader:
+class RingReader(WeightsClient):
     """A generator's end.
 
-    bytes_received: over a socket.
     Raises DamagedDataError when the ring's manifest does not parse, FileNotFoundError when it is
     missing, ConfigError when other users have access to the directory.
     """
 
-    bytes_received = 0
-
     def __init__(self, directory: Path, reader_id: str) -> None:
         self.directory = directory
-        self.probe = b""  # of the version read last
-        self.is_broken = False
         private.check(directory)
         try:
             self._manifest = msgspec.msgpack.decode(

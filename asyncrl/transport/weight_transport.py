@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.config.transports import TRANSPORTS
 from asyncrl.contract.versions import Label
-from asyncrl.transport.ring import Rows
+
+# (name, dtype, shape, offset, bytes) of each tensor in the flat bytes
+Rows = list[tuple[str, str, list[int], int, int]]
 
 
 class WeightsServer(ABC):
@@ -28,22 +30,18 @@ class WeightsServer(ABC):
         """Stop serving."""
 
 
-class WeightsClient(Protocol):
+class WeightsClient(ABC):
     """A generator's end. Its methods raise PeerUnreachable when the learner is silent."""
 
-    probe: bytes  # published with the version fetched last
+    probe = b""  # published with the version fetched last
+    bytes_received = 0  # of weights, over a socket whose speed is reported
+    is_broken = False  # another client must be connected to get further versions
 
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of weights over a socket whose speed is reported."""
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether another client must be connected to get further versions."""
-
+    @abstractmethod
     def fetch_layout(self) -> Rows:
         """Fetch the layout of the flat bytes."""
 
+    @abstractmethod
     def fetch(self, label: Label, digest: str, into: memoryview) -> str:
         """Copy version `label` into `into` and return its verified digest.
 
@@ -51,6 +49,7 @@ class WeightsClient(Protocol):
         Returns "" when the learner no longer has the version.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Disconnect."""
 

@@ -102,7 +102,7 @@ def test_wants_and_asks_without_end_are_kept_once(begun: Any) -> None:
     for number in range(3000):  # before any learner is there, nobody can be told of weights
         service.handle(b"g", m.TicketRequest("generator-0", 7, number, 8, None))
         service.handle(b"g", greeting(service))
-    assert len(service.to_notify) == len(service.ticket_requests) == 1
+    assert len(service.to_notify) == len(service.ticket_requests.waiting) == 1
     service.handle(b"learner", honest_hello(service.run))
     for number in range(1, 3000):
         service.handle(b"learner", m.BatchRequest(1, number))

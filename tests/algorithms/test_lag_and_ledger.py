@@ -6,7 +6,6 @@ from collections import Counter
 
 import msgspec
 import pytest
-import store_kit as ts
 
 from asyncrl.contract import admission, versions
 from asyncrl.contract.errors import ProtocolError
@@ -18,7 +17,6 @@ from asyncrl.contract.messages import (
     VersionSpan,
 )
 from asyncrl.contract.versions import Label, PolicyTree
-from buffer import store as module
 from buffer.ledger import Ledger, LedgerSums, read_bins, sum_tokens
 
 
@@ -290,18 +288,3 @@ def test_equal_weights_without_a_known_parent_are_told_apart_by_their_number() -
     tree.register(Label(3, 3), None, "same")
     assert tree.compute_lag(Label(2, 3), Label(3, 3), 3) == 0
     assert tree.compute_lag(Label(2, 3), Label(3, 3), 4) == 1
-
-
-def test_a_long_run_forgets_what_nobody_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "VERSIONS", 20)
-    store = ts.make(float("inf"), steps=1000)
-    slow, *_ = store.grant("slow", 1, 1, 0.0)  # a group that waits from the first version on
-    for n in range(300):
-        ts.write(store, store.grant("g", 1, 1, 0.0)[0])
-        ts.train(store, n)
-        store.retire_batches(n)
-        assert len(store.tree) <= 2 * 20 + 2
-    assert Label(1, 0) in store.tree and Label(1, 5) not in store.tree
-    ts.write(store, slow)  # by version 0: its lease kept it
-    groups, _ = store.ask(1, 300)
-    assert [g.ticket for g in groups] == [0] and store.make_batch(300).lags == [300]

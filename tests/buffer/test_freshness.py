@@ -173,7 +173,7 @@ def test_the_meter_measures_latency_waits_and_load() -> None:
     meter.on_complete([6], 9.0)
     early = meter.on_commit([6], 0.5, 12.0)
     assert early is not None and early.wait == 0.0, "the batch was there before the learner was"
-    assert not meter.granted and not meter.completed and not meter.lost
+    assert not meter.tickets
 
 
 def test_the_queue_for_full_reward_processes_is_no_latency() -> None:

@@ -230,10 +230,3 @@ def test_a_wait_is_logged_at_its_first_age_and_whenever_that_doubles() -> None:
     assert said() == ["p0 no longer waits: what\\x1b"]
     assert said() == [] and len(said(10.0)) == 1, "another wait begins anew"
     assert len(said(15.0, 10.0)) == 1
-
-
-def test_an_open_session_on_the_wire_is_a_list_of_its_fields() -> None:
-    session = OpenSession(1, 2, "1.2.3", "p", 3, "engine", "w", 4.0, 5.0)
-    wire = [1, 2, "1.2.3", "p", 3, "engine", "w", 4.0, 5.0, "", 0.0]
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(session)) == wire
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=OpenSession) == session

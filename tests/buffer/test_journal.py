@@ -4,13 +4,17 @@ import dataclasses
 import functools
 import os
 import shutil
+import struct
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import xxhash
 from journal_kit import evaluations, open_recorded, recorded, state
+from process_kit import until
 from schedules import PROMPTS, World
 from store_kit import hello, judged, sample
 
@@ -58,8 +62,7 @@ PAYLOADS = [bytes([n + 1]) * (7 * n + 1) for n in range(6)]
 def written(directory: Path, *, together: bool = False) -> Path:
     """A segment: a snapshot, then PAYLOADS, each written alone or all in one go; without `sure`, as
     a power cut may leave it."""
-    log = j.Journal(directory, sync=False)
-    log.rotate(b"snapshot")
+    log = j.Journal(directory, b"snapshot", sync=False)
     for p in PAYLOADS:
         log.append(p)
         if not together:
@@ -80,13 +83,12 @@ def test_a_record_in_pieces_is_written_whole_whatever_the_system_takes_at_once(
         return real(fd, [memoryview(b"".join(pieces))[:most]])
 
     monkeypatch.setattr(os, "writev", some)
-    log = j.Journal(tmp_path, sync=False)
-    log.rotate(b"snapshot")
+    log = j.Journal(tmp_path, b"snapshot", sync=False)
     many = [bytes([n % 251]) * (n % 3) for n in range(3 * append_log.PIECES)]
     log.append(b"head", memoryview(b"of it"), b"", b"end")
     log.append(*many)
     log.write()
-    size = log.size
+    size = log.segment.size
     log.close()
     path = j.list_segments(tmp_path)[-1]
     assert list(j.read(path)) == [b"snapshot", b"headof itend", b"".join(many)]
@@ -129,8 +131,7 @@ def test_a_write_that_was_never_sure_may_lose_its_first_record(tmp_path: Path) -
 
 def test_damage_to_what_was_acknowledged_is_reported_at_any_byte(tmp_path: Path) -> None:
     """Also in the last group, behind which nothing was written, and after a kill."""
-    log = j.Journal(tmp_path, sync=False)
-    log.rotate(b"snapshot")
+    log = j.Journal(tmp_path, b"snapshot", sync=False)
     for p in PAYLOADS:
         log.append(p)
     log.write()
@@ -157,10 +158,8 @@ def test_damage_to_what_was_acknowledged_is_reported_at_any_byte(tmp_path: Path)
 def test_a_note_that_cannot_be_read_proves_nothing(tmp_path: Path) -> None:
     path = written(tmp_path)
     data = path.read_bytes()
-    log = j.Journal(tmp_path, sync=False)
-    log.number, log.sure = 1, len(data)
-    log._write_sure()
-    note = (tmp_path / "sure").read_bytes()
+    position = struct.pack("<QQ", 1, len(data))
+    note = position + struct.pack("<Q", xxhash.xxh3_64_intdigest(position))
     for at in range(len(note)):
         for wrong in (note[:at], note[:at] + bytes([note[at] ^ 1]) + note[at + 1 :]):
             (tmp_path / "sure").write_bytes(wrong)
@@ -173,22 +172,20 @@ def test_a_segment_is_replaced_while_it_goes_on_to_count(
 ) -> None:
     """The snapshot takes its time: what is appended meanwhile is safe, and behind it once."""
     go = threading.Event()
-    put = j.NextSegment.write_records
+    put = j.Segment.write
 
-    def slow(self: j.NextSegment, payloads: list[bytes]) -> None:
-        assert go.wait(timeout=600)
-        put(self, payloads)
+    def slow(self: j.Segment, records: Any, sure: int | None = None) -> None:
+        assert sure is not None or go.wait(timeout=600)
+        put(self, records, sure)
 
-    log = j.Journal(tmp_path, sync=False, segment_bytes=100)
-    log.rotate(b"one")
-    monkeypatch.setattr(j.NextSegment, "write_records", slow)
+    log = j.Journal(tmp_path, b"one", sync=False, segment_bytes=100)
+    monkeypatch.setattr(j.Segment, "write", slow)
     log.append(b"x" * 100)
     log.write()
     assert log.is_full
     log.append(b"before the snapshot")
     log.rotate(b"two", wait=False)
     assert not log.is_full and log.next is not None
-    assert log.next.thread.daemon and log.next.thread.name == "journal-next"
     for payload in (b"a", b"b"):
         log.append(payload)
         log.write()
@@ -197,7 +194,7 @@ def test_a_segment_is_replaced_while_it_goes_on_to_count(
     assert list(j.read(was)) == [b"one", b"x" * 100, b"before the snapshot", b"a", b"b"]
     assert j.list_segments(tmp_path) == [was]
     go.set()
-    log.next.thread.join()
+    wait([log.next])
     log.append(b"c")
     log.write()
     log.append(b"d")
@@ -211,16 +208,15 @@ def test_a_segment_is_replaced_while_it_goes_on_to_count(
 
 
 def test_a_failed_segment_leaves_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = j.Journal(tmp_path, sync=False)
-    log.rotate(b"one")
+    log = j.Journal(tmp_path, b"one", sync=False)
 
-    def no_room(self: j.NextSegment, payloads: list[bytes]) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(j.NextSegment, "write_records", no_room)
+    monkeypatch.setattr(j, "Segment", no_room)
     log.rotate(b"two", wait=False)
     assert log.next is not None
-    log.next.thread.join()
+    wait([log.next])
     log.append(b"a")
     with pytest.raises(AsyncrlError, match=r"00000002\.part cannot be written: No space"):
         log.write()
@@ -230,8 +226,7 @@ def test_a_failed_segment_leaves_the_old(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_new_segment_replaces_the_old_ones(tmp_path: Path) -> None:
-    log = j.Journal(tmp_path, sync=True, segment_bytes=100)
-    log.rotate(b"one")
+    log = j.Journal(tmp_path, b"one", sync=True, segment_bytes=100)
     log.append(b"x" * 100)
     log.write()
     assert log.is_full
@@ -246,11 +241,12 @@ def test_a_new_segment_replaces_the_old_ones(tmp_path: Path) -> None:
 
 def test_a_removed_run_ends_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is raised where no caller sees it, and the old segment's file is closed."""
-    log = j.Journal(tmp_path / "journal", sync=False)
-    log.rotate(b"first")
-    old = log.fd
+    log = j.Journal(tmp_path / "journal", b"first", sync=False)
+    old = log.segment.fd
 
     def vanish(directory: Path) -> list[Path]:
+        if log.number == 1:  # for the first segment, late
+            return []
         shutil.rmtree(directory)
         with pytest.raises(FileNotFoundError) as gone:
             os.listdir(directory)
@@ -260,12 +256,10 @@ def test_a_removed_run_ends_no_thread(tmp_path: Path, monkeypatch: pytest.Monkey
     raised: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
     log.rotate(b"second")
-    assert log._remover is not None
-    log._remover.join()
+    log.close()
     assert not raised and not (tmp_path / "journal").exists()
     with pytest.raises(OSError):
         os.fstat(old)
-    log.close()
 
 
 def test_group_commits_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,9 +272,7 @@ def test_group_commits_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
         syncs.append(fd)
         real(fd)
 
-    log = j.Journal(tmp_path, sync=True)
-    assert log.thread is not None and log.thread.daemon and log.thread.name == "journal"
-    log.rotate(b"")
+    log = j.Journal(tmp_path, b"", sync=True)
     monkeypatch.setattr(os, "fdatasync", slow)
     log.append(b"a")
     log.write()
@@ -289,11 +281,11 @@ def test_group_commits_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
         log.append(p)
         log.write()
     go.release()
+    until(lambda: log.write() or log.durable)
     assert began.acquire(timeout=600)
     assert log.durable == 1  # the sync that was under way covers what was written before it began
     go.release()
-    with log._wake:
-        assert log._wake.wait_for(lambda: log.durable == 4, timeout=600)
+    until(lambda: log.write() or log.durable == 4)
     assert len(syncs) == 2
     monkeypatch.setattr(os, "fdatasync", real)
     log.close()
@@ -321,7 +313,7 @@ def test_a_killed_buffer_folds_to_the_same_and_goes_on(on_exceed: str, tmp_path:
             assert isinstance(world.store, RecordedStore)
             world.store.flush_journal()
             before = state(world.store)
-            os.close(world.store.journal.fd)  # as the kernel does
+            os.close(world.store.journal.segment.fd)  # as the kernel does
             world.store = make(world.settings, now=world.now)
             assert state(world.store) == before
             return True
@@ -535,8 +527,6 @@ def test_each_change_is_one_record_that_replays_to_the_same_state(tmp_path: Path
 
 
 def test_evaluations_out_and_queued_survive(tmp_path: Path) -> None:
-    from store_kit import hello, judged
-
     store = recorded(tmp_path)
     assert hello(store, 1, 0)
     a, b = store.grant("g", 1, 2, 0.0)
@@ -573,8 +563,6 @@ def test_a_frame_is_one_record_and_folds_to_its_samples(as_it_came: bool, tmp_pa
 
 
 def test_a_finished_buffer_says_so_again_unless_more_steps_are_wanted(tmp_path: Path) -> None:
-    from store_kit import hello
-
     store = recorded(tmp_path, steps=0)
     assert hello(store, 1, 0)
     store.finish()
@@ -583,8 +571,6 @@ def test_a_finished_buffer_says_so_again_unless_more_steps_are_wanted(tmp_path: 
 
 
 def test_a_journal_without_its_snapshot_or_of_another_task_is_refused(tmp_path: Path) -> None:
-    from store_kit import hello
-
     store = recorded(tmp_path)
     assert hello(store, 1, 0)
     store.grant("g", 1, 1, 0.0)

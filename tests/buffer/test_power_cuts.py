@@ -3,6 +3,7 @@
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from checkpoint_kit import EXTRA, core, model_dir  # noqa: F401  # a fixture
 from journal_kit import open_recorded, state
 from power import Disk
+from process_kit import until
 from schedules import World
 
 from asyncrl.config import load
@@ -77,18 +79,15 @@ def test_no_acknowledged_record_is_lost_at_any_sync(wait: bool, disk: Disk, tmp_
             shutil.rmtree(left)
 
     disk.at_sync = look
-    log = j.Journal(root / "journal", sync=True, segment_bytes=300)
-    log.rotate(b"0")
+    log = j.Journal(root / "journal", b"0", sync=True, segment_bytes=300)
     made.append(log)
     for number in range(1, 40):
         log.append(b"%d" % number)
-        log.write()
-        with log._wake:
-            assert log._wake.wait_for(lambda: log.durable == log.appended, timeout=600)
+        until(lambda: log.write() or log.durable == log.appended)
         if log.is_full:
             log.rotate(b"%d" % number, wait=wait)
             if log.next is not None:
-                log.next.thread.join()
+                futures.wait([log.next])
     assert log.number > 2 and cuts > 80
     log.close()
     disk.at_sync = lambda: None
@@ -114,10 +113,8 @@ def test_a_store_comes_back_from_what_was_synced(disk: Disk, tmp_path: Path) -> 
             nonlocal cuts
             store = world.store
             assert isinstance(store, RecordedStore)
-            store.flush_journal()
             log = store.journal
-            with log._wake:
-                assert log._wake.wait_for(lambda: log.durable == log.appended, timeout=600)
+            until(lambda: store.flush_journal() or log.durable == log.appended)
             before = state(store)
             cuts += 1
             left = disk.cut(where[-1], tmp_path / f"{seed}.{cuts}")

@@ -45,13 +45,6 @@ def test_only_groups_with_a_lease_get_a_new_one_in_a_later_process() -> None:
     assert ends == [None, 510.0] and store.expire(509.0) == 0 and store.expire(511.0) == 1
 
 
-def test_free_slots_bound_what_is_granted() -> None:
-    store = make(3, 2, 4)
-    # whole groups: the first that reaches five
-    assert [len(t.samples) for t in store.grant("g", 1, 5, 0.0)] == [4, 4]
-    assert len(store.grant("g", 1, 1, 0.0)) == 1
-
-
 def test_a_lease_that_ends_goes_out_again_with_the_next_attempt() -> None:
     store = make(0, 1, 2, lease_s=10.0)
     (t,) = store.grant("a", 1, 9, 0.0)

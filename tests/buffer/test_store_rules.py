@@ -504,18 +504,6 @@ def test_the_ledger_of_a_checkpoint_calls_lost_what_it_would_lose() -> None:
     ) == (4, 7, 0)
 
 
-def test_tokens_past_the_limit_are_counted_wherever_they_stand() -> None:
-    """A fresh token before three old ones: no continued prompt makes it, but a file may hold it."""
-    store = make(9, 1, 1, 9, on_exceed="mask")
-    t = store.grant("g", 1, 3, 0.0)
-    for n in (1, 2):
-        train(store, n - 1, t[n])
-    store.max_lag = 1
-    store.deliver(sample(t[0], 0, (Label(1, 2), 2), (Label(1, 0), 3), (Label(1, 1), 1)), 0.0)
-    (g,) = store.ask(1, 2)[0]
-    assert [s.masked for s in g.list_stored_samples()] == [3]
-
-
 def test_a_sample_past_the_limit_in_its_own_epoch_is_a_bug_and_is_called_one() -> None:
     store = make(9, 1, 1, 9)
     t = store.grant("g", 1, 3, 0.0)

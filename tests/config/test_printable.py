@@ -155,7 +155,7 @@ def test_a_config_without_tomli_w_loads_back_equal(monkeypatch: pytest.MonkeyPat
     assert "gpus = [0, 1]\n" in plain != usual
     assert toml_writer.find_differences(
         {"a": 1, "b": {"c": 1, "d": {}}, "e": 1, "f": {}}, {"a": 2, "b": {"c": 3, "d": {}}, "f": 4}
-    ) == {"a": (1, 2), "b.c": (1, 3), "e": (1, None), "f": ({}, 4)}
+    ) == {"a": (1, 2), "b.c": (1, 3), "e": (1, None), "f": (None, 4)}
     assert toml_writer.read_table(engines.__file__)["vllm"]
     assert load.build(tomllib.loads(plain)) == load.build(tomllib.loads(usual)) == config
     assert load.format_value(["a", 2]) == '["a", 2]'

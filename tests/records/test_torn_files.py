@@ -12,7 +12,7 @@ import sys
 import tarfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from click.testing import CliRunner
 from journal_kit import recorded, state
 from process_kit import ENV, ROOT, TEXTS
 from service_kit import Run, answers, ask, join, want
+from store_kit import hello
 
 from actors.gateway.recovery.session_journal import SessionJournal
 from asyncrl.cli import main
@@ -201,8 +202,6 @@ def test_a_row_is_appended_whole_or_not(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_new_segment_that_finds_no_room_leaves_the_old_one_whole(
     room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from store_kit import hello
-
     disk, store = Disk(monkeypatch), recorded(tmp_path)
     assert hello(store, 1, 0)
     store.flush_journal()
@@ -215,7 +214,7 @@ def test_a_new_segment_that_finds_no_room_leaves_the_old_one_whole(
     ) as error:
         store.flush_journal()
         # a thread writes it; the pass after its end says how it went
-        store.journal.next.thread.join()
+        wait([store.journal.next])
         store.flush_journal()
     assert error.value.exit_code == 1 and not list(tmp_path.glob("*.part"))
     disk.room = 1 << 40
@@ -228,8 +227,7 @@ def test_records_that_find_no_room_are_a_torn_tail_and_nothing_comes_behind_it(
     room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(monkeypatch)
-    log = journal.Journal(tmp_path, sync=False)
-    log.rotate(b"snapshot")
+    log = journal.Journal(tmp_path, b"snapshot", sync=False)
     log.append(b"a" * 40)
     log.write()
     disk.room = room

@@ -169,7 +169,7 @@ def honest(service: BufferService, r: random.Random) -> m.FromPeer | None:
         return m.TicketRequest("generator-0", 7, 1, 8, None)
     if what < 0.85 and s.committed < s.settings.steps:
         return m.BatchRequest(s.epoch, s.committed)
-    if not service.leased:
+    if not s.leased:
         return None
     return m.Commit(
         s.epoch,
@@ -206,14 +206,14 @@ BAD = [
     ({"token_rewards": F4["up"]}, "4 of token_rewards for 2 mask bytes", "shape"),
     ({"token_rewards": F4["up"] + F4["inf"]}, "a token reward is not finite", "number"),
     ({"token_rewards": F4["inf"] + F4["up"]}, "a token reward is not finite", "number"),
-    ({"reward": NAN}, "its reward is nan", "number"),
-    ({"reward": INF}, "its reward is inf", "number"),
-    ({"reward": -1e300}, "its reward is -1e[+]300", "number"),
-    ({"reward_parts": {"a": 0.0, "b": NAN}}, "its reward part 'b' is nan", "number"),
-    ({"reward_parts": {"b": -INF}}, "its reward part 'b' is -inf", "number"),
-    ({"reward_parts": {"b" * 50: INF}}, f"its reward part '{'b' * 40}' is inf", "number"),
-    ({"reward_parts": MANY}, "its reward has 300 parts", "text"),
-    ({"reward_parts": {"x" * 201: 0.0}}, "the name of one has more than 200 characters", "text"),
+    ({"reward": NAN}, "reward is nan", "number"),
+    ({"reward": INF}, "reward is inf", "number"),
+    ({"reward": -1e300}, "reward is -1e[+]300", "number"),
+    ({"reward_parts": {"a": 0.0, "b": NAN}}, "b is nan", "number"),
+    ({"reward_parts": {"b": -INF}}, "b is -inf", "number"),
+    ({"reward_parts": {"b" * 50: INF}}, f"{'b' * 50} is inf", "number"),
+    ({"reward_parts": MANY}, "a reward has 300 parts", "text"),
+    ({"reward_parts": {"x" * 201: 0.0}}, "the name of a part has 201 characters", "text"),
     ({"temperature": NAN}, "its temperature is nan", "number"),
     ({"temperature": INF}, "its temperature is inf", "number"),
     ({"temperature": 0.0}, "its temperature is 0", "number"),
@@ -252,8 +252,8 @@ BAD = [
     ),
     ({"text": "x" * 100_000}, "texts of 100000 and 0 characters", "text"),
     ({"prompt_text": "x" * 100_000}, "texts of 0 and 100000 characters", "text"),
-    ({"group_key": "x" * 201}, "its group_key or the reason of its failure is too long", "text"),
-    ({"failed": LONG}, "its group_key or the reason of its failure is too long", "text"),
+    ({"group_key": "x" * 201}, "the key of the group has 201 characters", "text"),
+    ({"failed": LONG}, "the reason has 65537 characters", "text"),
 ]
 
 

@@ -102,35 +102,14 @@ REFUSED: list[tuple[Any, str]] = [
         "8 of token_rewards for 1 mask bytes, 4 of its prompt",
     ),
     (
-        second(tokens=b"\0" * 7),
-        "batch 2: ticket 3, sample 1: 7 bytes of tokens, 8 of behavior_logprobs and "
-        "8 of token_rewards for 2 mask bytes, 4 of its prompt",
-    ),
-    (
-        second(token_rewards=b"\0" * 4),
-        "batch 2: ticket 3, sample 1: 8 bytes of tokens, 8 of behavior_logprobs and "
-        "4 of token_rewards for 2 mask bytes, 4 of its prompt",
-    ),
-    (
-        second(prompt_tokens=b"\0" * 3),
-        "batch 2: ticket 3, sample 1: 8 bytes of tokens, 8 of behavior_logprobs and "
-        "8 of token_rewards for 2 mask bytes, 3 of its prompt",
-    ),
-    (
-        second(spans=GOOD["spans"][::-1]),
-        "batch 2: ticket 3, sample 1: its spans are not in order in its 2 tokens",
-    ),
-    (
         second(spans=[m.VersionSpan(AT, "", 0, 2, Label(1, -(2**63)))]),
         "Expected `int` >= 0 - at `$.samples[1][7][0][4][1]`",
     ),
-    (second(reward=NAN), "ticket 3, sample 1: its reward is nan"),
-    (second(temperature=0.0), "ticket 3, sample 1: its temperature is 0.0"),
+    (second(reward=NAN), "ticket 3, sample 1: reward is nan"),
     (
         second(tokens=b"\5" + b"\0" * 7),
         "ticket 3, sample 1: tokens from 0 to 5, of a model with 5 tokens",
     ),
-    (second(mask=b"\1\2"), "ticket 3, sample 1: its mask has other bytes than 0 and 1"),
     (batch(ledger={"lost": {"tokens": 1.0}}), LEDGER),
     (batch(ledger={"trained": {"tokens": NAN}}), LEDGER),
     (m.Welcome(1, -1), "Expected `int` >= 0 - at `$.checkpointed`"),
@@ -156,10 +135,6 @@ REFUSED: list[tuple[Any, str]] = [
     (
         tickets(sampling=sampled(max_new_tokens=1 << 31)),
         "Expected `int` <= 2147483647 - at `$.tickets[1][5][3]`",
-    ),
-    (
-        tickets(sampling=sampled(top_k=1 << 31)),
-        "Expected `int` <= 2147483647 - at `$.tickets[1][5][2]`",
     ),
     (tickets(min_version=Label(1, -1)), "Expected `int` >= 0 - at `$.tickets[1][6][1]`"),
     (tickets(exact_version=Label(2, 0)), "ticket 3, attempt 1: exactly 2.0"),
@@ -363,29 +338,10 @@ def test_words_of_a_session_are_bounded(field: str) -> None:
 ROWS = [("a", "float32", [2, 3], 0, 24), ("b", "bfloat16", [4], 64, 8)]
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        [ROWS[0], ("a", *ROWS[1][1:])],
-        [("a", "load", [2, 3], 0, 24)],
-        [("a", "float32", [2, 3], 0, 23)],
-        [("a", "float32", [-2, -3], 0, 24)],
-        [("a", "float32", [2, 3], -4, 24)],
-        [ROWS[0], ("b", "bfloat16", [4], 8, 8)],
-        [("a", "float32", [2, 3], 1, 24)],
-        [("a", "uint8", [1 << 50], 0, 1 << 50)],
-    ],
-)
-def test_a_layout_that_no_model_has_is_refused(rows: Any) -> None:
-    assert chunks.decode_layout(msgspec.msgpack.encode(ROWS)) == ROWS
-    with pytest.raises(BadMessage):
-        chunks.decode_layout(msgspec.msgpack.encode(rows))
-
-
 def test_the_bounds_of_a_layout() -> None:
     """Sixteen dimensions, a byte at the end of what weights may take, a hole before it."""
     most = 1 << 46
+    assert chunks.decode_layout(msgspec.msgpack.encode(ROWS)) == ROWS
     message_checks.check_weight_layout([("a", "uint8", [1] * 16, 0, 1)])
     message_checks.check_weight_layout([ROWS[0], ("b", "uint8", [1], most - 1, 1)])
     message_checks.check_weight_layout([("a", "uint8", [most], 0, most)])
@@ -406,9 +362,12 @@ def test_the_bounds_of_a_layout() -> None:
         ),
         ([("a", "uint8", [2], 0, 1)], "weights 'a': 1 bytes for shape [2] of uint8"),
         ([], "a layout of 0 tensors"),
+        ([("a", "float32", [-2, -3], 0, 24)], "weights 'a'"),
+        ([("a", "float32", [2, 3], -4, 24)], "weights 'a': bytes -4 to 20, behind 0"),
+        ([("a", "float32", [2, 3], 1, 24)], "weights 'a': bytes 1 to 25, behind 0"),
     ):
         with pytest.raises(BadMessage) as error:
-            message_checks.check_weight_layout(rows)
+            chunks.decode_layout(msgspec.msgpack.encode(rows))
         assert str(error.value).startswith(why) and (
             str(error.value) == why or why.endswith("are ")
         ), error.value

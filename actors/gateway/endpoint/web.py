@@ -187,7 +187,7 @@ class WebApp:
             if not isinstance(failed, str) or not failed:
                 raise CallRefused(400, "invalid_value", "failed: give the reason as text", "failed")
             try:
-                outcomes.check_reason(failed)
+                outcomes.check_text(failed, "the reason", outcomes.REASON_LENGTH)
             except ValueError as error:
                 raise CallRefused(422, "invalid_value", f"failed: {error}", "failed") from error
             if session.outcome is not None and not session.outcome.failed:

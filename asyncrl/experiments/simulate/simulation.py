@@ -236,7 +236,7 @@ class Simulation:
         if store.committed == self.config.learner.steps:
             self.record_busy_seconds()
         for generator in self.awake.values():
-            if store.settings.wait or generator.name in self.requests:
+            if store.settings.wait or generator.name in self.requests.waiting:
                 self.announce(generator)
 
     def announce(self, generator: SimulatedGenerator) -> None:
