@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from asyncrl.contract.messages import (
     EVAL_BASE,
     Disposition,
@@ -154,7 +156,7 @@ class EvaluationPlan(NamedTuple):
         return due + [(plan.name, plan.prompts) for plan in self.sets if is_due(plan.every)]
 
 
-class LeasedJob(NamedTuple):
+class LeasedJob(msgspec.Struct, array_like=True):
     """A job that a generator has leased.
 
     expires: time at which the lease ends, in seconds.
@@ -187,11 +189,12 @@ class Evaluations:
     prompt: Callable[[str, int], Prompt] | None = None
     queue: deque[EvaluationJob] = field(default_factory=deque)
     leased_jobs: dict[int, LeasedJob] = field(default_factory=dict)  # by attempt
-    leases: LeaseTable = field(default_factory=LeaseTable)  # of `out`
+    # of `leased_jobs`, and of the store's groups
+    leases: LeaseTable = field(default_factory=LeaseTable)
     rounds: list[EvaluationRound] = field(default_factory=list)
     results: dict[tuple[str, int], Numbers] = field(default_factory=dict)
-    # results not yet written to the metrics
-    fresh: list[tuple[int, Numbers]] = field(default_factory=list)
+    # gets the version number and the metrics of each result
+    on_result: Callable[[int, Numbers], object] = lambda number, values: None
 
     def snapshot(self) -> EvaluationsState:
         """Return the state for a snapshot of the store."""
@@ -204,9 +207,7 @@ class Evaluations:
         )
 
     def restore(self, state: EvaluationsState) -> None:
-        """Take over the state of a snapshot.
-
-        Results in `fresh` are not part of it: the process that computed them must write them."""
+        """Take over the state of a snapshot."""
         self.plan = state.plan
         self.queue = deque(state.queue)
         self.leased_jobs = dict(state.leased_jobs)
@@ -218,10 +219,8 @@ class Evaluations:
 
     def renew_all_leases(self, expires: float) -> None:
         """Let every lease expire at `expires`."""
-        self.leased_jobs = {
-            attempt: leased._replace(expires=expires)
-            for attempt, leased in self.leased_jobs.items()
-        }
+        for leased in self.leased_jobs.values():
+            leased.expires = expires
 
     def restart(self, label: Label, steps: int) -> None:
         """Start over at a learner's hello: drop unfinished rounds and results of later versions.
@@ -229,10 +228,9 @@ class Evaluations:
         Later versions belong to another branch. A round that is due at `label` begins."""
         self.queue.clear()
         self.leased_jobs.clear()
-        self.leases = LeaseTable()
+        self.leases.attempts.clear()  # the store's have ended
         self.rounds = []
         self.results = {k: v for k, v in self.results.items() if k[1] <= label.number}
-        self.fresh = [x for x in self.fresh if x[0] <= label.number]
         self.on_commit(label, steps)
 
     def forget(self, base: int) -> None:
@@ -302,20 +300,16 @@ class Evaluations:
             return
         if entry.lapsed:
             self.queue.remove(entry.job)
-        self.leased_jobs[attempt] = entry._replace(expires=expires, lapsed=False)
+        entry.expires, entry.lapsed = expires, False
 
     def expire(self, now: float) -> int:
         """Queue the jobs whose leases have expired; return their number.
 
         Until a job is granted again, a slow generator may still renew or deliver it."""
-        expired = [
-            (attempt, leased)
-            for attempt, leased in self.leased_jobs.items()
-            if leased.expires < now and not leased.lapsed
-        ]
-        for attempt, leased in expired:
+        expired = [x for x in self.leased_jobs.values() if x.expires < now and not x.lapsed]
+        for leased in expired:
             self.queue.appendleft(leased.job)
-            self.leased_jobs[attempt] = leased._replace(lapsed=True)
+            leased.lapsed = True
         return len(expired)
 
     def end_sessions(self, producer: str, session: int) -> None:
@@ -367,7 +361,7 @@ class Evaluations:
             self.rounds.remove(current_round)
             values = current_round.compute_metrics(plan) | self._compute_task_metrics(current_round)
             self.results[current_round.split, job.label.number] = values
-            self.fresh.append((job.label.number, values))
+            self.on_result(job.label.number, values)
         return "evaluated"
 
     def _compute_task_metrics(self, finished: EvaluationRound) -> Numbers:

@@ -559,8 +559,6 @@ class RecordedStore(Store):
         # a segment replays with the settings that it was written under; now use the current ones
         self.settings, self.evaluations.plan = settings, plan
         self.finished = self.finished and self.committed >= settings.steps
-        self.evaluations.fresh = []
-        self.mixer.events = []
         self.renew_all_leases(now)
         self.journal = Journal(
             directory,

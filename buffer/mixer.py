@@ -61,7 +61,7 @@ class TaskMixer:
     prompt: Callable[[str, int], Prompt] = lambda title, index: Prompt(index, "")
     lengths: Mapping[str, int | None] = field(default_factory=dict)
     state: MixtureState = field(default_factory=MixtureState)
-    events: list[str] = field(default_factory=list)  # lines for the log, not written yet
+    log: Callable[[str], object] = lambda line: None
 
     def __bool__(self) -> bool:
         return bool(self.parts)
@@ -109,7 +109,7 @@ class TaskMixer:
         self.state.indices[title] = index + 1
         if self._is_out(title):
             passes = self.parts[title].passes
-            self.events.append(
+            self.log(
                 f"task {title} has run out of prompts after {passes} passes (task.mixture.passes): "
                 "its share goes to the other tasks"
             )
@@ -160,7 +160,7 @@ class TaskMixer:
         removed = self.state.in_a_row[title] = self.state.in_a_row.get(title, 0) + 1
         self.state.removed[title] = self.state.removed.get(title, 0) + 1
         if removed == DRY:
-            self.events.append(
+            self.log(
                 f"task {title} runs dry: its last {DRY} groups were all removed (the last one: "
                 f"{line}); removed groups are now replaced by those of the other tasks"
             )
@@ -168,14 +168,6 @@ class TaskMixer:
             self.state.due.append((title, NEW))
 
     # ---- restarts --------------------------------------------------------------------------------
-
-    def snapshot(self) -> MixtureState:
-        """Return the state for a snapshot of the store."""
-        return self.state
-
-    def restore(self, state: MixtureState) -> None:
-        """Take over the state of a snapshot."""
-        self.state = state
 
     def make_position(
         self, untrained: Iterable[tuple[str, int]], ledgers: Mapping[str, Ledger]

@@ -57,7 +57,7 @@ from buffer.groups import make_store_settings
 from buffer.journal import RecordedStore
 from buffer.mixer import make_mixer
 from buffer.sessions import PeerSessions, PeerState
-from buffer.store import ENOUGH, Store
+from buffer.store import Store
 from buffer.training_log import TrainingLog
 
 POLL_S = 0.25
@@ -204,6 +204,8 @@ class BufferService:
         except BaseException:
             self.socket.close()
             raise
+        self.store.on_excluded, self.store.mixer.log = self.write_excluded_batch, log
+        self.store.evaluations.on_result = self.write_evaluation
         self.has_refused_survivor = False  # a process that has state of an earlier buffer
         # (record that must be durable first, peer, reply): replies that wait for the journal
         self.outgoing: deque[tuple[int, bytes, m.FromBuffer]] = deque()
@@ -215,8 +217,8 @@ class BufferService:
         )
         self.to_notify: dict[str, None] = {}  # generators that may lack the newest version
         self.announced: Label | None = None  # the version last sent to waiting generators
-        self.batch_requests: deque[tuple[bytes, m.BatchRequest]] = deque()
-        self.goodbyes: dict[bytes, m.LearnerGoodbye] = {}
+        self.batch_requests: dict[int, tuple[bytes, m.BatchRequest]] = {}  # by number
+        self.goodbye = b""  # the learner that has trained all batches and waits for the end
         self.generators: dict[str, PeerState] = {}
         # threads on the learner's machine; None: to be counted again
         self.local_threads: int | None = None
@@ -384,6 +386,10 @@ class BufferService:
             self.store.end_sessions(name, session)
             # a ticket granted to a dead session would be blocked until its lease expires
             self.remove_generator(name)
+        if state in ("new", "holds"):
+            entry = self.generators.setdefault(name, PeerState())
+            entry.at, entry.peer = now, peer
+            return entry
         reasons = {
             "refused": f"another generator named {name} is running{self.describe_process(name)}: "
             "give this one another --index, or end that one first",
@@ -394,11 +400,7 @@ class BufferService:
         }
         if state in reasons:
             self.send(peer, m.Refusal(reasons[state], 2))
-        if state not in ("new", "holds"):
-            return None
-        entry = self.generators.setdefault(name, PeerState())
-        entry.at, entry.peer = now, peer
-        return entry
+        return None
 
     def describe_process(self, name: str) -> str:
         """Describe the process that holds a name, for an error message; "" if it is unknown."""
@@ -530,7 +532,7 @@ class BufferService:
             # generator names its attempts, and the one up to which it takes no further tickets
             lists = (message.progress, message.judging, message.written)
             named = {row[1] for rows in lists for row in rows}
-            unheld = self.store.find_unheld_attempts(
+            unheld = self.store.leases.find_unnamed_attempts(
                 message.producer, message.session, message.taken, named
             )
             if unheld:
@@ -542,9 +544,9 @@ class BufferService:
             if started_at and entry.counted is None and age > now - started_at:
                 entry.counted = stats  # a first report with the time of an earlier buffer
             names = ("reward/judged", "reward/waited_s", "reward/called_s")
-            judged, waited_s, called_s = (stats.get(name, 0.0) for name in names)
+            rewards = [stats.get(name, 0.0) for name in names]
             workers = stats.get("reward/workers", 0.0)
-            self.meter.on_rewards(message.producer, (judged, waited_s, called_s), workers, now)
+            self.meter.on_rewards(message.producer, rewards, workers, now)
             self.send(
                 peer,
                 m.HeartbeatReply(
@@ -575,8 +577,6 @@ class BufferService:
         checks.check_hello(hello)
         is_new = hello.epoch != self.store.epoch
         unreported = self.list_unreported_batches(hello.label.number) if is_new else []
-        exclusion = self.store_suspect_batch(hello) if is_new else ""
-        excluded = self.store.aside
         if not self.store.follow_learner(hello):
             reply: m.Refusal | m.FencedReply = m.FencedReply(hello.epoch, self.store.epoch)
             is_newest = hello.epoch > self.store.epoch and hello.origin >= self.store.active
@@ -602,8 +602,7 @@ class BufferService:
             self.ended_at, self.ended_before = 0.0, False
         self.local_threads = None
         self.model = m.ModelShape(hello.vocabulary, hello.routing, hello.images)
-        if self.store.aside > excluded:
-            log(exclusion)
+        if self.store.aside:
             self.latest["buffer/set_aside"] = float(self.store.aside)
         if is_new:
             self.trained.begin_at(hello.label.number)
@@ -611,30 +610,24 @@ class BufferService:
                 if not self.trained.has_batch(batch.number):
                     self.trained.add(batch, self.store.mask_limit)
             self.batch_requests.clear()
-            self.goodbyes.clear()
+            self.goodbye = b""
         self.learner = PeerState(time.monotonic(), peer, hello.pid)
         self.send(peer, m.Welcome(hello.epoch, self.store.base))
 
-    def store_suspect_batch(self, hello: m.LearnerHello) -> str:
-        """Write the batch that this hello excludes to RUN/set_aside before the store removes it.
+    def write_excluded_batch(self, batch: m.Batch) -> None:
+        """Write a batch to RUN/set_aside before the store excludes it.
 
-        Returns the line for the log, or "" if no batch is excluded.
         Raises AsyncrlError when the disk is full."""
-        store = self.store
-        tickets, points = store.judge_suspect(hello)
-        if points < ENOUGH or store.policy is None or not store.alive.keys() >= set(tickets):
-            return ""
-        number = store.committed
-        batch = store.make_batch(number)
-        path = self.run_dir / "set_aside" / f"batch_{number}_epoch_{store.epoch}.jsonl"
+        name = f"batch_{batch.number}_epoch_{batch.epoch}.jsonl"
+        path = self.run_dir / "set_aside" / name
         with append_log.name_full_disk(path):
             path.parent.mkdir(exist_ok=True)
             atomic_write.write(path, jsonl.encode(numbers.make_batch_rows(batch)))
         tokens = sum(sample.length for sample in batch.samples)
-        return (
-            f"batch {number} is excluded, because the last learner processes ended on it; its "
-            f"{len(batch.samples)} samples ({tokens} tokens, `fatal` in the ledger) are kept in "
-            f"{path}, and the run continues without them"
+        log(
+            f"batch {batch.number} is excluded, because the last learner processes ended on it; "
+            f"its {len(batch.samples)} samples ({tokens} tokens, `fatal` in the ledger) are kept "
+            f"in {path}, and the run continues without them"
         )
 
     def list_unreported_batches(self, number: int) -> list[m.Batch]:
@@ -668,15 +661,11 @@ class BufferService:
         return epoch != self.store.epoch
 
     def on_BatchRequest(self, peer: bytes, request: m.BatchRequest) -> None:
-        """Queue a request for a batch; a repeated one replaces only the address for the reply."""
+        """Queue a request for a batch; a repeated one keeps its place."""
         checks.check_batch_request(self.store, request.number)
-        for position, (_, pending) in enumerate(self.batch_requests):
-            if pending.number == request.number:
-                self.batch_requests[position] = (peer, pending)
-                return
-        self.batch_requests.append((peer, request))
+        self.batch_requests[request.number] = peer, request
         if len(self.batch_requests) > MOST_BATCH_REQUESTS:
-            self.batch_requests.popleft()
+            del self.batch_requests[next(iter(self.batch_requests))]
 
     def on_Commit(self, peer: bytes, commit: m.Commit) -> None:
         """Commit a trained batch, and write its metrics.
@@ -709,9 +698,6 @@ class BufferService:
             return
         if batch is not None:
             self.record_commit(commit, batch, previous_limit)
-            for line in self.store.mixer.events:
-                log(line)
-            self.store.mixer.events = []
         self.send(
             peer, m.CommitReply(commit.epoch, commit.number, self.store.list_pinned_versions())
         )
@@ -728,7 +714,7 @@ class BufferService:
             f"the learner leaves at version {message.number}, but only {self.store.committed} "
             f"of {self.store.settings.steps} batches are committed (learner.steps)",
         )
-        self.goodbyes = {peer: message}  # a single one, however often the learner connects
+        self.goodbye = peer
 
     def on_LearnerProgress(self, peer: bytes, message: m.LearnerProgress) -> None:
         """Store the learner's numbers and its wait."""
@@ -744,9 +730,12 @@ class BufferService:
 
     def answer(self) -> None:
         """Send the replies that the last messages allow: batches, tickets, the end."""
-        for _ in range(len(self.batch_requests)):
-            peer, request = self.batch_requests.popleft()
+        for peer, request in [*self.batch_requests.values()]:
             groups, wait = self.store.ask(request.epoch, request.number)
+            if wait is None:
+                del self.batch_requests[request.number]
+            elif self.learner_waits is None or self.learner_waits[0] != wait:
+                self.learner_waits = wait, time.monotonic()
             if groups:
                 batch = self.store.make_batch(request.number)
                 self.trained.record_lease(batch, self.store.mask_limit)
@@ -754,21 +743,13 @@ class BufferService:
                 self.start_clock(time.monotonic())
                 self.send(peer, batch)
                 self.learner_waits = None
-            elif wait is not None:
-                if self.learner_waits is None or self.learner_waits[0] != wait:
-                    self.learner_waits = wait, time.monotonic()
-                self.batch_requests.append((peer, request))
         self.grant()
-        if not self.store.evaluations.rounds:
-            for peer, goodbye in self.goodbyes.items():
-                self.write_evaluations()
-                self.send(peer, m.RunFinished(goodbye.epoch))
-                if not self.ended_at:
-                    self.ended_at = time.monotonic()
-                    self.store.finish()
-            if self.ended_at:
-                self.goodbyes = {}
-        self.write_evaluations()
+        if self.goodbye and not self.store.evaluations.rounds:
+            self.send(self.goodbye, m.RunFinished(self.store.epoch))
+            self.goodbye = b""
+            if not self.ended_at:
+                self.ended_at = time.monotonic()
+                self.store.finish()
 
     def start_clock(self, now: float) -> None:
         """Start the time of RL at its first ticket; what generators did before is not of it."""
@@ -938,13 +919,10 @@ class BufferService:
         self.last_metrics = now if metrics else self.last_metrics
         return metrics
 
-    def write_evaluations(self) -> None:
-        """Write the new results of evaluations to the metrics."""
-        fresh = self.store.evaluations.fresh
-        self.store.evaluations.fresh = []
-        for number, values in fresh:
-            self.latest |= values
-            self.metrics.write(number, values, self.clock.seconds_at(time.monotonic()))
+    def write_evaluation(self, number: int, values: Numbers) -> None:
+        """Write the result of an evaluation at version `number` to the metrics."""
+        self.latest |= values
+        self.metrics.write(number, values, self.clock.seconds_at(time.monotonic()))
 
     def list_waits(self) -> list[ProcessWait]:
         """List the current waits: the learner's for its batch, and those that generators report."""

@@ -1,13 +1,13 @@
 """The state of a store that survives a restart, its snapshot, and the rules of the store.
 
-`StoreState` declares each field once, together with its form in a snapshot where that differs.  An
+`StoreState` declares each field once; PACKINGS has its form in a snapshot where that differs.  An
 attribute of the store that is not declared here is lost at a restart."""
 
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
@@ -57,30 +57,29 @@ def _restore(current: Any, saved: Any) -> Any:
     return current
 
 
-def _make_packing(
-    type_: Any, pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]
-) -> dict[str, Packing]:
-    """Make the metadata of a field that has another form in the snapshot."""
-    return {"packing": Packing(type_, pack, unpack)}
+def _pack_table(pair: Any) -> Packing:
+    """Make the form of an ordered table: a list of such (key, value) pairs."""
+    return Packing(list[pair], lambda table: [*table.items()], lambda _, saved: OrderedDict(saved))
 
 
-NUMBERS = _make_packing(list[int], sorted, lambda _, saved: set(saved))
-GROUPS = _make_packing(
+GROUPS = Packing(
     list[Group],
     lambda groups: list(groups.values()),
     lambda _, saved: {group.ticket: group for group in saved},
 )
-DRAWN, FATES, ATTEMPTS = (
-    _make_packing(list[pair], lambda x: [*x.items()], lambda _, x: OrderedDict(x))  # type: ignore
-    for pair in (
-        tuple[tuple[str, int], int],
-        tuple[SampleKey, Disposition],
-        tuple[IntPair, list[int]],
-    )
-)
-TREE = _make_packing(PolicyTreeState, PolicyTree.snapshot, _restore)
-MIXER = _make_packing(MixtureState, TaskMixer.snapshot, _restore)
-EVALUATIONS = _make_packing(EvaluationsState, Evaluations.snapshot, _restore)
+# the fields of the state that have another form in a snapshot
+PACKINGS = {
+    "evaluations": Packing(EvaluationsState, Evaluations.snapshot, _restore),
+    "tree": Packing(PolicyTreeState, PolicyTree.snapshot, _restore),
+    "mixer": Packing(
+        MixtureState, lambda mixer: mixer.state, lambda mixer, saved: replace(mixer, state=saved)
+    ),
+    "alive": GROUPS,
+    "retained": GROUPS,
+    "drawn": _pack_table(tuple[tuple[str, int], int]),
+    "gone": _pack_table(tuple[SampleKey, Disposition]),
+    "strays": _pack_table(tuple[IntPair, list[int]]),
+}
 
 
 @dataclass(eq=False, repr=False)
@@ -88,8 +87,8 @@ class StoreState:
     """The state of a store; `snapshot` and `restore` apply to all fields."""
 
     settings: StoreSettings
-    evaluations: Evaluations = field(default_factory=Evaluations, metadata=EVALUATIONS)
-    tree: PolicyTree = field(default_factory=PolicyTree, metadata=TREE)
+    evaluations: Evaluations = field(default_factory=Evaluations)
+    tree: PolicyTree = field(default_factory=PolicyTree)
     epoch: int = 0
     active: int = 0  # the epoch whose learner requested a batch last
     max_lag: float = math.inf  # with an adaptive limit: its hard bound
@@ -103,28 +102,28 @@ class StoreState:
     base: int = 0  # number of the first batch in `comps`: the oldest checkpoint kept
     policy: Label | None = None
     source: WeightsSource | None = None
-    alive: dict[int, Group] = field(default_factory=dict, metadata=GROUPS)  # in ticket order
+    alive: dict[int, Group] = field(default_factory=dict)  # in ticket order
     # committed after the oldest checkpoint kept
-    retained: dict[int, Group] = field(default_factory=dict, metadata=GROUPS)
+    retained: dict[int, Group] = field(default_factory=dict)
     comps: list[list[int]] = field(default_factory=list)  # tickets of batch base, base + 1, ...
     # batches that the learner of this epoch has received: their lags and masks no longer change
-    leased: set[int] = field(default_factory=set, metadata=NUMBERS)
+    leased: set[int] = field(default_factory=set)
     past: Ledger = field(default_factory=Ledger)
     # totals of an earlier buffer process, from the learner's checkpoint (`memory`)
     carried: Ledger = field(default_factory=Ledger)
     # of removed groups, for late copies; the newest last
-    gone: OrderedDict[SampleKey, Disposition] = field(default_factory=OrderedDict, metadata=FATES)
+    gone: OrderedDict[SampleKey, Disposition] = field(default_factory=OrderedDict)
     # (ticket, attempt) -> [tokens reported, delivered]
-    strays: OrderedDict[IntPair, list[int]] = field(default_factory=OrderedDict, metadata=ATTEMPTS)
+    strays: OrderedDict[IntPair, list[int]] = field(default_factory=OrderedDict)
     # tickets at or above the cursor that are trained in the checkpoint (completion order)
-    skip: set[int] = field(default_factory=set, metadata=NUMBERS)
+    skip: set[int] = field(default_factory=set)
     completions: int = 0
     failed_samples: int = 0  # since the last commit
     failed_machinery: int = 0  # since the last commit
     stored_bytes: int = 0
     failures: dict[str, int] = field(default_factory=dict)  # by kind
     # (producer, session) -> tokens that the session reports to have sampled
-    drawn: OrderedDict[tuple[str, int], int] = field(default_factory=OrderedDict, metadata=DRAWN)
+    drawn: OrderedDict[tuple[str, int], int] = field(default_factory=OrderedDict)
     drawn_before: int = 0  # tokens of sessions that are no longer in `drawn`
     # producer -> seconds of its leases, for producers that renew too slowly for `lease_s`
     patience: Numbers = field(default_factory=dict)
@@ -132,7 +131,7 @@ class StoreState:
     suspect: tuple[list[int], float] = ([], 0.0)
     aside: int = 0  # excluded batches
     finished: bool = False
-    mixer: TaskMixer = field(default_factory=TaskMixer, metadata=MIXER)
+    mixer: TaskMixer = field(default_factory=TaskMixer)
 
     def find_group(self, ticket: int) -> Group | None:
         """Find a group that is not retired; None: there is none."""
@@ -143,7 +142,7 @@ class StoreState:
         packed = {}
         for state_field in fields(StoreState):
             value = getattr(self, state_field.name)
-            packing = state_field.metadata.get("packing")
+            packing = PACKINGS.get(state_field.name)
             packed[state_field.name] = value if packing is None else packing.pack(value)
         return StoreSnapshot(**packed)
 
@@ -152,8 +151,7 @@ class StoreState:
         for state_field in fields(StoreState):
             name = state_field.name
             value = getattr(snapshot, name)
-            packing = state_field.metadata.get("packing")
-            if packing is not None:
+            if (packing := PACKINGS.get(name)) is not None:
                 value = packing.unpack(getattr(self, name), value)
             setattr(self, name, value)
 
@@ -170,8 +168,7 @@ HINTS = get_type_hints(StoreState)
 def _make_snapshot_field(state_field: Field[Any]) -> tuple[Any, ...]:
     """Make (name, type) of a field in the snapshot, and its default if older snapshots lack it."""
     name = state_field.name
-    packing = state_field.metadata.get("packing")
-    packed_type = HINTS[name] if packing is None else packing.type
+    packed_type = PACKINGS[name].type if name in PACKINGS else HINTS[name]
     default = (ADDED_LATER[name],) if name in ADDED_LATER else ()
     return name, packed_type, *default
 

@@ -43,7 +43,7 @@ from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
 from buffer import batches, checks, state
 from buffer.evaluation import Evaluations
-from buffer.groups import MAX_DROPS, Grant, Group, Lease, LeaseTable, StoredSample, StoreSettings
+from buffer.groups import MAX_DROPS, Grant, Group, Lease, StoredSample, StoreSettings
 from buffer.ledger import Ledger, sum_tokens
 from buffer.mixer import TaskMixer
 from buffer.state import StoreRules
@@ -88,12 +88,14 @@ class Store(StoreRules):
         super().__init__(settings, evaluations or Evaluations())
         self.mixer = mixer or self.mixer
         self.prompt = prompt
+        # gets each excluded batch before it is removed
+        self.on_excluded: Callable[[Batch], object] = lambda batch: None
         self.changes = 0
         self._derive()
 
     def _derive(self) -> None:
         """Compute what follows from the state."""
-        self.leases = LeaseTable()  # of `alive`
+        self.leases = self.evaluations.leases  # and those of `alive`
         for group in self.alive.values():
             if (lease := group.lease) is not None:
                 self.leases.add(lease.producer, lease.session, lease.attempt, group.ticket)
@@ -391,18 +393,6 @@ class Store(StoreRules):
                 self._end_lease(group)
         self.evaluations.end_sessions(producer, session)
 
-    def find_unheld_attempts(
-        self, producer: str, session: int, taken: int, named: Set[int]
-    ) -> list[IntPair]:
-        """Find the (ticket, attempt) granted to a session that were lost in transit.
-
-        These are attempts up to `taken` that are not in `named`. The session no longer takes
-        attempts up to `taken`."""
-        return [
-            *self.leases.find_unnamed_attempts(producer, session, taken, named),
-            *self.evaluations.leases.find_unnamed_attempts(producer, session, taken, named),
-        ]
-
     def free_leases(self, attempts: Sequence[IntPair]) -> None:
         """End the leases of these (ticket, attempt)."""
         self.changes += 1
@@ -632,10 +622,18 @@ class Store(StoreRules):
             return True
         if hello.epoch < self.epoch or hello.label.number < self.base or hello.origin < self.active:
             return False
-        self.changes += 1
         suspect_number = self.committed
-        self.suspect = self.judge_suspect(hello)
-        is_excluded = self.suspect[1] >= ENOUGH
+        tickets, points = self.suspect
+        # The learner's previous process ended on the batch after its last commit, unless it had not
+        # received that batch, or the checkpoint includes it.
+        if suspect_number in self.leased and hello.label.number <= suspect_number:
+            batch = self.comps[suspect_number - self.base]
+            tickets, points = [*batch], (points if tickets == batch else 0) + ENDS[hello.before]
+        is_excluded = points >= ENOUGH
+        if is_excluded:
+            self.on_excluded(self.make_batch(suspect_number))
+        self.changes += 1
+        self.suspect = tickets, points
         for label, digest in sorted(hello.ring):
             original = Label(hello.origin, label.number)
             if original in self.tree and self.tree.get_digest(original) == digest:
@@ -674,18 +672,6 @@ class Store(StoreRules):
         self.finished = self.finished and hello.label.number >= self.settings.steps
         self.evaluations.restart(hello.label, self.settings.steps)
         return True
-
-    def judge_suspect(self, hello: LearnerHello) -> tuple[list[int], float]:
-        """Return `suspect`, updated with how the learner's previous process ended.
-
-        That process ended on the batch after its last commit if it had received that batch. The
-        end does not count against a batch that it had not received or that the checkpoint
-        includes."""
-        if self.committed not in self.leased or hello.label.number > self.committed:
-            return self.suspect
-        tickets, points = self.suspect
-        batch = self.comps[self.committed - self.base]
-        return list(batch), (points if tickets == batch else 0) + ENDS[hello.before]
 
     def _follow(self, hello: LearnerHello) -> None:
         """Move `committed` to the learner's number, down or up.

@@ -199,7 +199,7 @@ class BatchMeter:
         self.free = self.capacity = 0.0  # samples
         self.free_seconds = self.capacity_seconds = 0.0
         # name -> (scored samples, seconds that they waited, seconds of calls, time)
-        self.rewards: dict[str, tuple[float, float, float, float]] = {}
+        self.rewards: dict[str, tuple[float, ...]] = {}
         # name -> (share of its reward processes in use, seconds that a sample waits for one)
         self.reward_load: dict[str, tuple[float, float]] = {}
 
@@ -226,7 +226,7 @@ class BatchMeter:
         self.since, self.free, self.capacity = now, free, capacity
 
     def on_rewards(
-        self, producer: str, numbers: tuple[float, float, float], workers: float, now: float
+        self, producer: str, numbers: Sequence[float], workers: float, now: float
     ) -> None:
         """Record the rewards of a generator so far, and its number of reward processes.
 

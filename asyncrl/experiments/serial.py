@@ -92,6 +92,7 @@ class SerialRun:
             make_evaluations(config, task),
             make_mixer(config, task),
         )
+        self.store.evaluations.on_result = self.on_evaluation
         self.ring: dict[Label, tuple[bytearray, str]] = {}  # flat weights and their digest
         if config.reads_versions:
             self.core.measure.read_weights = self.read_weights
@@ -137,20 +138,19 @@ class SerialRun:
                     ]
                     if min(due_times) < math.inf:
                         self.clock = max(self.clock, math.ceil(min(due_times)))
-                # the store keeps only the first and the newest
-                fresh, self.store.evaluations.fresh = self.store.evaluations.fresh, []
-                for number, values in fresh:
-                    for name, value in values.items():
-                        self.numbers.finished.setdefault(name, {})[number] = value
-                heldout = any("eval/heldout" in values for _, values in fresh)
-                if self.watch is not None and heldout:
-                    accuracy = describe_evaluations(self.numbers.finished)["accuracy"]
-                    self.numbers.abandoned = self.watch(*accuracy)
                 if self.numbers.abandoned:
                     break
         finally:
             self.turn.rewards.close()
         return self.make_record(time.monotonic() - self.numbers.began)
+
+    def on_evaluation(self, number: int, values: Numbers) -> None:
+        """Record the result at version `number`: the store keeps only the first and the newest."""
+        for name, value in values.items():
+            self.numbers.finished.setdefault(name, {})[number] = value
+        if self.watch is not None and "eval/heldout" in values:
+            accuracy = describe_evaluations(self.numbers.finished)["accuracy"]
+            self.numbers.abandoned = self.watch(*accuracy)
 
     # ---- the generator's side: actors/generator.py has a method of the same name for each --------
 

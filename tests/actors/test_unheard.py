@@ -27,12 +27,12 @@ def test_what_a_session_neither_has_nor_will_take_is_due_again() -> None:
     (others,) = store.grant("h", 1, 1, 0.0)
     (later,) = store.grant("g", 1, 1, 0.0)
     up_to = second.attempt
-    assert store.find_unheld_attempts("g", 1, 0, set()) == []  # it does not say
-    assert store.find_unheld_attempts("g", 2, up_to, set()) == []  # another session's
+    assert store.leases.find_unnamed_attempts("g", 1, 0, set()) == []  # it does not say
+    assert store.leases.find_unnamed_attempts("g", 2, up_to, set()) == []  # another session's
     named = {first.attempt, evaluated.attempt}
-    lost = store.find_unheld_attempts("g", 1, up_to, named)
+    lost = store.leases.find_unnamed_attempts("g", 1, up_to, named)
     assert lost == [(second.ticket, second.attempt)]  # the later one may still be on its way
-    lost = store.find_unheld_attempts("g", 1, up_to, {first.attempt})
+    lost = store.leases.find_unnamed_attempts("g", 1, up_to, {first.attempt})
     store.free_leases(lost)
     store.free_leases(lost)  # said twice, freed once
     again = store.grant("h", 1, 9, 0.0)
@@ -42,13 +42,15 @@ def test_what_a_session_neither_has_nor_will_take_is_due_again() -> None:
     ]
     assert min(t.attempt for t in again) > later.attempt
     # both are the other's now, whatever the first one says
-    assert store.find_unheld_attempts("g", 1, later.attempt, named | {later.attempt}) == []
+    assert store.leases.find_unnamed_attempts("g", 1, later.attempt, named | {later.attempt}) == []
     store.free_leases(lost)
     held = {t.ticket: t.attempt for t in (first, again[1], others, later)}
     leases = [group.lease for group in store.alive.values()]
     assert [lease.attempt for lease in leases if lease] == [held[t] for t in sorted(held)]
     assert write(store, again[1]) == ["accepted"] and write(store, second) == ["duplicate"]
-    found = store.find_unheld_attempts("h", 1, again[1].attempt, {others.attempt, again[0].attempt})
+    found = store.leases.find_unnamed_attempts(
+        "h", 1, again[1].attempt, {others.attempt, again[0].attempt}
+    )
     assert found == []
 
 
@@ -56,13 +58,12 @@ def test_what_was_freed_is_free_in_the_buffers_next_life(tmp_path: Path) -> None
     store = recorded(tmp_path)
     assert hello(store, 1, 0, k=3)
     granted = store.grant("g", 1, 9, 0.0)
-    lost = store.find_unheld_attempts("g", 1, granted[-1].attempt, {granted[-1].attempt})
+    lost = store.leases.find_unnamed_attempts("g", 1, granted[-1].attempt, {granted[-1].attempt})
     assert len(lost) == len(granted) - 1 > 1
     store.free_leases(lost)
     store.flush_journal()
     again = recorded(tmp_path)
     assert state(again) == state(store) and again.leases == store.leases
-    assert again.evaluations.leases == store.evaluations.leases
     due = {t.ticket for t in again.grant("h", 1, 99, 0.0)}
     assert {ticket for ticket, _ in lost} <= due and granted[-1].ticket not in due
 

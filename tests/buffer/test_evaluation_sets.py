@@ -11,7 +11,6 @@ from store_kit import make, sample, train, write
 from asyncrl.contract.blobs import images
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import EVAL_BASE, MAX_FRAME_BYTES, Prompt, SamplingSettings, Ticket
-from asyncrl.contract.versions import Label
 from asyncrl.records.pass_at_k import (
     compute_set_metrics,
     compute_share_interval,
@@ -161,9 +160,6 @@ def test_a_set_has_samples_of_its_own_and_a_greedy_one() -> None:
     assert found["eval/hard_pass_at_1"] == pytest.approx((2 / 3 + 0) / 2)
     assert found["eval/hard_pass_at_3"] == 0.5
     assert store.evaluations.rounds  # heldout has not arrived
-    # a learner that starts over at this version leaves what has yet to be written
-    store.evaluations.restart(Label(1, 0), 0)
-    assert [number for number, _ in store.evaluations.fresh] == [0]
 
 
 def test_samples_of_a_set_never_enter_the_ledger_and_a_snapshot_keeps_them() -> None:

@@ -329,10 +329,10 @@ def test_a_killed_buffer_folds_to_the_same_and_goes_on(on_exceed: str, tmp_path:
 
 # what a snapshot leaves out: the task's prompts, caches, and what this process alone looks at
 OF_THE_PROCESS: dict[type, set[str]] = {
-    Store: {"prompt", "_retained_sums", "changes", "lacking"},
-    Evaluations: {"prompt", "fresh"},
+    Store: {"prompt", "on_excluded", "_retained_sums", "changes", "lacking"},
+    Evaluations: {"prompt", "on_result"},
     PolicyTree: {"_cached_lags", "_cached_for"},
-    TaskMixer: {"parts", "prompt", "lengths", "events"},
+    TaskMixer: {"parts", "prompt", "lengths", "log"},
 }
 
 
@@ -436,7 +436,7 @@ def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
     compare(evaluated)
     assert not never, f"never other than a new store's: {sorted(never)}"
     made = [_make_snapshot_field(x) for x in dataclasses.fields(StoreState)]
-    packed = {"evaluations", "tree", "alive", "retained", "leased", "gone", "strays", "skip"}
+    packed = {"evaluations", "tree", "alive", "retained", "gone", "strays"}
     assert {name for name, form, *_ in made if form != HINTS[name]} == packed | {"drawn", "mixer"}
     added = {"suspect", "patience", "aside", "limit", "window", "mixer"}
     assert {name for name, _, *default in made if default} == added

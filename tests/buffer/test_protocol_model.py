@@ -155,7 +155,7 @@ class SideBySide:
     def do_answer(self, before: pm.World, letter: tuple[Any, ...]) -> None:
         _, i, taken, named = letter
         self.store.free_leases(
-            self.store.find_unheld_attempts(f"g{i}", before.gens[i].session, taken, named)
+            self.store.leases.find_unnamed_attempts(f"g{i}", before.gens[i].session, taken, named)
         )
 
     def do_kill_generator(self, before: pm.World, i: int) -> None:

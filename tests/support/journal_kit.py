@@ -25,8 +25,8 @@ def state(store: Store) -> StoreSnapshot:
         if g.lease:
             g.lease.expires = 0.0
     x.window = repr(msgspec.structs.replace(x.window, opens=0.0))  # nan is not equal to nan
-    out = [(attempt, out._replace(expires=0.0)) for attempt, out in x.evaluations.leased_jobs]
-    x.evaluations = x.evaluations._replace(leased_jobs=out)
+    for _, leased in x.evaluations.leased_jobs:
+        leased.expires = 0.0
     return x
 
 

@@ -332,7 +332,7 @@ class SessionWorld(World):
         )
         named = {row[1] for row in (*message.progress, *message.judging, *message.written)}
         # no reply is lost here: whatever it was granted and took, it has
-        unheld = self.store.find_unheld_attempts(
+        unheld = self.store.leases.find_unnamed_attempts(
             message.producer, message.session, message.taken, named
         )
         need(not unheld, f"tickets {unheld} are held, and not named")

@@ -155,7 +155,8 @@ def honest(service: BufferService, r: random.Random) -> m.FromPeer | None:
         if g.lease
         for k in sorted(g.lease.todo)
     ]
-    leases += [(job.ticket, a, 0, job.label) for a, (job, *_) in s.evaluations.leased_jobs.items()]
+    jobs = ((attempt, leased.job) for attempt, leased in s.evaluations.leased_jobs.items())
+    leases += [(job.ticket, attempt, 0, job.label) for attempt, job in jobs]
     what = r.random()
     known = service.generators.get("generator-0")
     if (known is None or not known.is_greeted) and what < 0.5:
