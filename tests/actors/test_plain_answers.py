@@ -21,7 +21,7 @@ from buffer.store import Store
 
 MODEL = m.ModelShape(5)
 ZERO, ONE = Label(1, 0), Label(1, 1)
-NAN, INF = math.nan, math.inf
+NAN = math.nan
 LONG = 9  # tokens, behind a prompt of one: what max_new_tokens and context allow
 replace = msgspec.structs.replace
 # what a reward function, an environment or an agent has a hand in
@@ -82,64 +82,43 @@ TAKEN = [
     answer(sample=0, token_rewards=np.float32([0.5, NAN]).tobytes()),
     answer(ticket=0, attempt=1, spans=[span(ZERO)]),  # a copy of one that is trained
     of_length(LONG),
-    answer(reward=-1e18, reward_parts={"x" * 200: 1e18}, temperature=1e-9, group_key="k" * 200),
+    answer(reward=-1e15, reward_parts={"x" * 200: 1e15}, temperature=1e-9, group_key="k" * 200),
     answer(text="x" * (128 * (LONG + 1) + (1 << 16))),
     answer(reward_parts={str(i): 0.0 for i in range(256)}, segments=[("model", 0, 2)] * 3),
 ]
 # a field at a time, each refused by a function that knows why
 REFUSED: list[dict[str, Any]] = [
-    {"ticket": -1},
     {"ticket": 2},
-    {"ticket": 1 << 40},
-    {"sample": -1},
     {"sample": 2},
-    {"attempt": 0},
     {"attempt": 3},
     {"attempt": 1},  # of another group
     {"adopted": [(1, -1)]},
     {"rows": [m.TrainingSequence(b"", b"", b"", b"", [])]},
-    {"aside": 1},
-    {"calls": 1},
     {"failed": m.RewardFailure("data", "x" * 70_000)},
     {"failed": m.RewardFailure("refused", "what the buffer alone says")},
     {"mask": b"\1"},
-    {"mask": b"\1\2"},
     {"mask": b"", "tokens": b"", "behavior_logprobs": b"", "spans": [], "segments": []},
-    {"tokens": b"\0" * 9},
     {"tokens": b"\5" + b"\0" * 7},
-    {"behavior_logprobs": b"\0" * 4},
     {"behavior_logprobs": np.float32([-1, NAN]).tobytes()},
-    {"prompt_tokens": b"\0" * 3},
     {"token_rewards": b"\0" * 4},
     {"prompt_text": "x" * (128 * (LONG + 1) + (1 << 16) + 1)},
     {"text": "x" * (128 * (LONG + 1) + (1 << 16) + 1)},
     {"group_key": "k" * 201},
     {"reward": NAN},
-    {"reward": -INF},
-    {"reward": 2e18},
+    {"reward": 2e15},
     {"temperature": 0.0},
-    {"temperature": INF},
     {"generated_at": NAN},
-    {"generated_at": INF},
-    {"generated_at": -INF},
     {"reward_parts": {str(i): 0.0 for i in range(257)}},
-    {"reward_parts": {"x" * 201: 0.0}},
     {"reward_parts": {"a": 0.0, "b": NAN}},
-    {"reward_parts": {"a": -2e18}},
+    {"reward_parts": {"a": -2e15}},
     {"segments": [("model", 0, 2)] * 4},
-    {"segments": [("x" * 201, 0, 2)]},
-    {"segments": [("model", -1, 2)]},
-    {"segments": [("model", 2, 1)]},
     {"segments": [("model", 0, 3)]},
-    {"spans": []},
     {"spans": [span(ONE, 0, 1)]},
     {"spans": [span(ONE, 0, 3)]},
-    {"spans": [span(ONE, 1, 2)]},
     {"spans": [span(ONE), span(ONE, 2, 2)]},
     {"spans": [span(ONE, 0, 1), span(ONE, 0, 2)]},
     {"spans": [span(ZERO)]},  # older than the ticket
     {"spans": [span(Label(1, 2))]},  # not announced
-    {"spans": [span(Label(2, 1))]},
     {"spans": [span(ONE, 0, 1), span(ONE, 1, 2, "d0")]},
     {"spans": [span(ONE, kv=Label(1, 2))]},
 ]

@@ -47,22 +47,17 @@ def test_it_is_the_tickets_own_or_the_oldest() -> None:
     assert find_blocking_session({}, -1, usual_s=0, step_s=1, max_lag=0) is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "open_s", "seconds", "named"),
-    [
+def test_what_goes_on_as_it_should_holds_nobody_up() -> None:
+    for kind, open_s, seconds, named in (
         ("environment", 4.9, 4.9, False),
         ("environment", 5.0, 0.1, True),
         ("agent", 60.0, 0.0, True),
         ("engine", 60.0, 4.9, False),  # its calls are answered: that is throughput
         ("engine", 60.0, 5.0, True),
-    ],
-)
-def test_what_goes_on_as_it_should_holds_nobody_up(
-    kind: SessionWait, open_s: float, seconds: float, named: bool
-) -> None:
-    one = msgspec.structs.replace(ONE, kind=kind, open_s=open_s, seconds=seconds)
-    found = find_blocking_session({"gateway-0": [one]}, 17, usual_s=0, step_s=1, max_lag=0)
-    assert (found is not None) == named
+    ):
+        one = msgspec.structs.replace(ONE, kind=kind, open_s=open_s, seconds=seconds)
+        found = find_blocking_session({"gateway-0": [one]}, 17, usual_s=0, step_s=1, max_lag=0)
+        assert (found is not None) == named
 
 
 @pytest.mark.parametrize(
@@ -105,20 +100,11 @@ def test_the_words() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "limit", "ends_s", "is_bounded"),
-    [
-        ("agent", "agent.step_s", 0.5, True),
-        ("engine", "agent.step_s", 0.5, False),
-        ("agent", "", 0.5, False),
-        ("agent", "agent.step_s", 0.0, False),
-    ],
-)
-def test_a_deadline_of_its_own_ends_all_waits_but_one_for_the_engine(
-    kind: SessionWait, limit: str, ends_s: float, is_bounded: bool
-) -> None:
-    one = msgspec.structs.replace(ONE, kind=kind, limit=limit, ends_s=ends_s)
-    assert one.is_bounded is is_bounded
+def test_a_deadline_of_its_own_ends_all_waits_but_one_for_the_engine() -> None:
+    bounded = msgspec.structs.replace(ONE, kind="agent", limit="agent.step_s", ends_s=0.5)
+    assert bounded.is_bounded
+    for change in ({"kind": "engine"}, {"limit": ""}, {"ends_s": 0.0}):
+        assert not msgspec.structs.replace(bounded, **change).is_bounded
 
 
 def test_a_run_is_overdue_after_medians_of_its_own_steps() -> None:

@@ -184,7 +184,6 @@ def honest(service: BufferService, r: random.Random) -> m.FromPeer | None:
 SPAN = m.VersionSpan(Label(1, 0), "", 0, 1, Label(1, 0))
 WHOLE, EMPTY = (msgspec.structs.replace(SPAN, start=at, end=2) for at in (0, 2))
 MANY = dict.fromkeys(map(str, range(300)), 0.0)
-LONG = m.RewardFailure("data", "x" * 70_000)
 NAN, INF = float("nan"), float("inf")
 LIMITS = StoreSettings(1, 2, 9, m.SamplingSettings(max_new_tokens=2), context=3)
 SESSIONS = dataclasses.replace(LIMITS, session_tokens=1)
@@ -208,13 +207,8 @@ BAD = [
     ({"token_rewards": F4["up"] + F4["inf"]}, "a token reward is not finite", "number"),
     ({"token_rewards": F4["inf"] + F4["up"]}, "a token reward is not finite", "number"),
     ({"reward": NAN}, "reward is nan", "number"),
-    ({"reward": INF}, "reward is inf", "number"),
-    ({"reward": -1e300}, "reward is -1e[+]300", "number"),
     ({"reward_parts": {"a": 0.0, "b": NAN}}, "b is nan", "number"),
-    ({"reward_parts": {"b": -INF}}, "b is -inf", "number"),
-    ({"reward_parts": {"b" * 50: INF}}, f"{'b' * 50} is inf", "number"),
     ({"reward_parts": MANY}, "a reward has 300 parts", "text"),
-    ({"reward_parts": {"x" * 201: 0.0}}, "the name of a part has 201 characters", "text"),
     ({"temperature": NAN}, "its temperature is nan", "number"),
     ({"temperature": INF}, "its temperature is inf", "number"),
     ({"temperature": 0.0}, "its temperature is 0", "number"),
@@ -253,8 +247,6 @@ BAD = [
     ),
     ({"text": "x" * 100_000}, "texts of 100000 and 0 characters", "text"),
     ({"prompt_text": "x" * 100_000}, "texts of 0 and 100000 characters", "text"),
-    ({"group_key": "x" * 201}, "the key of the group has 201 characters", "text"),
-    ({"failed": LONG}, "the reason has 65537 characters", "text"),
 ]
 
 

@@ -105,7 +105,7 @@ REFUSED: list[tuple[Any, str]] = [
         second(spans=[m.VersionSpan(AT, "", 0, 2, Label(1, -(2**63)))]),
         "Expected `int` >= 0 - at `$.samples[1][7][0][4][1]`",
     ),
-    (second(reward=NAN), "ticket 3, sample 1: reward is nan"),
+    (second(reward=NAN), "ticket 3, sample 1: reward is nan, not a finite number"),
     (
         second(tokens=b"\5" + b"\0" * 7),
         "ticket 3, sample 1: tokens from 0 to 5, of a model with 5 tokens",

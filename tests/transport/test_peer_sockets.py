@@ -418,21 +418,12 @@ def test_what_a_worker_prints_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert stream.buffer.getvalue() == b"abcde" + dropped + b"fghij" + dropped
 
 
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("tcp://0.0.0.0:5556", "tcp://10.0.0.1:5556"),
-        ("tcp://*:5556", "tcp://10.0.0.1:5556"),
-        ("tcp://[::]:5556", "tcp://10.0.0.1:5556"),
-        ("tcp://[::1]:5556", "tcp://[::1]:5556"),
-        ("tcp://10.0.0.2:5556", "tcp://10.0.0.2:5556"),
-    ],
-)
-def test_a_server_at_every_host_is_reached_at_the_buffers(address: str, expected: str) -> None:
-    assert reachable_address(address, "tcp://10.0.0.1:5555") == expected
-    assert reachable_address(address, "ipc:///run/buffer") == (
-        address if expected != address else expected
-    )
+def test_a_server_at_every_host_is_reached_at_the_buffers() -> None:
+    for host in ("0.0.0.0", "*", "[::]", "[::1]", "10.0.0.2"):
+        address = f"tcp://{host}:5556"
+        expected = address if host in ("[::1]", "10.0.0.2") else "tcp://10.0.0.1:5556"
+        assert reachable_address(address, "tcp://10.0.0.1:5555") == expected
+        assert reachable_address(address, "ipc:///run/buffer") == address
 
 
 def sample(number: int) -> Trajectory:

@@ -282,16 +282,9 @@ def test_servers_admit_the_keys_they_know(key_dir: Path, monkeypatch: pytest.Mon
     assert guard.authenticator.events[-1] == "stopped"
 
 
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
-        ("generator-12", True),
-        ("generator-", False),
-        ("xgenerator-1", False),
-        ("generator-1x", False),
-    ],
-)
-def test_who_may_serve_calls(name: str, role: bool) -> None:
+@pytest.mark.parametrize("name", ["generator-12", "generator-", "xgenerator-1", "generator-1x"])
+def test_who_may_serve_calls(name: str) -> None:
+    role = name == "generator-12"
     assert keys.is_allowed(name, m.CallResult(1, b"", b"", [], "stop")) is role
     report = m.ServingReport(m.PROTOCOL, "run", name, 1, 1, [], 0)
     assert keys.is_allowed(name, report) is role
