@@ -55,12 +55,13 @@ def test_a_deadly_batch_is_set_aside_and_the_next_takes_its_place(ends: list[str
     store = begun(make(3, 2, 2))
     bad, after = store.ask(1, 1)[0], store.ask(1, 2)[0]
     bad, after = [g.ticket for g in bad], [g.ticket for g in after]
-    before = total(store)
+    before, excluded = total(store), []
+    store.on_excluded = lambda batch: excluded.extend(x.ticket for x in batch.samples[::2])
     for epoch, how in enumerate(ends[:-1], 2):
-        assert life(store, epoch, how) == bad and not store.aside
+        assert life(store, epoch, how) == bad and not store.aside and not excluded
     assert life(store, len(ends) + 1, ends[-1]) == after
     line = store.sum_ledger()["fatal"]
-    assert store.aside == 1 and (line["tokens"], line["samples"]) == (16, 4)
+    assert excluded == bad and store.aside == 1 and (line["tokens"], line["samples"]) == (16, 4)
     assert total(store) >= before and not set(bad) & set(store.alive)
     epoch = store.epoch
     for number in range(1, 9):  # and it goes on to its end, no place is lost
