@@ -248,7 +248,7 @@ def test_ten_thousand_generators_cost_little_more_than_a_hundred() -> None:
     counts = []
     for n in (100, 10_000):
         s = Simulation(config(f"generators={n}", "learner.groups=32"), rough(), evaluate=False)
-        requests = s.requests._waiting = CountedDict()
+        requests = s.requests.waiting = CountedDict()
         o = s.run()
         counts.append(next(s.count))
         assert o["idle_generator"] > 0.7 and o["lag_max"] <= 2

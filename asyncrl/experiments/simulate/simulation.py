@@ -199,15 +199,19 @@ class Simulation:
         if store.committed < steps:
             elapsed = self.now - self.handled_at
             self.alive_seconds += len(store.alive) * elapsed
-            self.ticket_seconds += store.leases.count() * elapsed
+            self.ticket_seconds += self.count_tickets() * elapsed
         self.handled_at = self.now
         handler(*args)
         while self.asks and self.lease(self.asks[0]):
             self.asks.popleft()
         self.requests.serve(self.divided_batch, self.grant)
         self.meter.on_free(self.requests.free, self.capacity, self.now)
-        self.most_tickets = max(self.most_tickets, store.leases.count())
+        self.most_tickets = max(self.most_tickets, self.count_tickets())
         self.is_over = store.committed == steps and not store.evaluations.rounds
+
+    def count_tickets(self) -> int:
+        """Count the training tickets that generators hold."""
+        return self.store.leases.count() - len(self.store.evaluations.leased_jobs)
 
     def on_delivery(self, generator: SimulatedGenerator, samples: list[Trajectory]) -> None:
         tickets = {sample.ticket for sample in samples} & self.store.alive.keys()
