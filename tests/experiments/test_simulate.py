@@ -47,7 +47,7 @@ def test_an_evaluating_generator_neither_gets_nor_takes() -> None:
     made = Simulation(config(*sets), change(BARE, step=0.1, train=4.0))
     assert made.run()["step_s"] == pytest.approx(10.4)
     slots = config(*sets).generator.slots
-    waiting = {name: samples for name, samples, _ in made.requests}
+    waiting = {name: samples for name, (samples, _) in made.requests.waiting.items()}
     assert waiting == dict.fromkeys(("generator-0", "generator-1"), slots)
     assert made.meter.free == 2 * slots
 
