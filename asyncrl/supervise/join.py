@@ -199,7 +199,7 @@ def fetch_run_files(
     for part in dict.fromkeys(entry.part for entry in files):
         entries = [entry for entry in files if entry.part == part]
         if all(entry.given for entry in entries) and (not part.endswith("reward") or trust.code):
-            folders[str(part)] = file_server.fetch_files(client, entries, cache, say)
+            folders[str(part)] = file_server.fetch_files(client.read_file, entries, cache, say)
     if "model" not in folders:
         raise PeerUnreachable(f"the learner at {client.address} offers no model")
     run_config = load.convert(tomllib.loads(config), f"the config of the run at {client.address}")

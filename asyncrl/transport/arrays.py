@@ -71,19 +71,17 @@ def check_numbers(samples: Sequence[Trajectory], model: ModelShape) -> None:
     All samples are checked together: for a single short sample, most of the time would be the start
     of numpy's loops.
     """
+    rows = [(row, sample) for sample in samples for row in sample.list_rows()]
     try:
-        rows = [row for sample in samples for row in sample.list_rows()]
-        _check_arrays(rows, "", model.vocabulary)
+        _check_arrays([row for row, _ in rows], "", model.vocabulary)
     except BadMessage:
-        for sample in samples:
-            for row in sample.list_rows():
-                _check_arrays([row], cite(sample), model.vocabulary)
-    for sample in samples:
-        for row in sample.list_rows():
-            _check_columns(row, cite(sample), model)
-            reads_images = model.images is not None or (row.images and model.vocabulary)
-            if reads_images and not sample.failed:
-                check_image_tokens(row, cite(sample), model.images)
+        for row, sample in rows:
+            _check_arrays([row], cite(sample), model.vocabulary)
+    for row, sample in rows:
+        _check_columns(row, cite(sample), model)
+        reads_images = model.images is not None or (row.images and model.vocabulary)
+        if reads_images and not sample.failed:
+            check_image_tokens(row, cite(sample), model.images)
 
 
 def check_sequence_numbers(row: TrainingSequence, name: str, model: ModelShape) -> None:

@@ -109,7 +109,6 @@ class ChunkServer(ListeningSocket, WeightsServer):
         self.manifest = manifest
         self.read = read
         self.files = files
-        self.bytes_sent = 0
         self.answered = self.refused = 0
         self.buffer: Callable[[], str] = lambda: ""  # the buffer's address, if it has moved
         self._end = False
@@ -127,11 +126,10 @@ class ChunkServer(ListeningSocket, WeightsServer):
                 continue
             if is_closing or not self.socket.poll(100):
                 continue
-            peer, *frames = receive_frames(self.socket, REQUEST_BYTES, 2, keep=True)
+            peer, *frames = receive_frames(self.socket, REQUEST_BYTES, 2)
             if (reply := self._make_reply(frames)) is None:
                 self.refused += 1
                 continue
-            self.bytes_sent += len(reply.data)
             try:
                 self.socket.send_multipart([peer.bytes, _encoder.encode(reply)], zmq.NOBLOCK)
             except zmq.ZMQError:

@@ -12,7 +12,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -34,6 +34,9 @@ Part = Annotated[
 MODEL_FILES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 PROMPTS = ("prompts", "heldout", "ood")  # keys of a task that name files
 TRIES = 5  # connections per file
+# reads a file by its digest, from one byte up to another; raises PeerUnreachable
+# (`asyncrl.transport.chunks.ChunkClient.read_file`)
+ReadFile = Callable[[str, int, int], Iterator[bytes]]
 
 
 class FileEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -46,13 +49,6 @@ class FileEntry(msgspec.Struct, frozen=True, array_like=True):
     size: int
     digest: str  # SHA-256
     given: bool
-
-
-class FileSource(Protocol):
-    """A source of file bytes: `asyncrl.transport.chunks.ChunkClient`."""
-
-    def read_file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
-        """Yield the bytes from `begin` to `size`, in order. Raises PeerUnreachable."""
 
 
 def compute_digest(path: Path) -> str:
@@ -188,7 +184,7 @@ def is_complete(directory: Path, entry: FileEntry) -> bool:
 
 
 def fetch_files(
-    source: FileSource, entries: list[FileEntry], cache: Path, log: Callable[[str], None]
+    read_file: ReadFile, entries: list[FileEntry], cache: Path, log: Callable[[str], None]
 ) -> Path:
     """Fetch the missing files of one part; return their folder in the cache.
 
@@ -207,7 +203,7 @@ def fetch_files(
         missing = [entry for entry in entries if not is_complete(part, entry)]
         for entry in missing:
             log(f"fetching {entry.part}: {entry.name}, {entry.size / 2**20:.1f} MiB")
-            fetch(source, entry, part / entry.name)
+            fetch(read_file, entry, part / entry.name)
         if not missing:
             log(f"{entries[0].part}: from the cache, {directory}")
         if part != directory:
@@ -215,7 +211,7 @@ def fetch_files(
     return directory
 
 
-def fetch(source: FileSource, entry: FileEntry, path: Path) -> None:
+def fetch(read_file: ReadFile, entry: FileEntry, path: Path) -> None:
     """Fetch one file, or continue a partial one; `path` appears when it is complete.
 
     Raises DamagedDataError when its bytes do not match the digest, PeerUnreachable, OSError."""
@@ -224,7 +220,7 @@ def fetch(source: FileSource, entry: FileEntry, path: Path) -> None:
         size = part.stat().st_size if part.exists() else 0
         try:
             with part.open("ab") as file:
-                for data in source.read_file(entry.digest, min(size, entry.size), entry.size):
+                for data in read_file(entry.digest, min(size, entry.size), entry.size):
                     file.write(data)
             break
         except PeerUnreachable:

@@ -199,7 +199,6 @@ class PairServer(WeightsServer):
     def __init__(self, directory: Path, backend: Backend, layout: Rows, deadline_s: float) -> None:
         self.backend = backend
         self.deadline_s = deadline_s
-        self.bytes_sent = 0
         timeout = timedelta(seconds=deadline_s)
         self.store = dist.TCPStore(
             "127.0.0.1", 0, None, True, timeout=timeout, wait_for_workers=False
@@ -240,7 +239,6 @@ class PairServer(WeightsServer):
                     pair.write(_PairReply("") if staged is None else staged.reply)
                     if staged is not None:
                         pair.transfer(staged.flat)
-                        self.bytes_sent += self.size
         except (RuntimeError, ValueError, OSError):
             # the generator exited or stalls; if it resumes, it makes a new pair
             pass

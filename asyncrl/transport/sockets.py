@@ -101,17 +101,16 @@ def send_message(socket: Any, first: bytes, message: Any) -> None:
     socket.send_multipart([first, payload], zmq.NOBLOCK, copy=len(payload) < IN_PLACE_BYTES)
 
 
-def receive_frames(socket: Any, most: int, frames: int, *, keep: bool = False) -> list[Any]:
+def receive_frames(socket: Any, most: int, frames: int) -> list[zmq.Frame]:
     """Receive the next message, at most `frames` + 1 frames and `most` bytes in total.
 
     Further frames are discarded. A message with too many bytes is reduced to its first frame.
-
-    keep: return zmq's own frames, which have their sender's key and are decoded without a copy.
+    zmq's own frames have their sender's key and are decoded without a copy.
     """
-    received: list[Any] = []
+    received: list[zmq.Frame] = []
     size = 0
     while True:
-        frame = socket.recv(copy=not keep)
+        frame = socket.recv(copy=False)
         size += len(frame)
         if len(received) <= frames and (size <= most or not received):
             received.append(frame)
@@ -289,8 +288,8 @@ class BufferSocket(ListeningSocket):
         # `poll` builds a poller, which costs as much as reading a short message
         if not self.has_message and not (timeout and self.socket.poll(int(timeout * 1000))):
             return None
-        received = receive_frames(self.socket, self.most, 3, keep=True)
-        peer, frames = bytes(received[0]), received[1:]
+        peer_frame, *frames = receive_frames(self.socket, self.most, 3)
+        peer = peer_frame.bytes
         if len(frames) != 2:
             self._refuse(
                 peer,
@@ -375,7 +374,7 @@ class DealerSocket(MessageReader):
         self.close_socket(linger=0)
         self.socket = self.connect()
 
-    def read(self, frames: Sequence[bytes | memoryview]) -> Any:
+    def read(self, frames: Sequence[Any]) -> Any:
         """Decode a message. Raises BadMessage or one of UNDECODABLE."""
         if len(frames) != 1:
             raise BadMessage("a message of more than one frame", "frame")
@@ -478,9 +477,9 @@ class PeerSocket(DealerSocket):
         """
         if not self.socket.poll(int(timeout * 1000)):
             return None
-        frames = receive_frames(self.socket, MAX_FRAME_BYTES, 1, keep=True)
+        frames = receive_frames(self.socket, MAX_FRAME_BYTES, 1)
         try:
-            message = self.read([frame.buffer for frame in frames])
+            message = self.read(frames)
         except (*UNDECODABLE, BadMessage) as error:
             self.broken += 1
             self.broken_in_a_row += 1

@@ -72,7 +72,7 @@ def test_a_reader_denied_shared_memory_gets_every_byte_over_the_socket(tmp_path:
         for name, tensor in policy.list_named_weights(model):
             assert (got[0][name] == tensor).all(), name
         whole = (n + 1) * policy.count_flat_bytes(layout)
-        assert whole <= receiver.client.bytes_received == server.bytes_sent < whole + 100_000
+        assert whole <= receiver.client.bytes_received < whole + 100_000
     told, bytes_of_weights = receiver.collect_metrics(), 3 * policy.count_flat_bytes(layout)
     assert told["link/fetched_mb"] == bytes_of_weights / 1e6 and told["link/fetch_s"] > 0
     assert receiver.pull(denied, Label(1, 0), "gone") is None

@@ -87,17 +87,18 @@ def test_files_come_by_digest_and_stay_in_the_cache(
         ("reward", "mine.py", True),
     ]
     lines: list[str] = []
-    where = file_server.fetch_files(client, entries[:2], tmp_path / "cache", lines.append)
+    where = file_server.fetch_files(client.read_file, entries[:2], tmp_path / "cache", lines.append)
     assert (where / "model.safetensors").read_bytes() == (
         place / "model" / "model.safetensors"
     ).read_bytes()
     assert (where.stat().st_mode & 0o777, len(lines)) == (0o700, 2)
     received = client.bytes_received
-    assert file_server.fetch_files(client, entries[:2], tmp_path / "cache", lines.append) == where
+    again = file_server.fetch_files(client.read_file, entries[:2], where.parent, lines.append)
+    assert again == where
     assert client.bytes_received == received and "from the cache" in lines[-1]
     # what was damaged there comes again
     (where / "config.json").write_text("[]")
-    file_server.fetch_files(client, entries[:2], tmp_path / "cache", lines.append)
+    file_server.fetch_files(client.read_file, entries[:2], tmp_path / "cache", lines.append)
     assert (where / "config.json").read_text() == "{}" and client.bytes_received == received + 2
 
 

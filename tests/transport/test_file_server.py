@@ -131,7 +131,7 @@ def test_a_file_as_it_is_listed_on_the_wire() -> None:
 
 def test_a_file_comes_in_pieces_from_where_it_broke(tmp_path: Path) -> None:
     source = Source(TEXT, breaks=2)
-    file_server.fetch(source, entry(TEXT), tmp_path / "a.json")
+    file_server.fetch(source.read_file, entry(TEXT), tmp_path / "a.json")
     digest = sha(TEXT)
     assert source.asked == [(digest, 0, 10), (digest, 4, 10), (digest, 8, 10)]
     assert (tmp_path / "a.json").read_bytes() == TEXT
@@ -141,10 +141,10 @@ def test_a_file_comes_in_pieces_from_where_it_broke(tmp_path: Path) -> None:
 def test_after_five_connections_it_gives_up_and_goes_on_later(tmp_path: Path) -> None:
     source = Source(TEXT, size=1, breaks=6)
     with pytest.raises(PeerUnreachable):
-        file_server.fetch(source, entry(TEXT), tmp_path / "a.json")
+        file_server.fetch(source.read_file, entry(TEXT), tmp_path / "a.json")
     assert len(source.asked) == file_server.TRIES == 5
     assert [path.name for path in tmp_path.iterdir()] == ["a.json.part"]
-    file_server.fetch(source, entry(TEXT), tmp_path / "a.json")
+    file_server.fetch(source.read_file, entry(TEXT), tmp_path / "a.json")
     assert [begin for _, begin, _ in source.asked] == [0, 1, 2, 3, 4, 5, 6]
     assert (tmp_path / "a.json").read_bytes() == TEXT
 
@@ -153,7 +153,7 @@ def test_wrong_bytes_are_refused_and_a_partial_file_that_is_too_long_goes(tmp_pa
     (tmp_path / "a.json.part").write_bytes(TEXT + b"more")
     source = Source(TEXT)
     with pytest.raises(DamagedDataError) as error:
-        file_server.fetch(source, entry(TEXT), tmp_path / "a.json")
+        file_server.fetch(source.read_file, entry(TEXT), tmp_path / "a.json")
     assert source.asked == [(sha(TEXT), 10, 10)] and not list(tmp_path.iterdir())
     assert str(error.value) == (
         "model: a.json does not match its digest: was the file changed since the run began? Stop "
@@ -161,7 +161,7 @@ def test_wrong_bytes_are_refused_and_a_partial_file_that_is_too_long_goes(tmp_pa
     )
     source.files[sha(TEXT)] = b"x" * len(TEXT)
     with pytest.raises(DamagedDataError, match="does not match its digest"):
-        file_server.fetch(source, entry(TEXT), tmp_path / "a.json")
+        file_server.fetch(source.read_file, entry(TEXT), tmp_path / "a.json")
     assert not list(tmp_path.iterdir())
 
 
@@ -169,21 +169,21 @@ def test_a_cache_has_a_folder_for_each_set_of_files(tmp_path: Path) -> None:
     one, two = entry(TEXT), entry(b"two", "b.json")
     source, lines = Source(TEXT, b"two"), list[str]()
     cache = tmp_path / "cache"
-    where = file_server.fetch_files(source, [one, two], cache, lines.append)
+    where = file_server.fetch_files(source.read_file, [one, two], cache, lines.append)
     rows = "".join(sorted(f"{each.digest} {each.name}\n" for each in (one, two)))
     assert where == cache / f"model-{sha(rows.encode())[:32]}"
     assert file_server.name_folder([two, one]) == where.name, "in any order"
     assert lines == ["fetching model: a.json, 0.0 MiB", "fetching model: b.json, 0.0 MiB"]
     assert sorted(path.name for path in cache.iterdir()) == [where.name, f"{where.name}.lock"]
-    assert file_server.fetch_files(source, [one, two], cache, lines.append) == where
+    assert file_server.fetch_files(source.read_file, [one, two], cache, lines.append) == where
     assert lines[2:] == [f"model: from the cache, {where}"] and len(source.asked) == 2
     (where / "b.json").write_bytes(b"owt")  # as long, with other bytes
-    file_server.fetch_files(source, [one, two], cache, lines.append)
+    file_server.fetch_files(source.read_file, [one, two], cache, lines.append)
     assert lines[3:] == ["fetching model: b.json, 0.0 MiB"]
     assert (where / "b.json").read_bytes() == b"two"
     large = bytes(3 << 19)
     source = Source(large, size=1 << 20)
-    file_server.fetch_files(source, [entry(large, "c.json")], cache, lines.append)
+    file_server.fetch_files(source.read_file, [entry(large, "c.json")], cache, lines.append)
     assert lines[-1] == "fetching model: c.json, 1.5 MiB"
 
 
@@ -191,12 +191,12 @@ def test_a_broken_fetch_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     source = Source(TEXT, b"two", size=1, breaks=8)
     files = [entry(b"two", "b.json"), entry(TEXT)]
     with pytest.raises(PeerUnreachable):
-        file_server.fetch_files(source, files, tmp_path, print)
+        file_server.fetch_files(source.read_file, files, tmp_path, print)
     name = file_server.name_folder(files)
     (part,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert part.name == f"{name}.part" and (part / "b.json").read_bytes() == b"two"
     asked = len(source.asked)
-    where = file_server.fetch_files(source, files, tmp_path, print)
+    where = file_server.fetch_files(source.read_file, files, tmp_path, print)
     assert {digest for digest, *_ in source.asked[asked:]} == {sha(TEXT)}
     assert where.name == name and not part.exists()
 
@@ -210,7 +210,7 @@ def test_two_that_join_do_not_fetch_at_once(tmp_path: Path) -> None:
             return super().read_file(digest, begin, size)
 
     source = Looks(TEXT)
-    file_server.fetch_files(source, [entry(TEXT)], tmp_path, print)
+    file_server.fetch_files(source.read_file, [entry(TEXT)], tmp_path, print)
     assert len(source.asked) == 1
 
 
