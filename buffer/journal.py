@@ -168,7 +168,8 @@ class Segment:
         self.fd = os.open(self.part, flags, 0o600)
         try:
             self.write([[snapshot]])
-            # the caller waits while `finish` writes the rest
+            # The caller waits while `finish` writes the rest. Until then it appends to the tail:
+            # only copying and popping are safe.
             while sum(map(count_bytes, tuple(tail))) > TAIL_BYTES:
                 self.write([tail.popleft() for _ in range(len(tail))])
             if sync:
