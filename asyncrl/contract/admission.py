@@ -25,6 +25,8 @@ batch always has room."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
@@ -259,13 +261,7 @@ def choose_injected_lag(inject: int | Sequence[float], seed: int, ticket: int) -
     if isinstance(inject, int):
         return inject
     threshold = xxhash.xxh3_64_intdigest(f"{seed}:{ticket}:inject".encode()) / 2**64 * sum(inject)
-    cumulative = 0.0
-    lag = 0
-    for lag, weight in enumerate(inject):
-        cumulative += weight
-        if threshold < cumulative:
-            return lag
-    return lag
+    return bisect.bisect([*itertools.accumulate(inject[:-1])], threshold)
 
 
 def sample_delay(scale: float, seed: int, *scope: int) -> float:

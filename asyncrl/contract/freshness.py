@@ -20,6 +20,7 @@ buffer's journal records.  contract/admission.py has the proof that any window k
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Sequence
 
@@ -147,14 +148,12 @@ def find_smallest_window(timings: Sequence[BatchTiming], share: float, most: flo
     longest_step = max(
         slower / (1 - share), replay_step(works, latencies, load, most) / (1 - LITTLE * share)
     )
-    low, high = GRAIN, math.floor(most * GRAIN)
-    while low < high:
-        middle = (low + high) // 2
-        if replay_step(works, latencies, load, middle / GRAIN) <= longest_step:
-            high = middle
-        else:
-            low = middle + 1
-    return low / GRAIN
+
+    def is_enough(size: int) -> bool:
+        return replay_step(works, latencies, load, size / GRAIN) <= longest_step
+
+    sizes = range(GRAIN, math.floor(most * GRAIN))
+    return (GRAIN + bisect.bisect_left(sizes, True, key=is_enough)) / GRAIN
 
 
 def next_window(

@@ -25,7 +25,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, TextIO, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -277,36 +277,18 @@ async def receive(reader: asyncio.StreamReader, kind: type[_Message]) -> _Messag
         return None
 
 
-class BoundedOutput(io.TextIOBase):
+class BoundedOutput(io.TextIOWrapper):
     """The worker's log of the output of user code, up to a number of characters."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.remaining = PRINTED_CHARACTERS
-        self.buffer = stream.buffer
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self.stream.encoding
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self.stream.fileno()
-
-    def flush(self) -> None:
-        self.stream.flush()
+    remaining = PRINTED_CHARACTERS
 
     def write(self, text: str) -> int:
         """Write up to the limit; return the number of characters of the text."""
         if self.remaining > 0:
-            self.stream.write(text[: self.remaining])
+            super().write(text[: self.remaining])
             self.remaining -= len(text)
             if self.remaining <= 0:
-                self.stream.write(
-                    "\n[the reward function has printed enough: the rest is dropped]\n"
-                )
+                super().write("\n[the reward function has printed enough: the rest is dropped]\n")
         return len(text)
 
 
@@ -322,7 +304,9 @@ def run(serve: Callable[[socket.socket], None], argv: Sequence[str] = ()) -> Non
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)
-    sys.stdout = sys.stderr = BoundedOutput(sys.stderr)
+    sys.stdout = sys.stderr = BoundedOutput(
+        sys.stderr.buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True
+    )
     wire = socket.socket(fileno=fd)
     wire.set_inheritable(False)
     null = os.open(os.devnull, os.O_RDWR)
