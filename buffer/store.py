@@ -614,10 +614,7 @@ class Store(StoreRules):
     # ---- the learner -----------------------------------------------------------------------------
 
     def follow_learner(self, hello: LearnerHello) -> bool:
-        """Follow a learner; return False if it is fenced off.
-
-        Raises BadMessage for a hello that contradicts itself."""
-        checks.check_hello(hello)
+        """Follow a learner whose hello was checked; return False if it is fenced off."""
         if hello.epoch == self.epoch:
             return True
         if hello.epoch < self.epoch or hello.label.number < self.base or hello.origin < self.active:
@@ -651,7 +648,8 @@ class Store(StoreRules):
         # a buffer that has not followed a learner yet takes the limit from the checkpoint
         if not self.epoch and hello.limit:
             self.limit = admission.AdaptiveLimit(hello.limit)
-        self.limit = admission.clamp_limit(self.limit, int(min(hello.max_lag, 1 << 30)))
+        now = int(max(admission.LEAST, min(self.limit.now, hello.max_lag)))
+        self.limit = msgspec.structs.replace(self.limit, now=now, settling=now, seen=())
         if not self.epoch and hello.window:
             self.window = AdmissionWindow(min(hello.window, hello.max_lag))
         self.epoch = hello.epoch

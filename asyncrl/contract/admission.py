@@ -240,12 +240,6 @@ def next_limit(
     return AdaptiveLimit(new_limit, max(new_limit, limit.now), (), limit.now, ess, idle)
 
 
-def clamp_limit(limit: AdaptiveLimit, most: int) -> AdaptiveLimit:
-    """Clamp the limit to the hard bound of a new learner process."""
-    now = max(LEAST, min(limit.now, most))
-    return AdaptiveLimit(now, now, (), limit.before, limit.ess, limit.idle)
-
-
 def plan_batch(committed: int, position: int, batch: int) -> int:
     """Compute the batch of an alive group if no group before it is removed.
 

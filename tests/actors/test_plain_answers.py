@@ -90,7 +90,6 @@ TAKEN = [
 REFUSED: list[dict[str, Any]] = [
     {"ticket": 2},
     {"attempt": 1},  # of another group
-    {"adopted": [(1, -1)]},
     {"rows": [m.TrainingSequence(b"", b"", b"", b"", [])]},
     {"failed": m.RewardFailure("data", "x" * 70_000)},
     {"failed": m.RewardFailure("refused", "what the buffer alone says")},
@@ -102,13 +101,10 @@ REFUSED: list[dict[str, Any]] = [
     {"text": "x" * (128 * (LONG + 1) + (1 << 16) + 1)},
     {"group_key": "k" * 201},
     {"reward": NAN},
-    {"reward": 2e15},
     {"temperature": 0.0},
     {"generated_at": NAN},
     {"reward_parts": {str(i): 0.0 for i in range(257)}},
-    {"reward_parts": {"a": 0.0, "b": NAN}},
     {"segments": [("model", 0, 2)] * 4},
-    {"spans": [span(ONE, 0, 3)]},
     {"spans": [span(ZERO)]},  # older than the ticket
     {"spans": [span(Label(1, 2))]},  # not announced
     {"spans": [span(ONE, 0, 1), span(ONE, 1, 2, "d0")]},
