@@ -315,13 +315,6 @@ def test_drop_sends_a_stale_group_again_and_abandons_it_the_third_time() -> None
     assert store.sum_ledger()["abandoned"]["upto_4"] == 4
 
 
-def test_drop_trains_what_is_fresh_enough_in_completion_order() -> None:
-    store, (a, b) = stale("drop", k=2)
-    write(store, b)
-    write(store, a)
-    assert [g.ticket for g in store.ask(1, 2)[0]] == [1]
-
-
 def test_without_a_limit_bytes_bound_what_is_alive() -> None:
     store = make(float("inf"), 1, 1, 1000, byte_limit=40)
     tickets = store.grant("g", 1, 50, 0.0)

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from click.testing import CliRunner
 from journal_kit import recorded, state
@@ -53,7 +54,7 @@ def test_trained_batches_cut_at_any_byte_are_read_and_gone_on_with(tmp_path: Pat
         path.write_text(text[:cut])
         rows = training_log.TrainingLog(path)
         assert [*rows.rows] == list(range(text[:cut].count("]}")))
-        rows._write(BATCHES[3])
+        rows._write(msgspec.convert(BATCHES[3], training_log.TrainedBatch, strict=False))
         rows.close()
         assert [*training_log.read(path)] == [*range(text[:cut].count("]}")), 3]
 
