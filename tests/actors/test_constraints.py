@@ -13,6 +13,7 @@ from engine_kit import engine, request, run
 from gateway_kit import CHATML, SPECIAL
 from gateway_kit import tokenizer as chat_tokenizer
 from process_kit import run_command
+from warm_python import FORKED
 
 from actors.decoding import constraints
 from actors.decoding.constraints import (
@@ -265,7 +266,7 @@ for _ in range(1500):
     constraint.advance(a)
 assert sum(x.bytes for x in own.compiled.values()) - before > 4 << 20, own.compiled
 """
-    done = run_command([sys.executable, "-c", code])
+    done = run_command([sys.executable, "-c", FORKED + code])
     assert done.code == 0, done.err
 
 

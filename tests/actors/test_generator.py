@@ -24,6 +24,7 @@ from generator_kit import (
     ticket,
     tickets,
 )
+from process_kit import until
 
 from actors import generator
 from actors.delivery import estimate_size
@@ -140,10 +141,7 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "open").touch()
-    deadline = time.monotonic() + 600
-    while g.unscored:
-        assert time.monotonic() < deadline
-        one_pass(g)
+    until(lambda: not g.unscored or one_pass(g))
     assert told(g).judging == [] and told(g).stats["reward/judged"] == 4
     assert told(g).stats["generator/reward_idle_s"] > 0
     assert {"link/acked", "link/fetch_s"} < set(told(g).stats)

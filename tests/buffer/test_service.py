@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 from journal_kit import state
+from process_kit import until
 from service_kit import Run, answers, ask, greet, join, wait, want
 
 from asyncrl.config import load
@@ -371,10 +372,7 @@ def test_under_disk_no_reply_precedes_the_disk(begin: Any, monkeypatch: pytest.M
     learner = run.peer()
     learner.send(run.hello(1))
     # the hello is taken, and on its way to the disk
-    until = time.monotonic() + 600
-    while not (held.is_set() and run.service.outgoing):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: held.is_set() and run.service.outgoing)
     assert run.service.store.epoch == 1
     assert run.service.store.journal.durable < run.service.store.journal.appended
     go.set()

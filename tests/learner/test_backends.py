@@ -22,7 +22,7 @@ from lib import memory_arithmetic as sums
 from models_kit import model_fixture
 from process_kit import ENV, ROOT, Ended, run_command, until
 from ranks_kit import FORKED, LEARNER, PATHS, PATIENT_S, TORCHRUN, forked, start, trained
-from run_kit import check_summary, children, finish, let_go, steps_done, wait_until
+from run_kit import FEW, check_summary, children, finish, let_go, steps_done, wait_until
 from run_kit import start as start_run
 
 from asyncrl.config import load, rules
@@ -36,7 +36,6 @@ pytestmark = pytest.mark.slow
 
 STEPS = 5  # batches; of them, one without a finite loss, one whose loss is NaN on one rank alone
 BAD, LOST = 2, 4
-FEW = ("learner.groups=8", "learner.group_size=4")  # of runs in which nothing is learned
 
 
 def zero(stage: int, **learner: Any) -> dict[str, Any]:

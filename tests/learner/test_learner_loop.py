@@ -23,7 +23,7 @@ import torch
 from learner_step_kit import batch
 from power import Disk
 from pretend_gpu import pretend_gpu
-from process_kit import ROOT
+from process_kit import ROOT, until
 
 from asyncrl.config import load
 from asyncrl.contract import messages as m
@@ -527,10 +527,7 @@ def test_on_a_gpu_a_version_is_committed_while_the_next_batch_trains(life: Made)
         train = two.core.train
 
         def train_after_commit(batch: m.Batch) -> dict[str, float]:
-            deadline = time.monotonic() + 120
-            while batch.number not in [0, *(c.number + 1 for c in second.of(m.Commit))]:
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+            until(lambda: batch.number in [0, *(c.number + 1 for c in second.of(m.Commit))])
             return train(batch)
 
         two.core.train = train_after_commit  # type: ignore[method-assign]

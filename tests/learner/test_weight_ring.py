@@ -12,7 +12,7 @@ from shutil import rmtree
 import psutil
 import pytest
 import torch
-from process_kit import ENV, ROOT
+from process_kit import ENV, ROOT, until
 
 from actors.generator import WeightsReceiver
 from asyncrl.config import load
@@ -132,10 +132,7 @@ def test_stopped_readers_see_no_torn_copy(tmp_path: Path, monkeypatch: pytest.Mo
 
 def stopped(pid: int) -> None:
     """Wait until the process has stopped itself."""
-    deadline = time.monotonic() + 600
-    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
 def test_chunks_over_tcp_without_shared_memory(tmp_path: Path) -> None:

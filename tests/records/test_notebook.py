@@ -15,7 +15,7 @@ import httpx2
 import msgspec
 import numpy as np
 import pytest
-from process_kit import ENV, SMALL, run_command
+from process_kit import ENV, SMALL, run_command, until
 from warm_python import FORKED
 
 import asyncrl
@@ -209,9 +209,9 @@ def going(folder: Path, model: Path, begin: str = "") -> tuple[subprocess.Popen[
         [sys.executable, "-c", code], cwd=folder, env=ENV, stderr=subprocess.PIPE, text=True
     )
     run_dir = folder / "runs" / "long"
-    until = time.monotonic() + 1800
+    end = time.monotonic() + 1800
     while not any("reward/mean" in r for r in jsonl.read(run_dir / "metrics.jsonl")):
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[1]
+        assert process.poll() is None and time.monotonic() < end, process.communicate()[1]
         time.sleep(0.05)
     return process, run_dir
 
@@ -231,11 +231,8 @@ def test_a_run_does_not_outlive_the_notebook(tmp_path: Path, small_model: Path) 
     process, run_dir = going(tmp_path, small_model)
     process.kill()
     process.wait()
-    until = time.monotonic() + 1800
     names = ("supervisor", "buffer", "learner", "generator-0")
-    while any(process_log.is_alive(run_dir, name) for name in names):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: not any(process_log.is_alive(run_dir, name) for name in names))
     rundir.RunLock(run_dir).close()
     assert asyncrl.load_run(run_dir).summary["partial"]
 

@@ -22,7 +22,7 @@ import httpx2
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from process_kit import TEXTS
+from process_kit import TEXTS, until
 from starlette.testclient import TestClient
 from watch_kit import (
     MARKUP,
@@ -466,11 +466,7 @@ def write_summary(run_dir: Path, **given: Any) -> dict[str, Any]:
 
 
 def wait_for_summary(run: RunView) -> dict[str, Any]:
-    until = time.monotonic() + 300
-    while not run.read_summary():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    return run.read_summary()
+    return dict(until(run.read_summary))
 
 
 def test_the_row_of_a_run_has_its_newest_numbers(client: TestClient, run_dir: Path) -> None:
@@ -554,10 +550,7 @@ def test_a_run_in_progress_is_summed_up(run_dir: Path, monkeypatch: pytest.Monke
     assert run.read_summary() is found, "an hour later at the earliest: it costs"
     assert run._next_summary > time.monotonic() + run_view.COMPOSE_S / 2
     run._next_summary = 0.0
-    until = time.monotonic() + 300
-    while run.read_summary()["wall_s"] < 15:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: run.read_summary()["wall_s"] >= 15)
 
 
 def test_what_a_run_wrote_at_its_end_is_its_summary_unless_it_lacks_keys(run_dir: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from process_kit import ENV, ROOT, run_command
+from warm_python import FORKED
 
 from asyncrl.config import load
 from asyncrl.models import memory
@@ -38,7 +39,7 @@ print(rss[-1] - rss[1], rss)
 
 
 def test_the_learners_memory_stays_flat_over_many_small_batches(tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", LEARNER + MEASURE, str(tmp_path / "m")]
+    argv = [sys.executable, "-c", FORKED + LEARNER + MEASURE, str(tmp_path / "m")]
     done = run_command(argv, timeout=600).check()
     assert float(done.out.split()[0]) < MOST_MB, done.out
 

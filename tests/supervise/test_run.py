@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 from process_kit import ENV, ROOT, Ended, demo_command
-from run_kit import check_summary, children, finish, let_go, start, steps_done, wait_until
+from run_kit import FEW, check_summary, children, finish, let_go, start, steps_done, wait_until
 
 from asyncrl.records import jsonl, metrics
 
 pytestmark = pytest.mark.slow
 
 Call = Callable[..., Ended]
-
-# batches of 32 samples, where nothing hangs on what they teach
-FEW = ("learner.groups=8", "learner.group_size=4")
 
 
 def test_asynchronous_run_gains_accuracy_at_positive_lag(gain: Ended) -> None:

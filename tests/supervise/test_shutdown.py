@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 from process_kit import run_cli
-from run_kit import check_summary, children, finish, start, steps_done, wait_until
+from run_kit import FEW, check_summary, children, finish, start, steps_done, wait_until
 from shutdown_kit import left
 
 pytestmark = pytest.mark.slow
-
-FEW = ("learner.groups=8", "learner.group_size=4")  # nothing hangs on what batches teach
 
 
 def of_run(run_dir: Path) -> dict[int, str]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 import transformers
+from process_kit import until
 
 from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat, Parser
@@ -172,11 +173,7 @@ class Served:
         return self.wait(asyncio.run_coroutine_threadsafe(run(), self.loop))
 
     def until(self, function: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + 600
-        while not (found := self.do(function)):
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        return found
+        return until(lambda: self.do(function))
 
     def close(self) -> None:
         self.wait(asyncio.run_coroutine_threadsafe(self.endpoint.stop(), self.loop))

@@ -1,7 +1,7 @@
-import time
 from typing import Any
 
 from clients_kit import python_of
+from process_kit import until
 
 from actors.gateway.environment_pool import EnvironmentPool
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
@@ -17,11 +17,7 @@ class Player:
         self.pool = EnvironmentPool(AgentConfig(**given))
 
     def event(self) -> EnvironmentEvent:
-        until = time.monotonic() + PATIENCE_S
-        while not (events := self.pool.poll()):
-            assert time.monotonic() < until
-            time.sleep(0.002)
-        (event,) = events
+        (event,) = until(self.pool.poll)
         assert event.kind == "ok", event
         return event
 

@@ -7,6 +7,7 @@ CPU (tensors without axes) and indices may be mixed in."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,7 +18,6 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from transformers import PreTrainedModel
 
 from actors import decoder
@@ -168,16 +168,40 @@ def is_gpu(device: Any) -> bool:
 
 def run(function: Any, args: Any, kwargs: dict[str, Any], mode: Any) -> Any:
     """Run an operator, or those of which it is made: inference mode leaves that to its receiver."""
+    if not can_decompose(function):
+        return compute(function, args, kwargs)
     with mode:
-        made = function.decompose(*args, **kwargs)
-    return compute(function, args, kwargs) if made is NotImplemented else made
+        return function.decompose(*args, **kwargs)
+
+
+@functools.cache
+def can_decompose(function: Any) -> bool:
+    return function._can_decompose()
+
+
+def replace_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Change all tensors of an operator's arguments or results."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)([replace_tensors(item, change) for item in value])
+    return value
 
 
 def compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator on the CPU's tensors; its results are on the device where it would run."""
-    flat, spec = tree_flatten((args, kwargs))
-    on_gpu = [value for value in flat if isinstance(value, GpuTensor)]
-    on_cpu = [v for v in flat if isinstance(v, torch.Tensor) and not isinstance(v, GpuTensor)]
+    on_gpu: list[GpuTensor] = []
+    on_cpu: list[torch.Tensor] = []
+
+    def take(value: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, GpuTensor):
+            on_gpu.append(value)
+            return value.host
+        on_cpu.append(value)
+        return value
+
+    host_args = replace_tensors(tuple(args), take)
+    host_kwargs = {name: replace_tensors(value, take) for name, value in kwargs.items()}
     made_there = bool(on_gpu)
     record_wait(function, args, kwargs, on_gpu)
     if kwargs.get("device") is not None:
@@ -191,11 +215,8 @@ def compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 f"Expected all tensors to be on the same device, but found cuda:0 and cpu: "
                 f"{function}"
             )
-    host_args, host_kwargs = tree_unflatten(
-        [value.host if isinstance(value, GpuTensor) else value for value in flat], spec
-    )
     if is_gpu(host_kwargs.get("device")):
-        host_kwargs = host_kwargs | {"device": "cpu"}
+        host_kwargs["device"] = "cpu"
     if function in ON_GPU_ONLY:
         result = ON_GPU_ONLY[function](*host_args, **host_kwargs)
     elif function is aten.histc.default and on_gpu:  # takes integers on a GPU alone
@@ -213,15 +234,14 @@ def compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not made_there:
             return value
         # a view of a tensor from outside inference mode is none of inference mode, as in torch
-        inside = torch.is_inference_mode_enabled()
         if function.is_view and not on_gpu[0].is_inference():
-            inside = False
-        with torch.inference_mode(inside):
-            return GpuTensor(value)
+            with torch.inference_mode(False):
+                return GpuTensor(value)
+        return GpuTensor(value)
 
     if function is aten.copy_.default:
         return args[0]
-    return tree_map_only(torch.Tensor, place, result)
+    return replace_tensors(result, place)
 
 
 class GpuMode(TorchDispatchMode):
@@ -238,10 +258,12 @@ class NumberMode(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         def number(value: Any) -> Any:
-            return GPU if str(value) == "cuda" else value
+            return GPU if isinstance(value, str | torch.device) and str(value) == "cuda" else value
 
-        args = tuple(number(v) if isinstance(v, str | torch.device) else v for v in args)
-        kwargs = {name: number(v) if name == "device" else v for name, v in (kwargs or {}).items()}
+        args = tuple(map(number, args))
+        kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": number(kwargs["device"])}
         if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             # torch would make a meta tensor of a list
             index = args[1] if isinstance(args[1], tuple) else (args[1],)

@@ -43,6 +43,7 @@ sys.dont_write_bytecode = False
 
 # also for the reward processes of commands called in this process
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests' / 'support'}"
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else threads of OpenMP that wait spin
 
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}

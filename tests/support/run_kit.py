@@ -13,6 +13,7 @@ from asyncrl.cli import main
 from asyncrl.contract.messages import Batch
 from asyncrl.records import stream
 
+FEW = ("learner.groups=8", "learner.group_size=4")  # of runs in which nothing is learned
 DISPOSITIONS = {
     "trained",
     "masked_stale",

@@ -14,8 +14,8 @@ A command that Python would start differently is started by Python: another inte
 options, variables that are read while modules are imported, a `preexec_fn` of its own.
 
 Each process gets a seed, a child from before its first line, that forks the processes it starts: a
-fork of a process at work would inherit its threads' locks and its files. The kernel gives the fork
-to the process that asked, as the nearest subreaper."""
+fork of a process at work would inherit its threads' locks and its files. The fork is a child of the
+process that asked, not of its seed. A process of LEAVES, which starts no other, has no seed."""
 
 import atexit
 import contextlib
@@ -32,7 +32,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import types
 import weakref
 from pathlib import Path
@@ -41,7 +40,10 @@ from typing import Any, ClassVar, NoReturn
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = ROOT / "tests" / "support" / "hold"
 MOST = 1 << 17  # bytes of an order
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, MADV_COLLAPSE = 1, 36, 25
+PR_SET_PDEATHSIG, PR_GET_TID_ADDRESS, MADV_COLLAPSE = 1, 40, 25
+SYS_CLONE = {"x86_64": 56, "aarch64": 220}
+CLONE_PARENT, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
+LEAVES = ("actors.reward_worker", "asyncrl.models.model_check", "asyncrl.supervise.cleanup")
 MODULES = ("asyncrl.cli", "asyncrl.supervise.start", "torch.distributed.run")
 # folders; a test may add its own
 PROGRAMS = [ROOT / "benchmarks", ROOT / "benchmarks" / "lib", ROOT / "tests" / "support"]
@@ -178,14 +180,10 @@ def is_program(path: Path) -> bool:
 
 def request_fork(order: dict[str, Any], fds: list[int]) -> int:
     """The pid of the process that is made of an order, a child of this one."""
-    python, prctl = order["argv"][0], ctypes.CDLL(None).prctl
+    python = order["argv"][0]
     server = WarmPopen.servers.get(python) or start(python)
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        socket.send_fds(server, [json.dumps(order).encode()], fds)
-        answer = server.recv(32)
-    finally:
-        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    socket.send_fds(server, [json.dumps(order).encode()], fds)
+    answer = server.recv(32)
     assert answer, "the warm process has ended"
     return int(answer)
 
@@ -199,21 +197,29 @@ def next_order(orders: socket.socket) -> tuple[dict[str, Any], list[int]]:
         data, fds, _, _ = socket.recv_fds(orders, MOST, 64)
         if not data:
             os._exit(0)
-        answer, told = os.pipe()
-        if (child := os.fork()) == 0:
-            between = os.getpid()
-            if pid := os.fork():
-                os.write(told, str(pid).encode())
-                os._exit(0)  # the new process is the subreaper's now
-            while os.getppid() == between:
-                time.sleep(0.0002)
-            os.close(answer)
-            os.close(told)
+        if (pid := fork_sibling()) == 0:
             return json.loads(data), fds
-        os.waitpid(child, 0)
-        orders.send(os.read(answer, 32))
-        for fd in (answer, told, *fds):
+        orders.send(str(pid).encode())
+        for fd in fds:
             os.close(fd)
+
+
+def fork_sibling() -> int:
+    """os.fork, but the new process is a child of this one's parent.
+
+    It needs no process in between, whose memory would be a copy too.  glibc keeps the id of a
+    thread, at an address that the kernel knows."""
+    libc, python, address = ctypes.PyDLL(None), ctypes.pythonapi, ctypes.c_void_p()
+    libc.syscall.restype = ctypes.c_long
+    flags = CLONE_PARENT | signal.SIGCHLD
+    if libc.prctl(PR_GET_TID_ADDRESS, ctypes.byref(address)) == 0:
+        flags |= CLONE_CHILD_CLEARTID | CLONE_CHILD_SETTID
+    python.PyOS_BeforeFork()
+    words = (SYS_CLONE[os.uname().machine], flags, 0, 0, address.value or 0, address.value or 0)
+    pid = int(libc.syscall(*map(ctypes.c_long, words)))
+    (python.PyOS_AfterFork_Parent if pid else python.PyOS_AfterFork_Child)()
+    assert pid >= 0, "the kernel makes no process"
+    return pid
 
 
 def serve_forks(orders: socket.socket) -> NoReturn:
@@ -222,9 +228,10 @@ def serve_forks(orders: socket.socket) -> NoReturn:
         order, fds = next_order(orders)
         orders.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if child := os.fork():
+        is_leaf = bool({*LEAVES} & {*order["argv"][1:5]}) or "RANK" in order["env"]
+        if is_leaf or (child := os.fork()):
             theirs.close()
-            SERVERS[:] = [child]
+            SERVERS[:] = [] if is_leaf else [child]
             be_process(order, fds, ours)
         ours.close()
         for fd in fds:  # a seed holds no file of its process open
@@ -254,7 +261,7 @@ def be_process(order: dict[str, Any], fds: list[int], seed: socket.socket) -> No
     os.environ.clear()
     os.environ.update(WarmPopen.import_env | env)
     WarmPopen.startup_env = startup_variables(dict(os.environ))
-    WarmPopen.owner = os.getpid()
+    WarmPopen.owner = os.getpid() if SERVERS else 0
     tempfile.tempdir = None  # by this process's TMPDIR
     set_command_line(argv)
     option = argv[1] if argv[1] in OPTIONS else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import ENV, ROOT, until
 
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import RunStatus, StatusRequest
@@ -37,8 +37,8 @@ while True:
 def closed(peer: PeerSocket) -> int:
     """How often the server says that it has closed all; it is asked until it answers.  What it says
     may be an answer to an earlier question."""
-    until = time.monotonic() + 600
-    while time.monotonic() < until:
+    end = time.monotonic() + 600
+    while time.monotonic() < end:
         peer.send(StatusRequest())
         reply = peer.recv(0.5)
         if isinstance(reply, RunStatus):
@@ -69,9 +69,7 @@ def test_a_flood_of_connections_ends_nothing(kind: str, tmp_path: Path) -> None:
             if closed_now(address):
                 break
         assert closed_now(address) >= 1 and server.poll() is None and len(flood) < ALLOWED
-        until = time.monotonic() + 600
-        while not closed(peer):  # who was there before comes again
-            assert time.monotonic() < until
+        until(lambda: closed(peer))  # who was there before comes again
     finally:
         for one in flood:
             one.close()

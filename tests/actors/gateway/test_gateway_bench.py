@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from lib.endpoint import asker, stage
-from process_kit import ENV, ROOT, load_program, run_command
+from process_kit import ENV, ROOT, load_program, run_command, until
 
 from asyncrl.contract import messages as m
 
@@ -32,10 +32,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of the endpoint that answers at once, in a thread: it goes with this process."""
     file = tmp_path_factory.mktemp("stub") / "url"
     threading.Thread(target=stage.stub, args=(file,), daemon=True).start()
-    deadline = time.monotonic() + 600.0
-    while not file.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(file.exists)
     yield file.read_text()
 
 

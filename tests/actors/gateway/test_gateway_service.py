@@ -10,8 +10,9 @@ from unittest.mock import Mock
 import msgspec
 import numpy as np
 import pytest
-from gateway_service_kit import AT, PATIENCE_S, Wire
+from gateway_service_kit import AT, Wire
 from models_kit import model_fixture
+from process_kit import until
 
 from actors.gateway import service
 from actors.gateway.environment_sessions import EnvironmentSource, describe_request
@@ -79,10 +80,7 @@ class World:
         self.gateway.tick(time.monotonic())
 
     def until(self, what: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE_S
-        while not what():
-            assert time.monotonic() < end
-            time.sleep(0.002)
+        until(what)
 
     def answer(self, call: m.GenerationCall, text: str, *, at: Label = AT) -> None:
         ids = [*self.gateway.chat.encode(text), 1][: call.max_new_tokens]
