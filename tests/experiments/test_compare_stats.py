@@ -106,6 +106,13 @@ def test_power_and_what_it_is_for() -> None:
     assert cs.compute_power(0.02, 0.02, need) >= 0.8 > cs.compute_power(0.02, 0.02, need - 1)
     one_seed = cs.compare_pairs([0.5], [0.4])
     assert "no verdict is possible" in cs.state_verdict("a", "b", one_seed, "accuracy")
+    said = describe_power(9, 2)
+    assert "9 arms x 2 seeds: this design detects no difference" in said
+    assert "--seeds 6 finds 0.05" in said
+    need = cs.count_needed_seeds(0.05, 0.02, level=cs.LEVEL / 8)
+    assert need == 6 and cs.find_detectable(0.02, need, cs.LEVEL / 8) <= 0.05
+    assert "of 3.3 standard deviations" in describe_power(2, 3)
+    assert "that is 0.065 in" in describe_power(2, 3)
 
 
 def test_the_power_of_two_seeds_is_that_of_simulated_ones() -> None:
@@ -120,16 +127,6 @@ def test_the_power_of_two_seeds_is_that_of_simulated_ones() -> None:
             found += abs(one + two) / 2 > edge * abs(one - two) / 2
         assert cs.compute_power(effect, 1.0, 2, level) == pytest.approx(found / 20_000, abs=0.012)
         assert cs.find_detectable(1.0, 2, level) == pytest.approx(effect, rel=0.01)
-
-
-def test_a_design_that_finds_nothing_says_so() -> None:
-    said = describe_power(9, 2)
-    assert "9 arms x 2 seeds: this design detects no difference" in said
-    assert "--seeds 6 finds 0.05" in said
-    need = cs.count_needed_seeds(0.05, 0.02, level=cs.LEVEL / 8)
-    assert need == 6 and cs.find_detectable(0.02, need, cs.LEVEL / 8) <= 0.05
-    assert "of 3.3 standard deviations" in describe_power(2, 3)
-    assert "that is 0.065 in" in describe_power(2, 3)
 
 
 def test_stability_by_rule() -> None:

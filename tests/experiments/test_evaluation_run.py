@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from process_kit import as_options
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import EVAL_BASE, RewardFailure
 from asyncrl.experiments import model_evaluation
+from asyncrl.models.policy import load_policy
 from asyncrl.supervise import live
 from asyncrl.supervise.report import plots, run_view
 from asyncrl.supervise.report.plots import Series
@@ -191,14 +194,37 @@ def test_a_bad_command_gets_one_clear_line(small_model: Path, words: str, messag
     assert done.exit_code == 2 and last.startswith("error: ") and message in last, last
 
 
-def test_progress_says_how_long_it_takes() -> None:
+def test_what_fails_is_tried_again_and_counted_once(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reward that fails once, one that always fails, and prompts that leave no room."""
+    sizes = ["generator.context=6", "generator.max_new_tokens=1", f"model.path='{small_model}'"]
     lines: list[str] = []
     progress = model_evaluation.EvaluationProgress(lines.append)
-    progress.report("hard", 1, 4)
+    config = load.load("configs/demo.toml", sizes)
+    evaluator = model_evaluation.OfflineEvaluator(config, report=progress.report)
+    evaluator.load(load_policy(small_model, "float32", "cpu"), 0)
+    turn, tries = evaluator.turn, Counter[int]()
+    prompts = [turn.task.prompt("heldout", index, config.seed).text for index in range(8)]
+    fitting = [EVAL_BASE + index for index, text in enumerate(prompts) if len(text) < 6]
+    poll = turn.poll_results
+
+    def fail() -> Any:
+        for response, result in poll():
+            ticket = response.ticket.ticket
+            tries[ticket] += 1
+            fails = ticket == fitting[0] or (ticket == fitting[1] and tries[ticket] == 1)
+            yield response, result._replace(failed=RewardFailure("data", "no") if fails else "")
+
+    monkeypatch.setattr(turn, "poll_results", fail)
+    values = evaluator.measure("heldout", 8)
+    assert values["eval/heldout_n"] == len(fitting) - 1 and turn.schedule.held == {}
+    assert [tries[ticket] for ticket in fitting] == [3, 2, *[1] * (len(fitting) - 2)]
+    assert len(evaluator.failures) == 8 - len(fitting) + 1 < 8
     assert lines == []  # not at once
     progress.reported_at -= 2 * model_evaluation.REPORT_S
-    progress.report("hard", 2, 4)
-    assert len(lines) == 1 and lines[0].startswith("hard: 2 of 4 completions, ")
+    progress.report("heldout", 2, 8)
+    assert len(lines) == 1 and lines[0].startswith("heldout: 2 of 8 completions, ")
     assert lines[0].endswith(" left")
 
 

@@ -38,7 +38,7 @@ def compared(tmp_path: Path) -> Path:
     return comparison(tmp_path / "c", {"a": early, "a-seed1": {0: [0.1, 0.4, 0.6]}})
 
 
-def test_a_comparison_s_points_and_lines(compared: Path) -> None:
+def test_a_comparison_s_points_and_lines(compared: Path, tmp_path: Path) -> None:
     points = figures.read_points([compared], "eval/heldout", STEP)
     first, second = make_lines(points)
     assert (first.name, first.positions, first.counts) == ("a", [0.0, 5.0, 10.0], [2, 2, 1])
@@ -57,9 +57,7 @@ def test_a_comparison_s_points_and_lines(compared: Path) -> None:
     points = figures.read_points([compared], "is/ess", STEP)
     found = [(p.series, p.seed, p.position, p.value) for p in points[:2]]
     assert found == [("a", seed, 0.0, 0.9) for seed in (0, 1)]
-
-
-def test_series_of_one_name_in_two_directories_stay_apart(tmp_path: Path) -> None:
+    # series of one name in two directories stay apart
     here = comparison(tmp_path / "x" / "c", {"a": {0: [0.1]}})
     there = comparison(tmp_path / "y" / "c", {"a": {0: [0.9]}})
     other = comparison(tmp_path / "d", {"a": {0: [0.5]}})

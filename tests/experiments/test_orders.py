@@ -95,10 +95,7 @@ def test_answers_of_a_ticket_are_late_together_or_each_by_itself() -> None:
     assert len(set(apart)) == 3 and evaluated == [0.0] * 3
     # of ticket 5, sample 1, and not of ticket 51
     assert admission.sample_delay(2.0, 7, 5, 1) != admission.sample_delay(2.0, 7, 51)
-
-
-def test_late_answers_come_back_by_their_time() -> None:
-    late = DelayQueue()
+    late = DelayQueue()  # they come back by their time
     assert late.next_due == float("inf") and late.pop_due(1e9) == []
     for until, what in ((3.0, "b"), (1.0, "a"), (3.0, "c"), (9.0, "d")):
         late.hold(until, what)

@@ -4,11 +4,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from process_kit import as_options
+from process_kit import Ended, as_options
 
 from asyncrl.cli import main
 from asyncrl.config import load
@@ -23,17 +24,10 @@ OWN = {"loss": "own_methods:ppo", "advantage": "own_methods:rloo"}
 STREAM = ("record.stream=true", "record.weights_every=2", "staleness.max_lag=2", "generators=2")
 
 
-class Typed:
-    """`asyncrl replay ...` as typed, in this process: exit code, stdout, stderr."""
-
-    def __init__(self, *words: object) -> None:
-        done = CliRunner().invoke(main, ["replay", *map(str, words)])
-        self.code, self.out, self.err = done.exit_code, done.stdout, done.stderr
-
-    @property
-    def json(self) -> dict[str, Any]:
-        assert self.out.strip(), self.err
-        return dict(json.loads(self.out.strip().splitlines()[-1]))
+def typed(*words: object) -> Ended:
+    """`asyncrl replay ...` as typed, in this process."""
+    done = CliRunner().invoke(main, ["replay", *map(str, words)])
+    return Ended(CompletedProcess(words, done.exit_code, done.stdout, done.stderr))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +50,7 @@ def test_by_sampling_version_a_replay_knows_the_weights_that_it_computed_itself(
     recorded: dict[str, Any],
 ) -> None:
     sets = ["correction.proximal=version", "loss.surrogate=decoupled_ppo", "weights.slots=4"]
-    done = Typed(recorded["run_dir"], "--json", *as_options(sets))
+    done = typed(recorded["run_dir"], "--json", *as_options(sets))
     rows = train_rows(metrics.read(Path(done.json["replay_dir"])))
     # a token of the second batch was sampled by version 0 or by the weights that train it
     assert [rows[n]["is/fallback_share"] for n in (0, 1)] == [0, 0]
@@ -72,14 +66,14 @@ def test_by_sampling_version_a_replay_knows_the_weights_that_it_computed_itself(
 
 def test_an_average_of_versions_needs_all_of_them(recorded: dict[str, Any]) -> None:
     sets = ("--set", "correction.proximal=ema", "--set", "loss.surrogate=decoupled_ppo")
-    done = Typed(recorded["run_dir"], "--until", 2, "--json", *sets)
+    done = typed(recorded["run_dir"], "--until", 2, "--json", *sets)
     assert not done.json["reproduced"] and done.json["to"] == 2
-    refused = Typed(recorded["run_dir"], "--from", 2, *sets)
+    refused = typed(recorded["run_dir"], "--from", 2, *sets)
     assert refused.code and "or replay from version 0" in refused.err
 
 
 def test_nothing_changed_gives_the_same_bits(recorded: dict[str, Any]) -> None:
-    done = Typed(recorded["run_dir"], "--json")
+    done = typed(recorded["run_dir"], "--json")
     found = done.json
     assert done.code == 0 and found["reproduced"] and found["equal"]
     assert found["cut"] == found["warning"] == ""
@@ -98,7 +92,7 @@ def test_nothing_changed_gives_the_same_bits(recorded: dict[str, Any]) -> None:
 
 def test_a_function_of_the_method_gives_the_same_bits(recorded: dict[str, Any]) -> None:
     words = [w for key in ("loss", "advantage") for w in ("--set", f"{key}.function={OWN[key]}")]
-    found = Typed(recorded["run_dir"], "--json", *words).json
+    found = typed(recorded["run_dir"], "--json", *words).json
     assert found["weights_digest"] == recorded["digest"]
     rows = train_rows(metrics.read(Path(found["replay_dir"])))
     assert [rows[n]["loss/function/version"] for n in range(6)] == [*range(6)]
@@ -110,14 +104,14 @@ def test_a_shorter_replay_compares_the_same_version_on_the_same_prompts(
     """The run evaluated the versions 0, 3 and 6; the reward at 6 is of more prompts."""
     heldout = {r["step"]: r["eval/heldout"] for r in recorded["rows"] if "eval/heldout" in r}
     for until in (3, 4, 5):
-        found = Typed(recorded["run_dir"], "--json", "--until", until).json
+        found = typed(recorded["run_dir"], "--json", "--until", until).json
         assert found["reproduced"] and found["heldout_version"] == 3
         for side in ("recorded", "replayed"):
             ends = found[side]["heldout_start"], found[side]["heldout_end"]
             assert ends == (heldout[0], heldout[3])
         text = replaying.format_replay(found)
         assert "heldout_end (version 3)" in text and ("no version from 4 to" in text) == (until > 3)
-    early = Typed(recorded["run_dir"], "--json", "--no-eval", "--until", 2).json
+    early = typed(recorded["run_dir"], "--json", "--no-eval", "--until", 2).json
     assert early["reproduced"] and early["heldout_version"] is None
     assert early["recorded"]["heldout_end"] is None is early["replayed"]["heldout_end"]
 
@@ -125,7 +119,7 @@ def test_a_shorter_replay_compares_the_same_version_on_the_same_prompts(
 def test_a_change_is_shown_on_the_same_data(recorded: dict[str, Any]) -> None:
     sets = "loss.surrogate=vanilla learner.minibatches=2 stop.kl_max=1e-9 learner.lr=1e-2"
     sets += " kl.preset=grpo kl.loss.coefficient=0.5"
-    done = Typed(recorded["run_dir"], "--no-eval", *as_options(sets.split()))
+    done = typed(recorded["run_dir"], "--no-eval", *as_options(sets.split()))
     assert done.code == 0 and "loss.surrogate: ppo | vanilla" in done.out
     assert "data would have changed too" in done.out
     where = Path(done.err.split("report: ")[1].strip()).parent
@@ -147,7 +141,7 @@ def test_a_rate_of_zero_moves_nothing(
     recorded: dict[str, Any], small_model: Path, tmp_path: Path
 ) -> None:
     words = ["--json", "--no-eval", "--set", "learner.lr=0.0", "--until", 4]
-    found = Typed(recorded["run_dir"], *words, "--out", tmp_path / "still").json
+    found = typed(recorded["run_dir"], *words, "--out", tmp_path / "still").json
     assert found["weights_digest"] == compute_weights_digest(load_policy(small_model, device="cpu"))
     assert found["to"] == 4
     was, now = train_rows(recorded["rows"]), train_rows(metrics.read(tmp_path / "still"))
@@ -156,10 +150,10 @@ def test_a_rate_of_zero_moves_nothing(
 
 
 def test_from_middle_weights(recorded: dict[str, Any]) -> None:
-    found = Typed(recorded["run_dir"], "--json", "--no-eval", "--from", 4).json
+    found = typed(recorded["run_dir"], "--json", "--no-eval", "--from", 4).json
     assert found["reproduced"] and (found["from"], found["to"]) == (4, 6)
     assert found["weights_digest"] == recorded["digest"]
-    wrong = Typed(recorded["run_dir"], "--from", 3)
+    wrong = typed(recorded["run_dir"], "--from", 3)
     assert wrong.code == 2
     assert "no weights of version 3 were recorded; recorded versions: 0, 2, 4, 6" in wrong.err
 
@@ -167,7 +161,7 @@ def test_from_middle_weights(recorded: dict[str, Any]) -> None:
 def test_a_recording_cut_short_replays_up_to_the_cut(cut: Path, tmp_path: Path) -> None:
     end = stream.read(cut).end
     assert 3 <= end < 6
-    whole = Typed(cut, "--no-eval", "--json")
+    whole = typed(cut, "--no-eval", "--json")
     assert whole.json["reproduced"] and whole.json["to"] == end
     assert f"has {end} of 6 batches: the run ended there" in whole.json["cut"]
     assert whole.json["cut"] in whole.err
@@ -175,11 +169,11 @@ def test_a_recording_cut_short_replays_up_to_the_cut(cut: Path, tmp_path: Path) 
     log = stream.list_logs(tmp_path / "torn")[1]
     data = log.read_bytes()
     log.write_bytes(data[:-7])
-    torn = Typed(tmp_path / "torn", "--no-eval", "--json").json
+    torn = typed(tmp_path / "torn", "--no-eval", "--json").json
     assert torn["reproduced"] and torn["to"] == end - 1
     assert "ended while it wrote the next record" in torn["cut"]
     log.write_bytes(data[:300] + bytes([data[300] ^ 1]) + data[301:])
-    damaged = Typed(tmp_path / "torn")
+    damaged = typed(tmp_path / "torn")
     assert damaged.code == 5 and f"damaged at byte 0 of {len(data)}" in damaged.err
 
 
@@ -191,14 +185,14 @@ def test_a_run_that_went_on_with_other_settings(cut: Path, forked: Run, tmp_path
     sets = ["learner.lr=1e-2", "kl.loss.coefficient=0.05", "kl.preset=grpo"]
     config.write_text(load.dump(load.load(config, sets)))
     done = forked(run_dir, *STREAM)
-    found = Typed(run_dir, "--json", "--no-eval").json
+    found = typed(run_dir, "--json", "--no-eval").json
     first, second = (life for _, life in stream.read(run_dir).lives)
     assert "lr = 0.003" in first.config and "lr = 0.01" in second.config
     assert found["reproduced"] and found["to"] == 6 and found["weights_digest"] == done["digest"]
     assert train_rows(done["rows"])[5]["kl/loss_beta"] == 0.05
     assert train_rows(done["rows"])[0]["kl/loss_beta"] == 0
     # a value head from nothing, over both lives
-    other = Typed(run_dir, "--json", "--no-eval", "--set", "advantage.name=gae").json
+    other = typed(run_dir, "--json", "--no-eval", "--set", "advantage.name=gae").json
     assert not other["equal"] and other["to"] == 6 and not other["failed"]
 
 
@@ -216,15 +210,15 @@ REFUSED = [
 def test_what_a_replay_cannot_change(
     words: tuple[str, ...], says: str, recorded: dict[str, Any]
 ) -> None:
-    done = Typed(recorded["run_dir"], *words)
+    done = typed(recorded["run_dir"], *words)
     assert done.code == 2 and says in done.err and "Traceback" not in done.err
     assert len(done.err.strip().splitlines()) == 1
 
 
 def test_no_recording_names_the_option(tmp_path: Path) -> None:
-    assert "no run directory" in Typed(tmp_path).err
+    assert "no run directory" in typed(tmp_path).err
     (tmp_path / "config.toml").write_text("")
-    done = Typed(tmp_path)
+    done = typed(tmp_path)
     assert done.code == 2 and "--set record.stream=true" in done.err
 
 

@@ -282,16 +282,6 @@ def texts(source: str, split: str = "train") -> list[str]:
     return [prompt.text for prompt in read_prompts(source, split, COLUMNS)]
 
 
-def test_a_saved_data_set() -> None:
-    assert texts(str(SAVED)) == ["0+1=", "1+1=", "3+1=", "4+1="]
-    assert texts(f"{SAVED}#test") == ["90+1=", "91+1="]
-    assert texts(str(SAVED / "test")) == ["90+1=", "91+1="]  # one split by itself
-    (first, *_) = read_prompts(str(SAVED), "train", COLUMNS)
-    assert first.answer == "1" and json.loads(first.meta["level"]) == {"grade": 0}
-    task = FileTask(str(SAVED), f"{SAVED}#test", columns=COLUMNS)
-    assert len(task.sets["train"]) == 4 and len(task.sets["heldout"]) == 2
-
-
 def repository(folder: Path) -> Path:
     """Files as in a repository of the hub: splits by their names and folders."""
     rows = {"train-00000-of-00002": "ab", "train-00001-of-00002": "cd", "validation": "ef"}
@@ -306,7 +296,14 @@ def repository(folder: Path) -> Path:
     return folder
 
 
-def test_a_directory_of_files_has_the_splits_of_their_names(tmp_path: Path) -> None:
+def test_a_directory_has_the_splits_of_its_files(tmp_path: Path) -> None:
+    assert texts(str(SAVED)) == ["0+1=", "1+1=", "3+1=", "4+1="]
+    assert texts(f"{SAVED}#test") == ["90+1=", "91+1="]
+    assert texts(str(SAVED / "test")) == ["90+1=", "91+1="]  # one split by itself
+    (first, *_) = read_prompts(str(SAVED), "train", COLUMNS)
+    assert first.answer == "1" and json.loads(first.meta["level"]) == {"grade": 0}
+    task = FileTask(str(SAVED), f"{SAVED}#test", columns=COLUMNS)
+    assert len(task.sets["train"]) == 4 and len(task.sets["heldout"]) == 2
     source = str(repository(tmp_path / "repository"))
     assert texts(source) == ["a", "b", "c", "d", "i"]
     assert texts(f"{source}#validation") == ["e", "f"]

@@ -145,6 +145,12 @@ def test_older_prompts_have_no_images() -> None:
     assert prompt.image_urls == [images.to_data_url(picture(0))]
 
 
+def play(prompt: Prompt, *texts: str) -> list[tuple[str, float, bool, bool]]:
+    env = Calculator()
+    assert env.reset(seed=1, options={"prompt": prompt}) == (prompt.text, {})
+    return [env.step(text)[:4] for text in texts]
+
+
 def test_the_calculator_by_hand() -> None:
     assert calculate("?12+30") == "42=" and calculate("?99*99") == "9801="
     for none in ("12+30", "?12", "?12+", "?1+2+3", "?1-2", "?9999*9", "", "#4", "?12345+1"):
@@ -155,15 +161,6 @@ def test_the_calculator_by_hand() -> None:
     for split in ("heldout", "ood"):
         texts = [task.prompt(split, index, 0).text for index in range(500)]
         assert all(0 < int(task.solve(text[:-1])[1:]) < 2000 for text in texts)
-
-
-def play(prompt: Prompt, *texts: str) -> list[tuple[str, float, bool, bool]]:
-    env = Calculator()
-    assert env.reset(seed=1, options={"prompt": prompt}) == (prompt.text, {})
-    return [env.step(text)[:4] for text in texts]
-
-
-def test_an_episode_by_hand() -> None:
     prompt = Prompt(0, "37*8+45=", "#341")
     assert play(prompt, "?37*8", "?296+45", "#341") == [
         ("296=", 0.0, False, False),

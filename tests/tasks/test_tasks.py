@@ -176,7 +176,7 @@ def test_a_malformed_line_is_named(line: object, said: str, tmp_path: Path) -> N
         get_task(TaskConfig(name="file", prompts=prompts))
 
 
-def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+def test_files_and_names_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
     one = write_lines(tmp_path / "one.jsonl", {"prompt": "a"}, {"prompt": " a "})
     for prompts, heldout, said in [
@@ -189,6 +189,8 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ConfigError, match=said):
             FileTask(prompts, heldout)
+    with pytest.raises(ConfigError, match="choose one of " + ", ".join(NAMES)):
+        get_task(TaskConfig(name="sorting"))
 
 
 def test_parquet_reads_like_jsonl(tmp_path: Path) -> None:
@@ -274,8 +276,3 @@ def test_configs_of_the_real_model_differ_in_adapters_alone(name: str) -> None:
     for prompt in (get_task(full.task).prompt("heldout", i, 0) for i in range(192)):
         # a token holds a character at least
         assert len(prompt.text) / 2 + full.generator.max_new_tokens < full.generator.context
-
-
-def test_an_unknown_task_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="choose one of " + ", ".join(NAMES)):
-        get_task(TaskConfig(name="sorting"))
