@@ -63,8 +63,8 @@ PLANTED = [
     Planted(
         "downweight does not reach the loss",
         ALGORITHMS + "loss.py",
-        "weights.weight * prep.staleness_weight[part], 0.0)",
-        "weights.weight, 0.0)",
+        "weight * prep.staleness_weight[part], 0.0)",
+        "weight, 0.0)",
         SETTINGS + "downweight_halves_a_token_for_each_half_life_above_the_limit",
     ),
     Planted(
@@ -112,8 +112,8 @@ PLANTED = [
     Planted(
         "gae is never whitened",
         ALGORITHMS + "advantages.py",
-        "return whiten_masked(adv, mask) if c.whiten else adv, returns",
-        "return adv, returns",
+        "return whiten_masked(adv, mask) if c.whiten else adv",
+        "return adv",
         SETTINGS + "gae_can_be_whitened_and_cut_after_k_residuals",
     ),
     Planted(
@@ -126,8 +126,8 @@ PLANTED = [
     Planted(
         "process_grpo is 0",
         ALGORITHMS + "advantages.py",
-        "return _sum_masked_suffix(normalized, t.mask, t.seq, 1.0), None",
-        "return normalized * 0.0, None",
+        "return _sum_masked_suffix(normalized, t.mask, t.seq, 1.0)",
+        "return normalized * 0.0",
         ADVANTAGES + "process_supervision_by_hand",
     ),
     Planted(

@@ -15,7 +15,6 @@ from torch import Tensor, from_numpy, tensor
 
 from asyncrl.algorithms.loss import LossBatch
 from asyncrl.algorithms.ratios import sum_by_sample
-from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
@@ -188,6 +187,9 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
         places=places,
         images=[[batch.images[name] for name in row.images] for row in all_rows],
     )
+    if batch.tasks:
+        packed.task_names = tuple(dict.fromkeys(batch.tasks))
+        packed.task = tensor([packed.task_names.index(batch.tasks[place]) for place in places])
     if greedy:
         completions = [baseline[sample.ticket] for sample in samples]
         packed.greedy = tensor([sample.reward for sample in completions])
@@ -206,20 +208,12 @@ def _collect_token_rewards(samples: Sequence[Trajectory]) -> tuple[Tensor, Tenso
     """Return (rewards fp32 [N], bool [N]: ends of process-supervision steps).
 
     A token without a number (NaN on the wire) ends no step and has reward 0. Where a function gives
-    a number for every token, steps end where it is not 0 and at the end of the sample. Raises
-    AsyncrlError when the number of rewards is not the number of tokens.
+    a number for every token, steps end where it is not 0 and at the end of the sample.
     """
     rewards = []
     steps = []
     for sample in samples:
-        token_rewards = (
-            np.frombuffer(sample.token_rewards, "<f4") if not sample.rows else np.zeros(0)
-        )
-        if len(token_rewards) not in (0, sample.token_count):
-            raise AsyncrlError(
-                f"ticket {sample.ticket}, sample {sample.sample}: {len(token_rewards)} token "
-                f"rewards for {sample.token_count} tokens"
-            )
+        token_rewards = np.frombuffer(b"" if sample.rows else sample.token_rewards, "<f4")
         is_last = np.arange(sample.token_count) == sample.token_count - 1
         if not len(token_rewards):
             token_rewards = np.where(is_last, np.float32(sample.reward), np.float32(0.0))

@@ -37,6 +37,7 @@ class Critic:
         settings = config.value
         self.config = config
         self.policy = policy
+        self.backend = backend
         self.trunk = None
         source = torch.Generator().manual_seed(config.seed)
         self.head = torch.nn.Linear(policy.hidden_size, 1)
@@ -133,7 +134,8 @@ class Critic:
         """Return the state [n, H] that predicts each response token; other: of `ForwardInput`."""
         unused = dict.fromkeys(("supports", "routed", "images"))
         inputs = packed.select_rows(samples) | unused | other
-        output = model.logprobs(**inputs, want_hidden=True)
+        with self.backend.guard():
+            output = model.logprobs(**inputs, want_hidden=True)
         assert output.hidden is not None
         return output.hidden
 

@@ -85,10 +85,9 @@ class SplitMeter:
                 assert packed.age is not None
                 updated = updated.to(prep.start.dtype)
                 policies = packed.behavior, version, prep.start, updated
-                split = diagnostics.LogRatioSplit(
+                metrics |= diagnostics.compute_split_metrics(
                     *(x[usable] for x in (*policies, packed.token_lag, packed.age))
                 )
-                metrics |= diagnostics.compute_split_metrics(split)
                 metrics["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
                 difference = metrics.get("mismatch/max_one_version", 0.0)
                 if self.config.exact is True and difference != 0:
@@ -205,9 +204,9 @@ class SplitMeter:
             self.forward(self.reference, packed, answers)[part].to(prep.latest.dtype),
         ).double()
         return {
-            "kl/target_ref_k1": average(log_ratios),
-            "kl/target_ref_k3": average(kl.estimate_k3(log_ratios)),
-            "kl/ref_target": average(kl.estimate_forward_k3(log_ratios)),
+            "kl/target_ref_k1": diagnostics.average(log_ratios),
+            "kl/target_ref_k3": diagnostics.average(kl.estimate_k3(log_ratios)),
+            "kl/ref_target": diagnostics.average(kl.estimate_forward_k3(log_ratios)),
         }
 
 
@@ -233,7 +232,3 @@ def measure_move(
         ratios.average_masked(kl_estimates * weight, valid)
         / ratios.average_masked(weight, valid).clamp(min=1e-12)
     )
-
-
-def average(values: Tensor) -> float:
-    return float(values.mean()) if len(values) else 0.0

@@ -6,7 +6,7 @@
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from asyncrl.algorithms import advantages, correction, diagnostics, kl, ratios, settings
+from asyncrl.algorithms import advantages, correction, kl, ratios, settings
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.settings import KLLoss, KLReward
 from asyncrl.config.tree import Config, compute_learning_rate_share
@@ -206,7 +206,7 @@ class LearnerCore:
         counts = prep.reads.read(*unused)
         self.unused = self._list_unused_tokens(counts, packed, len(batch.samples))
         batch_metrics, *step_metrics = (
-            step_loss.finish(sums, prep.reads)
+            step_loss.finish(sums, prep.reads, packed.task_names)
             for sums in (steps.sums, *(u.sums for u in steps.updates))
         )
         metrics = prep.metrics | batch_metrics
@@ -214,8 +214,6 @@ class LearnerCore:
         if len(steps.updates) < 2 or not has_later_passes:
             # every pass uses the start's own weights: always 0
             metrics = {k: x for k, x in metrics.items() if not k.startswith(OF_LATER_PASSES)}
-        if batch.tasks:
-            metrics |= self._compute_ess_by_task(batch, packed, prep)
         split, reference = self.measure.is_due(batch.number)
         if split or reference:  # at rank 0; all ranks run the pass under the updated policy
             chosen = self.measure.choose_samples(packed, prep, batch.number)
@@ -287,26 +285,6 @@ class LearnerCore:
             torch.save(self.average.values, self.average.locate(directory))
         return self.backend.save(directory)
 
-    def _compute_ess_by_task(
-        self, batch: Batch, packed: PackedBatch, prep: step_loss.PreparedBatch
-    ) -> dict[str, float]:
-        """Return is/ess of each task's tokens, in a mixture of tasks."""
-        titles = list(dict.fromkeys(batch.tasks))
-        task_numbers = torch.tensor([titles.index(batch.tasks[place]) for place in packed.places])
-        task_of_token = task_numbers.to(prep.start.device)[packed.seq]
-        known_tokens = prep.valid & prep.known & packed.mask
-        ratio = torch.where(
-            known_tokens, ratios.compute_log_ratio(prep.start, packed.behavior).exp(), 0.0
-        )
-        rows = torch.stack([known_tokens.double(), ratio.double(), ratio.double().square()])
-        sums = rows.new_zeros(3, len(titles)).index_add_(1, task_of_token, rows)
-        count, ratio_sums, square_sums = self.backend.sum_over_ranks(sums).tolist()
-        return {
-            f"task/{title}_ess": diagnostics.compute_ess(ratio_sums[i], square_sums[i], count[i])
-            for i, title in enumerate(titles)
-            if count[i]
-        }
-
     def _pack_batch(self, batch: Batch) -> PackedBatch:
         """Pack the batch and add proximal and reference log-probabilities and values."""
         config = self.config
@@ -319,13 +297,13 @@ class LearnerCore:
                 f'{batch.number} has forked, so it has no order; set agent.fork = "end"'
             )
         if packed.token_rewards is not None and config.advantage.name not in advantages.BY_TOKEN:
-            remark = (
-                f"advantage.name = {config.advantage.name} uses one reward per sample, so the "
-                "reward function's token_rewards are not trained on; "
-                f"{', '.join(advantages.BY_TOKEN)} use them"
-            )
             if not self.reported and self.backend.rank == 0:
-                print(f"learner: {remark}", file=sys.stderr)
+                print(
+                    f"learner: advantage.name = {config.advantage.name} uses one reward per "
+                    "sample, so the reward function's token_rewards are not trained on; "
+                    f"{', '.join(advantages.BY_TOKEN)} use them",
+                    file=sys.stderr,
+                )
             self.reported = True
         self._set_proximal(batch, packed)
         self._add_gradient_norms(packed)
@@ -336,11 +314,10 @@ class LearnerCore:
         if self.reward_reference is not None and self.reward_reference is not self.reference:
             packed.reward_reference = self._forward(self.reward_reference, packed)
         if self.critic is not None:
-            with self.backend.guard():
-                passes = self._select_own_micro_batches(packed, range(packed.count))
-                start_values = self.critic.compute_start_values(packed, passes)
+            passes = self._select_own_micro_batches(packed, range(packed.count))
             packed.values, packed.bootstrap = (
-                self.backend.sum_over_ranks(x).to(self.loss_device) for x in start_values
+                self.backend.sum_over_ranks(x).to(self.loss_device)
+                for x in self.critic.compute_start_values(packed, passes)
             )
         return packed
 
@@ -352,8 +329,7 @@ class LearnerCore:
             norms = []
             for sample in range(packed.count):
                 part = packed.find_token_positions([sample])
-                output = self._run(self.model, packed, [sample], entropy=False)
-                lp = output.logprobs.to(packed.mask.device)
+                lp = self._run(self.model, packed, [sample]).logprobs.to(packed.mask.device)
                 logprob = torch.where(packed.mask[part], lp, 0.0).sum()
                 norms.append(self.backend.compute_squared_gradient(logprob))
             packed.squared_norms = torch.stack(norms).to(packed.behavior)
@@ -362,15 +338,11 @@ class LearnerCore:
             # (the proxy of arXiv 2602.07078)
             energy = torch.zeros_like(packed.behavior)
             assert self.model.fast is not None
-            for micro, is_real in self._select_own_micro_batches(packed, range(packed.count)):
-                with torch.no_grad():
-                    output = self._run(self.model, packed, micro, entropy=False, hidden=True)
-                if is_real:
-                    squares = packed_forward.compute_squared_probabilities(
-                        self.model.fast, output.hidden, output.scale, output.support
-                    )
-                    part = packed.find_token_positions(micro)
-                    energy[part] = (1 - 2 * output.logprobs.exp() + squares).to(energy)
+            for part, output in self._score(self.model, packed, range(packed.count), hidden=True):
+                squares = packed_forward.compute_squared_probabilities(
+                    self.model.fast, output.hidden, output.scale, output.support
+                )
+                energy[part] = (1 - 2 * output.logprobs.exp() + squares).to(energy)
             packed.energy = self.backend.sum_over_ranks(energy)
 
     def _look_up_prompts(self, batch: Batch, packed: PackedBatch) -> list[str]:
@@ -399,9 +371,9 @@ class LearnerCore:
                     self.state.early_stops += 1
                     break
             for samples in self._choose_minibatches(packed, epoch):
-                current = (
-                    self._forward(self.model, packed) if step_loss.needs_current(prep) else None
-                )
+                current = None
+                if step_loss.needs_current(prep):
+                    current = self._forward(self.model, packed)
                 step = step_loss.begin_step(
                     prep, packed_forward.copy_to(self.loss_device, torch.tensor(samples)), current
                 )
@@ -498,17 +470,14 @@ class LearnerCore:
                 or self.centers
                 or (self.critic is not None and self.critic.trunk is None),
             )
-            part = packed.find_token_positions(micro)
-            values = None
+            values = step_kl = None
             if self.critic is not None:
-                with self.backend.guard():
-                    values = self.critic.compute_values(packed, micro, output.hidden)
+                values = self.critic.compute_values(packed, micro, output.hidden)
                 values = values.to(self.loss_device)
-            step_kl = None
             if self.full_kl:  # KL(theta || ref) over the vocabulary at each state
                 assert self.model.fast is not None and self.reference is not None
                 with torch.no_grad():
-                    ref = self._run(self.reference, packed, micro, entropy=False, hidden=True)
+                    ref = self._run(self.reference, packed, micro, hidden=True)
                 step_kl = packed_forward.compute_vocabulary_term(
                     kl.compute_exact_kl,
                     self.model.fast,
@@ -526,13 +495,13 @@ class LearnerCore:
             # a view: the loss takes gradients with respect to it, and these must not run what FSDP2
             # attaches to the outputs of a forward pass
             lp = output.logprobs.to(self.loss_device).view(-1)
-            entropy = output.entropy.to(self.loss_device) if output.entropy is not None else None
+            part = packed.find_token_positions(micro)
             loss, micro_sums = step_loss.compute_micro_loss(
                 prep,
                 step,
                 part,
                 lp,
-                entropy=entropy,
+                entropy=output.entropy.to(self.loss_device),
                 values_now=values,
                 step_kl=step_kl,
                 center=center,
@@ -542,10 +511,9 @@ class LearnerCore:
                 micro_sums["stop"] = torch.stack(step_loss.sum_update_kl(prep, part, lp.detach()))
             step_loss.add_sums(sums, micro_sums)
         if self.backend.ranks > 1:  # one without samples has no sums
-            by_rank = self.backend.gather({name: x.tolist() for name, x in sums.items()})
+            by_rank = self.backend.gather({name: x.double() for name, x in sums.items()})
             sums = {}
             for own in by_rank:
-                own = {name: torch.tensor(x, dtype=torch.float64) for name, x in own.items()}
                 step_loss.add_sums(sums, own)
         return sums, self._compute_stop_kl(*sums.pop("stop", torch.zeros(2)))
 
@@ -565,7 +533,7 @@ class LearnerCore:
             for share in self.backend.split_samples(samples, packed.count_sample_tokens())
         ]
         own_micros = by_rank[self.backend.rank]
-        empty = [([samples[0]], False)] * (max(map(len, by_rank)) - len(own_micros))
+        empty = [(list(samples[:1]), False)] * (max(map(len, by_rank)) - len(own_micros))
         return [*((micro, True) for micro in own_micros), *empty]
 
     def _split_micro_batches(
@@ -632,7 +600,7 @@ class LearnerCore:
         packed: PackedBatch,
         samples: Sequence[int],
         *,
-        entropy: bool,
+        entropy: bool = False,
         hidden: bool = False,
     ) -> Any:
         # the policy of any version replays the experts; reference policies route by themselves
@@ -659,10 +627,9 @@ class LearnerCore:
             rows[places] = torch.arange(len(places), device=rows.device)
             head = model.hf.get_output_embeddings().weight.detach().clone()
             states = head.new_zeros(len(places), head.shape[1])
-            for micro in self._split_micro_batches(model, packed, answers):
-                found = rows[packed.find_token_positions(micro)]
-                hidden = self._run(model, packed, micro, entropy=False, hidden=True).hidden
-                states[found[found >= 0]] = hidden[found >= 0].to(states)
+            for part, output in self._score(model, packed, answers, hidden=True):
+                found = rows[part]
+                states[found[found >= 0]] = output.hidden[found >= 0].to(states)
             packed.sampling.append((rows, states, head))
 
     def _compute_center(self, packed: PackedBatch, samples: Sequence[int], output: Any) -> Tensor:
@@ -692,25 +659,30 @@ class LearnerCore:
         if self.critic is not None:
             self.critic.trainer.drop_gradient()
 
-    @torch.no_grad()
+    def _score(
+        self, model: PolicyModel, packed: PackedBatch, samples: Sequence[int], hidden: bool = False
+    ) -> Iterator[tuple[Tensor, Any]]:
+        """Yield token positions and output of the micro-batches of training, without gradient.
+
+        Those of the learner's own model are this rank's.
+        """
+        passes = [(micro, True) for micro in self._split_micro_batches(model, packed, samples)]
+        if model is self.model:
+            passes = self._select_own_micro_batches(packed, samples)
+        for micro, is_real in passes:
+            with torch.no_grad():
+                output = self._run(model, packed, micro, hidden=hidden)
+            if is_real:
+                yield packed.find_token_positions(micro), output
+
     def _forward(
         self, model: PolicyModel, packed: PackedBatch, samples: Sequence[int] | None = None
     ) -> Tensor:
-        """Return log-probabilities [N] of `samples` (None: all) under `model`, without gradient.
-
-        It uses the micro-batches of training.
-        """
-        samples = range(packed.count) if samples is None else samples
+        """Return log-probabilities [N] of `samples` (None: all) under `model`, without gradient."""
         logprobs = torch.zeros(int(packed.offsets[-1]), device=self.loss_device)
-        if model is self.model:
-            passes = self._select_own_micro_batches(packed, samples)
-        else:
-            passes = [(micro, True) for micro in self._split_micro_batches(model, packed, samples)]
-        for micro, is_real in passes:
-            output = self._run(model, packed, micro, entropy=False)
-            if is_real:
-                part = packed.find_token_positions(micro)
-                logprobs[part] = output.logprobs.float().to(self.loss_device)
+        chosen = range(packed.count) if samples is None else samples
+        for part, output in self._score(model, packed, chosen):
+            logprobs[part] = output.logprobs.float().to(self.loss_device)
         return self.backend.sum_over_ranks(logprobs) if model is self.model else logprobs
 
     def _set_proximal(self, batch: Batch, packed: PackedBatch) -> None:
@@ -731,9 +703,7 @@ class LearnerCore:
             version = self.backend.sum_over_ranks(version)
             unknown = sorted(set(packed.seq[version.isnan() & packed.mask].tolist()))
             if start is None:
-                start = torch.zeros_like(version)
-                if unknown:
-                    start = self._forward(self.model, packed, unknown)
+                start = self._forward(self.model, packed, unknown)
             is_current = version.isnan() & (packed.token_lag == 0)
             packed.version = torch.where(is_current, start, version)
         if self.average is not None:

@@ -30,21 +30,6 @@ from asyncrl.algorithms.ratios import (
 from asyncrl.algorithms.settings import Settings
 from asyncrl.contract.errors import ConfigError
 
-# advantages that compare the samples of one prompt, and need at least two
-BY_GROUP = (
-    "rloo",
-    "grpo",
-    "dr_grpo",
-    "opo",
-    "gpg",
-    "oapl",
-    "asymre",
-    "opob",
-    "maxrl",
-    "pass_at_k",
-    "gdpo",
-    "otb",
-)
 # numbers that differ by less than this share of the larger one count as equal: float32 rounding of
 # equal rewards leaves such differences
 EQUAL = 1e-6
@@ -238,6 +223,7 @@ class RewardedBatch(LossBatch):
     kl_penalty: [N], the KL penalty in the reward.
     tokens: [N], the token rewards on trained tokens, after truncation and scaling.
     totals: [B], the sums of `tokens`; `rewards - totals` on the last token completes `rewards`.
+    returns: [N], set by an advantage with a value head.
     """
 
     lengths: Tensor
@@ -246,6 +232,7 @@ class RewardedBatch(LossBatch):
     kl_penalty: Tensor | None = None
     tokens: Tensor | None = None
     totals: Tensor | None = None
+    returns: Tensor | None = None
 
     def compute_rewards(self, totals: Tensor) -> Tensor:
         """Return what each token earns, minus its KL penalty, [N]; answers [B] are the totals."""
@@ -449,7 +436,7 @@ def _apply_remax(a: RewardedBatch, c: settings.Advantage) -> Tensor:
     return subtract_baseline(a.rewards, a.greedy)
 
 
-def _apply_reinforce_pp(t: RewardedBatch, c: settings.ReinforcePpAdvantage) -> tuple[Tensor, None]:
+def _apply_reinforce_pp(t: RewardedBatch, c: settings.ReinforcePpAdvantage) -> Tensor:
     """Discounted return-to-go [N], whitened over the batch's tokens in the mask.
 
     REINFORCE++, Hu 2025, arXiv 2501.03262. Its group-baseline variant subtracts the group's mean
@@ -457,10 +444,10 @@ def _apply_reinforce_pp(t: RewardedBatch, c: settings.ReinforcePpAdvantage) -> t
     """
     answers = center_by_group(t.rewards, t.groups) if c.group_baseline else t.rewards
     returns = _sum_masked_suffix(t.compute_rewards(answers), t.mask, t.seq, c.gamma)
-    return whiten_masked(returns, t.mask), None
+    return whiten_masked(returns, t.mask)
 
 
-def _apply_process_grpo(t: RewardedBatch, c: settings.GrpoAdvantage) -> tuple[Tensor, None]:
+def _apply_process_grpo(t: RewardedBatch, c: settings.GrpoAdvantage) -> Tensor:
     """The process-supervised form of GRPO (DeepSeekMath, section 4.1.3): [N].
 
     Step rewards are normalized by mean and std over all steps of the group. A token's advantage is
@@ -471,14 +458,12 @@ def _apply_process_grpo(t: RewardedBatch, c: settings.GrpoAdvantage) -> tuple[Te
     rewards = sum_by_step(t.compute_rewards(t.rewards), step, t.seq)
     normalized = zeros_like(rewards)
     if bool(step.any()):
-        group = t.groups[t.seq][step]
-        deviation = center_by_group(rewards[step], group)
-        variance = _sum_by_group(deviation.square(), group) / (_count_by_group(group) - c.ddof)
-        normalized[step] = where(deviation == 0, 0.0, deviation / (variance.sqrt() + c.eps))
-    return _sum_masked_suffix(normalized, t.mask, t.seq, 1.0), None
+        group = torch.unique(t.groups[t.seq][step], return_inverse=True)[1]
+        normalized[step] = compute_grpo(rewards[step], group, c, c.ddof + 1)
+    return _sum_masked_suffix(normalized, t.mask, t.seq, 1.0)
 
 
-def _apply_otb(t: RewardedBatch, c: settings.Advantage) -> tuple[Tensor, None]:
+def _apply_otb(t: RewardedBatch, c: settings.Advantage) -> Tensor:
     """G_t - B_t [N], with a baseline for each position t of a group (OTB, arXiv 2602.07078).
 
     B_t = sum G_t E_t / sum E_t over the samples that have reached t, where E_t is the energy of a
@@ -490,7 +475,7 @@ def _apply_otb(t: RewardedBatch, c: settings.Advantage) -> tuple[Tensor, None]:
     mask, seq = t.mask, t.seq
     returns = _sum_masked_suffix(t.compute_rewards(t.rewards), mask, seq, 1.0)
     if not bool(mask.any()):
-        return returns, None
+        return returns
     energy = compute_running_sum(where(mask, t.energy, 0.0), seq)
     position = compute_running_sum(mask.long(), seq) - 1
     slot = t.groups[seq] * (int(position.max()) + 1) + position
@@ -500,12 +485,10 @@ def _apply_otb(t: RewardedBatch, c: settings.Advantage) -> tuple[Tensor, None]:
     )
     deviation = returns - total / share.clamp(min=1e-8)
     is_new = mask & (deviation.abs() > EQUAL * returns.abs())
-    return where(is_new, deviation, 0.0), None
+    return where(is_new, deviation, 0.0)
 
 
-def _apply_function(
-    t: RewardedBatch, c: settings.FunctionAdvantage
-) -> tuple[Tensor, Tensor | None]:
+def _apply_function(t: RewardedBatch, c: settings.FunctionAdvantage) -> Tensor:
     """Call `advantage.function`; its rewards and token rewards are those after KL."""
     rows, tokens, net = PaddedRows(t.seq), t.token_rewards, t.net_rewards
     value = own_functions.call(
@@ -529,11 +512,11 @@ def _apply_function(
             f"a tensor of rows, [{t.count}], or of their tokens, {[*rows.shape]}"
         )
     adv = value.detach().to(net)
-    return adv[t.seq] if shape == [t.count] else rows.pack(adv), None
+    return adv[t.seq] if shape == [t.count] else rows.pack(adv)
 
 
-def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> tuple[Tensor, Tensor]:
-    """A_t = sum_l (gamma lam)^l delta_{t+l} over the tokens of the mask, and the returns A + V.
+def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> Tensor:
+    """A_t = sum_l (gamma lam)^l delta_{t+l} over the tokens of the mask; sets the returns A + V.
 
     delta_t = r_t + gamma V_{t+1} - V_t, with the bootstrap after the last token (Schulman et al.
     2015, arXiv 1506.02438). lam = 1 is return minus value, lam = 0 the TD residual. k_step cuts the
@@ -554,7 +537,7 @@ def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> tuple[Tensor, Tens
     following = t.compute_rewards(t.rewards) + c.gamma * rows.pack(next_values)
     residuals = where(mask, following - values, 0.0)
     adv = _sum_masked_suffix(residuals, mask, seq, discount)
-    returns = where(mask, adv + values, 0.0)
+    t.returns = where(mask, adv + values, 0.0)
     if c.k_step > 0:
         rows = PaddedRows(seq[mask])
         padded = rows.pad(residuals[mask])
@@ -562,7 +545,7 @@ def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> tuple[Tensor, Tens
         for step in range(min(c.k_step, rows.shape[1])):
             total[:, : rows.shape[1] - step] += discount**step * padded[:, step:]
         adv = zeros_like(adv).masked_scatter(mask, rows.pack(total))
-    return whiten_masked(adv, mask) if c.whiten else adv, returns
+    return whiten_masked(adv, mask) if c.whiten else adv
 
 
 # advantage.name, the tag of its struct in `settings` -> [B], broadcast to the sample's tokens. The
@@ -585,10 +568,9 @@ BY_ANSWER: dict[str, Callable[[RewardedBatch, Any], Tensor]] = {
     "pass_at_k": _apply_pass_at_k,
     "gdpo": _apply_gdpo,
 }
-# advantage.name -> (advantage [N], returns [N] or None). The KL penalty in the reward is subtracted
-# token by token. A name of both dicts is read here where the reward function returns token rewards,
-# otherwise in BY_ANSWER
-BY_TOKEN: dict[str, Callable[[RewardedBatch, Any], tuple[Tensor, Tensor | None]]] = {
+# advantage.name -> advantage [N]. The KL penalty in the reward is subtracted token by token. A name
+# of both dicts is read here where the reward function returns token rewards, otherwise in BY_ANSWER
+BY_TOKEN: dict[str, Callable[[RewardedBatch, Any], Tensor]] = {
     "reinforce_pp": _apply_reinforce_pp,
     "gae": _apply_gae,
     "grpo": _apply_process_grpo,
@@ -685,9 +667,9 @@ def compute_advantage(
         has_tokens = sum_by_sample(valid.to(estimate.dtype), batch.seq, batch.count) > 0
         sample_kl = reference_ratio.sum() / has_tokens.sum().clamp(min=1)
     if config.loss.surrogate == "sft":
-        adv, returns = (batch.rewards > 0).to(batch.rewards.dtype)[batch.seq], None
+        adv = (batch.rewards > 0).to(batch.rewards.dtype)[batch.seq]
     else:
-        adv, returns = _compute_by_name(shaped, config)
+        adv = _compute_by_name(shaped, config)
     scalars = {
         "reward/mean": batch.rewards.mean(),
         "reward/std": _compute_std(batch.rewards),
@@ -701,23 +683,23 @@ def compute_advantage(
         "answer/truncated_share": batch.truncated.float().mean(),
     }
     if beta > 0 and config.loss.surrogate != "sft":
-        unpenalized = _compute_by_name(replace(shaped, kl_penalty=None), config)[0]
+        unpenalized = _compute_by_name(replace(shaped, kl_penalty=None), config)
         norm, penalty_norm = (where(valid, x, 0.0).norm() for x in (unpenalized, adv - unpenalized))
         scalars["kl/reward_gradient_share"] = penalty_norm / norm.clamp(min=1e-15)
     if beta > 0:
         scalars["kl/answer"] = sample_kl
     if batch.greedy is not None:
         scalars["reward/greedy"] = batch.greedy.mean()
-    if returns is not None and batch.values is not None:
+    if shaped.returns is not None and batch.values is not None:
         scalars["value/explained_variance"] = diagnostics.compute_explained_variance(
-            batch.values, returns, valid
+            batch.values, shaped.returns, valid
         )
         scalars["value/mean"] = ratios.average_masked(batch.values, valid)
-    return where(valid, adv, 0.0), returns, scalars
+    return where(valid, adv, 0.0), shaped.returns, scalars
 
 
-def _compute_by_name(shaped: RewardedBatch, config: Settings) -> tuple[Tensor, Tensor | None]:
-    """Return (advantage [N], returns [N] or None) of the rewards minus the KL penalty."""
+def _compute_by_name(shaped: RewardedBatch, config: Settings) -> Tensor:
+    """Return the advantage [N] of the rewards minus the KL penalty."""
     a = config.advantage
     by_token = shaped.tokens is not None or a.name not in BY_ANSWER
     if by_token and a.name in BY_TOKEN:
@@ -725,7 +707,7 @@ def _compute_by_name(shaped: RewardedBatch, config: Settings) -> tuple[Tensor, T
     adv = BY_ANSWER[a.name](replace(shaped, rewards=shaped.net_rewards), a)
     if isinstance(a, settings.AnswerAdvantage) and a.whiten:
         adv = whiten(adv)
-    return adv[shaped.seq], None
+    return adv[shaped.seq]
 
 
 def _compute_std(x: Tensor) -> Tensor:

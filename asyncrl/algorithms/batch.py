@@ -43,6 +43,7 @@ class LossBatch:
         energy: [N], squared norm of each token's gradient with respect to the logits.
         baselines: [B], running mean of the prompt's rewards; nan: its first batch.
         parts: [B, P], the named parts of the reward, where all samples have the same ones.
+        task: int64 [B], the task of each sample in a mixture, of `task_names`.
         smallest_group: samples of the smallest group; None: not counted yet.
 
     All log-probabilities are at the sample's own temperature.
@@ -73,6 +74,8 @@ class LossBatch:
     baselines: Tensor | None = None
     parts: Tensor | None = None
     part_names: tuple[str, ...] = ()
+    task: Tensor | None = None
+    task_names: tuple[str, ...] = ()
     smallest_group: int | None = None
 
     @property

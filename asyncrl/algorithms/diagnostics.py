@@ -7,6 +7,7 @@ Sums of micro-batches add up; keys with `max/` take the larger. Each micro-batch
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms import kl
-from asyncrl.algorithms.ratios import compute_log_ratio, sum_by_sample
+from asyncrl.algorithms.ratios import compute_log_ratio
 from asyncrl.algorithms.surrogates import DUAL, HIGH, LOW
 
 BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 10**9))
@@ -54,23 +55,11 @@ TOKENS = (
     "nll_start",
 )
 START_STATISTICS = TOKENS[TOKENS.index("known") :]
+# of tokens whose gradient the correction removed
+CAUSES = ("rejected", "vetoed", "masked")
 SAMPLES = (
-    "n",
-    "nll_mu",
-    "nll",
-    "w",
-    "w2",
-    "rejected",
-    "rejected_length",
-    "rejected_reward",
-    "vetoed",
-    "vetoed_length",
-    "vetoed_reward",
-    "masked",
-    "masked_length",
-    "masked_reward",
-    "known",
-    "nll_start",
+    *("n", "nll_mu", "nll", "w", "w2", "known", "nll_start"),
+    *(f"{cause}{quantity}" for cause in CAUSES for quantity in ("", "_length", "_reward")),
 )
 EDGES = 0.01 * 1.15 ** torch.arange(48)  # |log rho| histogram: from 0.01 to about 7
 UPPER_EDGES: list[float] = EDGES.tolist()  # a copy on the host
@@ -91,6 +80,7 @@ class DiagnosticTokens:
     known: bool [n], where the start is known; None: everywhere.
     age: int64 [n], versions between the weights that sampled a token and the oldest of its keys and
         values; None: one version computed all.
+    task: int64 [n], the task of each token, of `tasks` in a mixture.
     """
 
     seq: Tensor
@@ -108,6 +98,8 @@ class DiagnosticTokens:
     entropy: Tensor | None = None
     known: Tensor | None = None
     age: Tensor | None = None
+    task: Tensor | None = None
+    tasks: int = 0
 
 
 @cache
@@ -119,7 +111,7 @@ def _copy_edges(device: torch.device) -> tuple[Tensor, Tensor]:
 def sum_statistics(v: DiagnosticTokens) -> dict[str, Tensor]:
     """Return the sums of a micro-batch, float64 on the tokens' device.
 
-    tokens: [TOKENS, 1 + buckets].
+    tokens: [TOKENS, 1 + buckets + tasks].
     samples: [SAMPLES].
     ratios: [bins].
     at_lag_0: [2], count and k3 of tokens that the start's own weights computed entirely.
@@ -174,12 +166,13 @@ def sum_statistics(v: DiagnosticTokens) -> dict[str, Tensor]:
     table[-len(START_STATISTICS) :].masked_fill_(~known, 0.0)
     starts, edges = _copy_edges(a.device)
     bucket = torch.bucketize(v.lag, starts, right=True)[:, None]
-    in_bucket = (bucket == torch.arange(len(BUCKETS), device=a.device)) & v.valid[:, None]
-    columns_of_token = torch.cat([v.valid[:, None], in_bucket], 1).double()
+    in_column = [torch.ones_like(bucket), bucket == torch.arange(len(BUCKETS), device=a.device)]
+    if v.task is not None:
+        in_column.append(v.task[:, None] == torch.arange(v.tasks, device=a.device))
     bins = torch.bucketize(a.abs().double(), edges)
-    totals = {
-        "tokens": table @ columns_of_token,
-        "samples": _sum_samples(v),
+    return {
+        "tokens": table @ torch.cat(in_column, 1).double(),
+        "samples": _sum_samples(table, v.seq, v.rewards.double()),
         "max/ratio": _find_largest(rho, known),
         "max/target_ratio": _find_largest(t.exp(), v.valid),
         "max/at_lag_0": _find_largest(a.abs(), own_version),
@@ -190,7 +183,6 @@ def sum_statistics(v: DiagnosticTokens) -> dict[str, Tensor]:
             0, bins, known.double()
         ),
     }
-    return totals
 
 
 def _find_largest(x: Tensor, mask: Tensor) -> Tensor:
@@ -198,42 +190,31 @@ def _find_largest(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0.0).amax().double() if len(x) else x.sum().double()
 
 
-def _sum_samples(v: DiagnosticTokens) -> Tensor:
-    """Sum the token means of all samples with a valid token: float64 [SAMPLES]."""
-    n = len(v.rewards)
+def _sum_samples(table: Tensor, seq: Tensor, rewards: Tensor) -> Tensor:
+    """Sum the token means of all samples with a valid token: float64 [SAMPLES].
 
-    def sum_valid(x: Tensor) -> Tensor:
-        return sum_by_sample(torch.where(v.valid, x.double(), 0.0), v.seq, n)
-
-    length = sum_valid(torch.ones_like(v.target))
+    table: [TOKENS, n], 0 outside the valid tokens.
+    """
+    totals = table.new_zeros(len(table), len(rewards)).index_add_(1, seq, table)
+    of_sample = dict(zip(TOKENS, totals, strict=True))
+    length = of_sample["n"]
     has_tokens = (length > 0).double()
-    token_count = length.clamp(min=1)
-    rejected = (sum_valid(~v.kept) == length).double() * has_tokens
-    w = sum_valid(v.weight) / token_count
-    vetoed = (sum_valid(v.vetoed) > 0).double()
-    masked = sum_valid(v.kept & (v.weight == 0))
-    rewards = v.rewards.double()
-    known_tokens = torch.ones_like(v.valid) if v.known is None else v.known
+    rows = {name: of_sample[name] / length.clamp(min=1) for name in ("nll_mu", "nll", "w")}
     # a pass covers whole samples
-    known = (sum_valid(known_tokens) == length).double() * has_tokens
-    rows = {
+    known = (of_sample["known"] == length) * has_tokens
+    rows |= {
         "n": has_tokens,
-        "nll_mu": sum_valid(-v.behavior) / token_count,
-        "nll": sum_valid(-v.target) / token_count,
-        "w": w * has_tokens,
-        "w2": w.square() * has_tokens,
-        "rejected": rejected,
-        "rejected_length": rejected * length,
-        "rejected_reward": rejected * rewards,
-        "vetoed": vetoed,
-        "vetoed_length": vetoed * length,
-        "vetoed_reward": vetoed * rewards,
-        "masked": masked,
-        "masked_length": masked * length,
-        "masked_reward": masked * rewards,
+        "w2": rows["w"].square(),
         "known": known,
-        "nll_start": known * sum_valid(torch.where(known_tokens, -v.start, 0.0)) / token_count,
+        "nll_start": known * of_sample["nll_start"] / length.clamp(min=1),
     }
+    causes = {
+        "rejected": (of_sample["rejected"] + of_sample["vetoed"] == length) * has_tokens,
+        "vetoed": (of_sample["vetoed"] > 0).double(),
+        "masked": of_sample["masked"],
+    }
+    for cause, x in causes.items():
+        rows |= {cause: x, f"{cause}_length": x * length, f"{cause}_reward": x * rewards}
     return torch.stack([rows[name].sum() for name in SAMPLES])
 
 
@@ -286,14 +267,17 @@ class HostReads:
         return {name: x[0] for name, x in self.read_dict(tensors).items()}
 
 
-def compute_metrics(total: dict[str, Tensor], reads: HostReads | None = None) -> dict[str, float]:
-    """Return the metrics of a batch from its sums, as `records/metrics.toml` lists them."""
+def compute_metrics(
+    total: dict[str, Tensor], reads: HostReads | None = None, tasks: Sequence[str] = ()
+) -> dict[str, float]:
+    """Return the metrics of a batch from its sums, as `records/metrics.toml` lists them.
+
+    tasks: the names of the tasks of a mixture.
+    """
     host = (reads or HostReads()).read_dict(total)
-    return _compute_metrics(host) if "tokens" in host else {}
-
-
-def _compute_metrics(host: dict[str, list[float]]) -> dict[str, float]:
-    width = 1 + len(BUCKETS)
+    if "tokens" not in host:
+        return {}
+    width = 1 + len(BUCKETS) + len(tasks)
     columns = [dict(zip(TOKENS, host["tokens"][i::width], strict=True)) for i in range(width)]
     computed = _compute_token_metrics(columns[0])
     s = dict(zip(SAMPLES, host["samples"], strict=True))
@@ -308,7 +292,7 @@ def _compute_metrics(host: dict[str, list[float]]) -> dict[str, float]:
     }
     if s["known"]:
         computed["perplexity_by_answer/start"] = _exponentiate(s["nll_start"] / s["known"])
-    for cause in ("rejected", "vetoed", "masked"):
+    for cause in CAUSES:
         for quantity in ("length", "reward") if s[cause] else ():
             computed[f"is/{cause}_{quantity}"] = s[f"{cause}_{quantity}"] / s[cause]
     if columns[0]["known"] > 0:
@@ -322,7 +306,10 @@ def _compute_metrics(host: dict[str, list[float]]) -> dict[str, float]:
             "mismatch/k3_at_lag_0": host["at_lag_0"][1] / host["at_lag_0"][0],
             "mismatch/max_at_lag_0": host["max/at_lag_0"][0],
         }
-    for bucket, s in zip(BUCKET_NAMES, columns[1:], strict=True):
+    for task, s in zip(tasks, columns[1 + len(BUCKETS) :], strict=True):
+        if s["known"]:
+            computed[f"task/{task}_ess"] = compute_ess(s["rho"], s["rho2"], s["known"])
+    for bucket, s in zip(BUCKET_NAMES, columns[1:], strict=False):
         if (n := s["n"]) <= 0:
             continue
         of_bucket = {
@@ -458,57 +445,47 @@ def _find_quantile(counts: list[float], q: float) -> float:
 PARTS = ("mismatch", "staleness", "update")
 
 
-@dataclass
-class LogRatioSplit:
-    """Log-probabilities of n tokens under four policies, with their lag and age.
-
-    behavior: [n], log mu.
-    version: [n], log pi_v.
-    start: [n], under the learner's start.
-    target: [n].
-    lag: int64 [n].
-    age: int64 [n], versions between the weights that sampled a token and the oldest weights that
-        computed any key or value it attended to; 0: one version computed all of it.
-    """
-
-    behavior: Tensor
-    version: Tensor
-    start: Tensor
-    target: Tensor
-    lag: Tensor
-    age: Tensor
-
-
-def compute_split_metrics(split: LogRatioSplit) -> dict[str, float]:
-    """Return means over the tokens; empty without tokens.
+def compute_split_metrics(
+    behavior: Tensor, version: Tensor, start: Tensor, target: Tensor, lag: Tensor, age: Tensor
+) -> dict[str, float]:
+    """Return means over n tokens; empty without tokens.
 
     `split/PART` is minus the log-ratio (k1; the parts add up to split/total), `split/PART_k3` its
     k3, and both are repeated by lag and age.
+
+    Args:
+        behavior: [n], log mu.
+        version: [n], log pi_v.
+        start: [n], under the learner's start.
+        target: [n].
+        lag: int64 [n].
+        age: int64 [n], versions between the weights that sampled a token and the oldest weights
+            that computed any key or value it attended to; 0: one version computed all of it.
     """
-    if not len(split.lag):
+    if not len(lag):
         return {}
-    policies = pairwise((split.behavior, split.version, split.start, split.target))
+    policies = pairwise((behavior, version, start, target))
     parts = {name: b - a for name, (a, b) in zip(PARTS, policies, strict=True)}
-    zeros = torch.zeros_like(split.behavior)
+    zeros = torch.zeros_like(behavior)
     k3 = {name: kl.estimate_k3(-compute_log_ratio(x, zeros)).double() for name, x in parts.items()}
-    means = {f"split/{name}": -_average(x) for name, x in parts.items()}
-    means |= {f"split/{name}_k3": _average(x) for name, x in k3.items()}
-    means["split/total"] = -_average(split.target - split.behavior)
-    one_version = split.age == 0
+    means = {f"split/{name}": -average(x) for name, x in parts.items()}
+    means |= {f"split/{name}_k3": average(x) for name, x in k3.items()}
+    means["split/total"] = -average(target - behavior)
+    one_version = age == 0
     if one_version.any():
-        means["mismatch/k3_one_version"] = _average(k3["mismatch"][one_version])
+        means["mismatch/k3_one_version"] = average(k3["mismatch"][one_version])
         means["mismatch/max_one_version"] = float(parts["mismatch"][one_version].abs().amax())
     for name, (low, high) in zip(BUCKET_NAMES, BUCKETS, strict=True):
-        in_bucket = (split.lag >= low) & (split.lag <= high)
+        in_bucket = (lag >= low) & (lag <= high)
         if in_bucket.any():
             for part in PARTS[:2]:
-                means[f"by_lag/{part}_{name}"] = -_average(parts[part][in_bucket])
-                means[f"by_lag/{part}_k3_{name}"] = _average(k3[part][in_bucket])
-        in_bucket = (split.age >= low) & (split.age <= high)
+                means[f"by_lag/{part}_{name}"] = -average(parts[part][in_bucket])
+                means[f"by_lag/{part}_k3_{name}"] = average(k3[part][in_bucket])
+        in_bucket = (age >= low) & (age <= high)
         if in_bucket.any():
-            means[f"by_age/mismatch_k3_{name}"] = _average(k3["mismatch"][in_bucket])
+            means[f"by_age/mismatch_k3_{name}"] = average(k3["mismatch"][in_bucket])
     return means
 
 
-def _average(x: Tensor) -> float:
-    return float(x.double().mean())
+def average(x: Tensor) -> float:
+    return float(x.double().mean()) if len(x) else 0.0

@@ -11,7 +11,7 @@
     # early stop: KL = sum a / sum b over the micro-batches of the step
     a, b = sum_update_kl(prep, part, lp)
     # once per batch: `prep.reads` copies all numbers from the device together
-    add_sums(total, sums); metrics = prep.metrics | finish(total, prep.reads)
+    add_sums(total, sums); metrics = prep.metrics | finish(total, prep.reads, batch.task_names)
 
 Tensors are packed over response tokens: N tokens of B samples, the tokens of a sample contiguous
 and in order. A micro-batch holds whole samples, so it needs nothing from outside for a per-sample
@@ -395,16 +395,9 @@ def begin_step(prep: PreparedBatch, samples: Tensor, current: Tensor | None = No
     Args:
         samples: int64, the samples of the step.
         current: [N], log-probabilities under the current policy, where `needs_current` is true.
-
-    Raises ConfigError when `current` is missing.
     """
     batch = prep.batch
     c = prep.config
-    if current is None and needs_current(prep):
-        raise ConfigError(
-            f"loss.surrogate = {c.loss.surrogate}: begin_step needs the current logprobs of the "
-            "whole batch"
-        )
     if current is not None and prep.steps == 0 and not prep.known.any():
         prep.start, prep.known = current.to(prep.start.dtype).clone(), torch.ones_like(prep.known)
     if current is None:
@@ -419,13 +412,8 @@ def begin_step(prep: PreparedBatch, samples: Tensor, current: Tensor | None = No
         length = float(c.loss.norm_length or c.generator.max_new_tokens)
     factor = compute_factors(counted_tokens, batch.seq, batch.count, c.loss.reduction, length)
     step = StepPlan(factor.to(batch.behavior.dtype))
-    _fill_statistics(prep, step, current)
-    if c.correction.m2:
-        assert current is not None
-        log_w = ratios.compute_log_ratio(current, batch.behavior)
-        step.m2_excluded = correction.find_m2_exclusions(
-            log_w, prep.advantage, step_tokens, c.correction.m2
-        )
+    if current is not None:
+        _fill_statistics(prep, step, step_tokens, current)
     if c.loss.surrogate in surrogates.PREPASS:
         step_batch = StepBatch(
             batch.behavior,
@@ -491,18 +479,25 @@ def _call_own_loss(
     step.prepass["objective"] = -loss.detach() / inside.sum()
 
 
-def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: Tensor | None) -> None:
-    """Fill in the statistics of the whole batch that the surrogate and the stop need."""
+def _fill_statistics(
+    prep: PreparedBatch, step: StepPlan, step_tokens: Tensor, current: Tensor
+) -> None:
+    """Fill in what surrogate, correction and stop need of the whole batch.
+
+    step_tokens: bool [N]. current: [N], log pi_theta.
+    """
     c = prep.config
     batch = prep.batch
     stop = c.stop
     name = c.loss.surrogate
-    if name == "reinforce" and current is not None and c.correction.self_normalize:
+    if name == "reinforce" and c.correction.self_normalize:
         step.mean = _correct(batch, slice(None), current, prep.valid, c, adv=prep.advantage).mean
     stops = stop.action == "slow" or stop.ess_min > 0
-    if current is None or not (name == "reshape" or stops):
-        return
     log_w = ratios.compute_log_ratio(current, batch.behavior)
+    if c.correction.m2:
+        step.m2_excluded = correction.find_m2_exclusions(
+            log_w, prep.advantage, step_tokens, c.correction.m2
+        )
     device_values: dict[str, Tensor] = {}
     if stops:
         # of the updates so far, over the whole batch
@@ -543,35 +538,6 @@ def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: Tensor | None
 # ---- per micro-batch -----------------------------------------------------------------------------
 
 
-def _correct_at_target(
-    prep: PreparedBatch,
-    step: StepPlan,
-    part: Tensor,
-    target: Tensor,
-    fixed: correction.ImportanceWeights,
-) -> correction.ImportanceWeights:
-    """Apply reject_at = target and correction.m2 to the weights; now [n] is log pi_theta."""
-    b = prep.batch
-    c = prep.config.correction
-    if c.reject_at != "target" and step.m2_excluded is None:
-        return fixed
-    weight, kept = fixed.weight, fixed.kept
-    if c.reject_at == "target":
-        kept = kept & correction.find_unrejected(
-            ratios.subtract(target, b.behavior[part]),
-            target,
-            prep.valid[part],
-            b.seq[part],
-            b.count,
-            c=c,
-            adv=prep.advantage[part],
-        )
-        weight = where(kept, weight, 0.0)
-    if step.m2_excluded is not None:
-        weight = where(step.m2_excluded[part], 0.0, weight)
-    return correction.ImportanceWeights(weight, kept, fixed.vetoed)
-
-
 def compute_micro_loss(
     prep: PreparedBatch,
     step: StepPlan,
@@ -605,17 +571,6 @@ def compute_micro_loss(
         prep.known[part] = True
     prep.latest[part] = latest
     prep.passed[part] = True
-    weights = prep.corrected
-    if weights is None:
-        known = None if c.loss.surrogate == "reinforce" else b.proximal
-        proximal = target if known is None else known[part]
-        adv = prep.advantage[part]
-        weights = _correct(b, part, proximal, valid, c, adv=adv, mean=step.mean)
-    else:
-        weights = correction.ImportanceWeights(
-            weights.weight[part], weights.kept[part], weights.vetoed[part]
-        )
-    weights = _correct_at_target(prep, step, part, target, weights)
     tokens = SurrogateTokens(
         raw=ratios.subtract(target, target if b.proximal is None else b.proximal[part]),
         adv=prep.advantage[part],
@@ -628,15 +583,32 @@ def compute_micro_loss(
         reshape=c.reshape,
         prepass={name: x[part] if x.dim() else x for name, x in step.prepass.items()},
     )
+    weights = prep.corrected
+    if weights is None:
+        known = None if c.loss.surrogate == "reinforce" else b.proximal
+        proximal = target if known is None else known[part]
+        weights = _correct(b, part, proximal, valid, c, adv=tokens.adv, mean=step.mean)
+        weight, kept, vetoed = weights.weight, weights.kept, weights.vetoed
+    else:
+        weight, kept, vetoed = (x[part] for x in (weights.weight, weights.kept, weights.vetoed))
+    if c.correction.reject_at == "target":
+        log_rho = ratios.subtract(target, tokens.behavior)
+        kept = kept & correction.find_unrejected(
+            log_rho, target, valid, tokens.seq, b.count, c=c.correction, adv=tokens.adv
+        )
+        weight = where(kept, weight, 0.0)
+    if step.m2_excluded is not None:
+        weight = where(step.m2_excluded[part], 0.0, weight)
     trust = surrogates.SURROGATES[c.loss.surrogate](tokens, c.loss)
-    live = valid & weights.kept
-    weight = where(live, weights.weight * prep.staleness_weight[part], 0.0)
+    live = valid & kept
+    scale = where(live, weight * prep.staleness_weight[part], 0.0)
     # what this pass did with the tokens, for the ledger and the log of samples
-    prep.live[part] = live & (weights.weight != 0)
-    prep.weight[part] = weight.to(prep.weight.dtype)
+    prep.live[part] = live & (weight != 0)
+    prep.weight[part] = scale.to(prep.weight.dtype)
     prep.clipped[part] = trust.clipped.to(torch.int8)
     # a function of the user is its own mean
-    scale = weight if isinstance(c.loss, FunctionLoss) else weight * factor
+    if not isinstance(c.loss, FunctionLoss):
+        scale = scale * factor
     if c.loss.coefficient != 1:
         scale = scale * c.loss.coefficient
     coefficient = where(live, trust.coefficient * scale, 0.0)
@@ -659,21 +631,23 @@ def compute_micro_loss(
         center=center,
     )
     view = diagnostics.DiagnosticTokens(
-        seq=b.seq[part],
+        seq=tokens.seq,
         lag=b.token_lag[part],
         valid=valid,
-        kept=weights.kept,
-        vetoed=weights.vetoed,
+        kept=kept,
+        vetoed=vetoed,
         behavior=tokens.behavior,
         start=prep.start[part],
         target=target,
-        weight=weights.weight,
+        weight=weight,
         clipped=trust.clipped,
         rewards=b.rewards,
         reference=None if b.reference is None else b.reference[part],
         entropy=None if entropy is None else entropy.detach(),
         known=prep.known[part],
         age=None if b.age is None else b.age[part],
+        task=None if b.task is None else b.task[tokens.seq],
+        tasks=len(b.task_names),
     )
     return loss + extra, diagnostics.sum_statistics(view) | sums | terms
 

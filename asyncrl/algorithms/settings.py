@@ -6,16 +6,14 @@ add one, write its struct here and its function, and add a line to the dict that
 A key that acts only under one value of another key declares that with `read_with`; giving it
 elsewhere is an error, which `asyncrl.config.layers` derives from here.
 
-A key that names a function takes its choices from the dict that holds the functions, so the config,
-its schema and its error messages need no second list.
+A key that names a function lists its choices here, because a config must not import torch. A test
+compares them with the dict that holds the functions.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import operator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, dataclass_transform
 
 import msgspec
@@ -40,69 +38,54 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
 
-@functools.cache
-def _read_tables(module: str) -> dict[str, tuple[str, ...]]:
-    """Return every dict with text keys and every tuple of texts at the module's top level."""
-    tables = {}
-    source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
-        if not isinstance(node, ast.Assign | ast.AnnAssign):
-            continue
-        name = node.targets[0] if isinstance(node, ast.Assign) else node.target
-        words: list[ast.expr | None] = []
-        if isinstance(node.value, ast.Dict):
-            words = [*node.value.keys]
-        elif isinstance(node.value, ast.Tuple):
-            words = [*node.value.elts]
-        constants = [word.value for word in words if isinstance(word, ast.Constant)]
-        texts = tuple(text for text in constants if isinstance(text, str))
-        if isinstance(name, ast.Name) and words and len(texts) == len(words):
-            tables[name.id] = texts
-    return tables
-
-
-def read_names(module: str, table: str) -> tuple[str, ...]:
-    """Return the keys of the dict `table` (or the words of a tuple) in MODULE.py of this folder.
-
-    They are read from its source: importing it would import torch, which a config must not. Raises
-    KeyError for an unknown table.
-    """
-    return _read_tables(module)[table]
-
-
-if TYPE_CHECKING:  # a type checker has no names to read
-    Baseline = str
-    Scale = str
-    Level = str
-    Bound = str
-    Reject = str
-    Over = str
-    Veto = str
-    Reduction = str
-    Mode = str
-    Form = str
-    Budget = str
-    Estimator = str
-    OffPolicy = str
-else:
-    Baseline = Literal[read_names("advantages", "BASELINES")]
-    Scale = Literal[read_names("advantages", "SCALES")]
-    Level = Literal[read_names("correction", "LEVELS")]
-    Bound = Literal[read_names("correction", "BOUNDS")]
-    Reject = Literal[read_names("correction", "STATISTICS")]
-    Over = Literal[read_names("correction", "OVER")]
-    Veto = Literal[read_names("correction", "VETO")]
-    Reduction = Literal[read_names("loss", "REDUCTIONS")]
-    Mode = Literal[read_names("reshape", "MODES")]
-    Budget = Literal[read_names("reshape", "BUDGETS")]
-    Form = Literal[read_names("surrogates", "FORMS")]
-    _KL = read_names("kl", "ESTIMATORS")
-    Estimator = Literal[_KL + tuple(f"{name}+" for name in _KL)]
-    OffPolicy = Literal[read_names("kl", "OFF_POLICY")]
-# surrogates whose ratio is pi_theta / mu as published
-ON_BEHAVIOR = read_names("surrogates", "ON_BEHAVIOR")
-# advantages that compare the samples of one prompt
-BY_GROUP = read_names("advantages", "BY_GROUP")
+# the names of the dicts of functions in the other modules, for the config and its messages
+Baseline = Literal["none", "batch", "ema", "prompt"]
+Scale = Literal["raw", "unit", "whiten"]
+Level = Literal["none", "token", "sequence", "geometric"]
+Bound = Literal["none", "truncate", "clip", "mask"]
+Reject = Literal["none", "ratio", "k1", "k2", "k3", "chi2", "tv", "kb", "kb_mu"]
+Over = Literal["token", "sum", "mean", "max"]
+Veto = Literal["none", "probability", "ratio"]
+Reduction = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+Mode = Literal["v3.1", "base", "constant"]
+Budget = Literal["none", "tokens", "global"]
+Form = Literal["power", "box_cox"]
+OffPolicy = Literal["none", "ratio", "prefix", "prefix_full"]
+Estimator = Literal[
+    "k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k2+", "k3+", "abs+", "low_var_kl+"
+]
+# surrogates whose ratio is pi_theta / mu as published: the proximal policy must be the behavior
+# policy
+ON_BEHAVIOR = (
+    "topr",
+    "dro",
+    "reshape",
+    "vespo",
+    "oapl",
+    "band",
+    "gepo",
+    "bapo",
+    "minpro",
+    "ipo",
+    "function",
+)
+# advantages that compare the samples of one prompt, and need at least two
+BY_GROUP = (
+    "rloo",
+    "grpo",
+    "dr_grpo",
+    "opo",
+    "gpg",
+    "oapl",
+    "asymre",
+    "opob",
+    "maxrl",
+    "pass_at_k",
+    "gdpo",
+    "otb",
+)
 
 
 def read_with(key: str, *values: str) -> Meta:

@@ -30,20 +30,6 @@ from asyncrl.algorithms.ratios import (
 from asyncrl.algorithms.reshape import ReshapeStatistics, compute_gamma, compute_p_correct
 from asyncrl.algorithms.settings import Reshape
 
-# as published their ratio is pi_theta / mu: the proximal policy must be the behavior policy
-ON_BEHAVIOR = (
-    "topr",
-    "dro",
-    "reshape",
-    "vespo",
-    "oapl",
-    "band",
-    "gepo",
-    "bapo",
-    "minpro",
-    "ipo",
-    "function",
-)
 # their effect on a token depends on the whole batch under the current policy
 NEED_CURRENT = ("reshape", "kl_cov", "clip_cov", "bapo", "function")
 # bounds of BAPO's ratio: first, step, last

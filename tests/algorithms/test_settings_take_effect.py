@@ -76,21 +76,6 @@ def test_the_entropy_bonus_lowers_the_loss_by_its_coefficient() -> None:
     assert got == (pytest.approx(0.3 * float(entropy.detach()[b.mask].mean())))
 
 
-def test_the_value_loss_has_its_own_coefficient_and_stays_behind_the_mask() -> None:
-    b = batch(13)
-    b.values = torch.randn(len(b.seq), generator=torch.Generator().manual_seed(1), dtype=D)
-    b.bootstrap = torch.zeros(len(b.rewards), dtype=D)
-    now = (b.values + 0.1).detach().requires_grad_(True)
-    c = config(advantage={"name": "gae", "lam": 1.0}, value={"coefficient": 0.5})
-    loss, sums = with_terms(b, c, theta(b), values_now=now)
-    returns = b.rewards[b.seq]  # lam = gamma = 1 and nothing to bootstrap
-    inside = b.mask.to(D) / b.mask.sum()
-    off = now.detach() - returns
-    assert torch.allclose(torch.autograd.grad(loss, now)[0], 0.5 * off * inside)
-    expected = float((0.5 * off.square() * inside).sum())
-    assert float(sums["loss/value"]) == pytest.approx(expected)
-
-
 def scaled(c: Any, kl: float) -> sl.StepPlan:
     """A step whose policy gives every token e^x times its probability at the start, x such that the
     stop's estimate of their KL is `kl`."""

@@ -156,12 +156,7 @@ def test_other_backends_are_refused(model_dir: Path, tmp_path: Path, written_by:
         f"checkpoint {path} holds the optimizer of learner.backend = {written_by}; resume it with "
         "that backend"
     )
-
-
-def test_a_checkpoint_without_a_value_head_is_named(model_dir: Path, tmp_path: Path) -> None:
-    _, directory = claimed(tmp_path)
-    checkpoint.save(directory, core(model_dir), EXTRA, 1)
-    path = directory / "number_0"
+    torch.save(data, path / "state.pt")
     critic = built(model_dir, advantage={"name": "gae"}, value={"trunk": "shared"})
     assert critic.critic is not None
     with pytest.raises(DamagedDataError, match=f"^checkpoint {path} has no value head with value"):

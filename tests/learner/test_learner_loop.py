@@ -909,25 +909,12 @@ def test_a_recording_that_cannot_hold_the_first_weights_is_refused(life: Made) -
         loop.Recorder(one.config, one.run_dir, 1, one.core, one.digest)
 
 
-MakeLearner = Callable[[], Learner]
-
-
-@pytest.fixture
-def learner(life: Made) -> MakeLearner:
-    def make() -> Learner:
-        one, _ = life("learner.steps=2")
-        one.socket = Buffer(one.run_dir)
-        return one
-
-    return make
-
-
 def test_the_model_is_exported_before_the_goodbye_is_sent(
-    learner: MakeLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    life: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that is killed after the buffer's `Finished` leaves no work undone."""
     disk = Disk(monkeypatch)
-    one = learner()
+    one, _ = life("learner.steps=2")
     one.core.state.number = 2  # restarted from a checkpoint of the last step
     one.run_batches()
     assert one.finished
@@ -939,16 +926,16 @@ def test_the_model_is_exported_before_the_goodbye_is_sent(
     assert (after_cut / "weights_digest").read_text() == left
 
 
-def test_a_run_past_its_end_has_no_final_weights_until_the_new_end(learner: MakeLearner) -> None:
-    one = learner()
+def test_a_run_past_its_end_has_no_final_weights_until_the_new_end(life: Made) -> None:
+    one, _ = life("learner.steps=2")
     (one.run_dir / "weights_digest").write_text("of the end before")
     one.send_hello()
     assert one.welcomed and not (one.run_dir / "weights_digest").exists()
 
 
-def test_a_learner_makes_a_removed_ring_anew_while_it_waits(learner: MakeLearner) -> None:
+def test_a_learner_makes_a_removed_ring_anew_while_it_waits(life: Made) -> None:
     """A generator that is started then finds the weights, though no step has been made since."""
-    one = learner()
+    one, _ = life("learner.steps=2")
     one.send_hello()
     shutil.rmtree(one.publisher.directory)
     one.sent["progress"] = 0.0
@@ -958,8 +945,8 @@ def test_a_learner_makes_a_removed_ring_anew_while_it_waits(learner: MakeLearner
     reader.close()
 
 
-def test_a_moved_buffer_is_asked_again_for_the_unanswered(learner: MakeLearner) -> None:
-    one = learner()
+def test_a_moved_buffer_is_asked_again_for_the_unanswered(life: Made) -> None:
+    one, _ = life("learner.steps=2")
     one.send_hello()
     one.repeat("ask 0", m.BatchRequest(one.epoch, 0))
     one.socket.sent.clear()
@@ -971,8 +958,8 @@ def test_a_moved_buffer_is_asked_again_for_the_unanswered(learner: MakeLearner) 
     assert m.BatchRequest(one.epoch, 0) in one.socket.sent
 
 
-def test_at_the_end_it_waits_for_the_last_evaluation(learner: MakeLearner) -> None:
-    one = learner()
+def test_at_the_end_it_waits_for_the_last_evaluation(life: Made) -> None:
+    one, _ = life("learner.steps=2")
     one.send_hello()
     one.core.state.number = one.config.learner.steps
     seen: list[str] = []
@@ -986,8 +973,8 @@ def test_at_the_end_it_waits_for_the_last_evaluation(learner: MakeLearner) -> No
     assert seen == ["the last evaluation"]
 
 
-def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(learner: MakeLearner) -> None:
-    one = learner()
+def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(life: Made) -> None:
+    one, _ = life("learner.steps=2")
     one.send_hello()
     one.stopping = True
     one.run_batches()

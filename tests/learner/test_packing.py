@@ -10,10 +10,9 @@ from surrogate_kit import covariance, term
 
 from asyncrl.algorithms import diagnostics, loss, ratios
 from asyncrl.algorithms.surrogates import DUAL, HIGH, LOW, choose_highest, sample_by_covariance
-from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.models.trainer import ROWS
-from learner.batch import PackedBatch, pack, split_micro_batches, split_minibatches
+from learner.batch import PackedBatch, pack, split_micro_batches
 
 
 def answer(
@@ -106,23 +105,10 @@ def test_rewards_per_token_of_those_that_have_them_and_of_those_that_do_not() ->
     assert loss.token_rewards.tolist() == [0, 2, 0, 0, 0, 0, 0, 4]
     assert loss.token_rewards.dtype == torch.float32 and loss.steps is not None
     assert loss.steps.tolist() == [False, True, True, False, True, False, False, True]
-    with pytest.raises(AsyncrlError, match="ticket 1, sample 0: 2 token rewards for 3 tokens"):
-        pack(batch([answer(1, 0, [1], [2, 3, 4], token_rewards=[0, 2])]))
 
 
 def packed(lengths: list[tuple[int, int]]) -> PackedBatch:
     return pack(batch([answer(i, 0, [1] * p, [2] * r) for i, (p, r) in enumerate(lengths)]))
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3, 5])
-def test_minibatches_hold_whole_groups_by_seed_batch_and_epoch(parts: int) -> None:
-    groups = [0, 0, 1, 2, 2, 3, 4]
-    source = torch.Generator().manual_seed((3 * 1_000_003 + 7) * 1009 + 2)
-    order = torch.randperm(5, generator=source).tolist() if parts > 1 else list(range(5))
-    ends = [-(-5 * part // parts) for part in range(parts + 1)]
-    members = [set(order[ends[part] : ends[part + 1]]) for part in range(parts)]
-    expected = [[at for at, group in enumerate(groups) if group in some] for some in members]
-    assert split_minibatches(groups, parts, seed=3, number=7, epoch=2) == expected
 
 
 def test_micro_batches_by_group_share_their_prompts() -> None:

@@ -50,4 +50,4 @@ def by_token(
     more |= {"tokens": token_rewards, "token_rewards": token_rewards, "totals": totals}
     groups = torch.zeros(count, dtype=torch.long) if groups is None else groups
     batch = rewarded(totals, groups, seq, mask, steps=steps, **more)
-    return advantages.BY_TOKEN[name](batch, STRUCTS[name](**keys))
+    return advantages.BY_TOKEN[name](batch, STRUCTS[name](**keys)), batch.returns
