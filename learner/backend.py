@@ -81,7 +81,12 @@ class TorchBackend(Trainer):
         """
         modules = [head, *([] if trunk is None else [trunk.hf])]
         parameters = [p for module in modules for p in module.parameters()]
-        return Trainer(parameters, self.config.learner, owner=self)
+        trainer = Trainer(parameters, self.config.learner, owner=self)
+        self.keep_part(name, trainer, modules)
+        return trainer
+
+    def keep_part(self, name: str, trainer: Trainer, modules: Sequence[torch.nn.Module]) -> None:
+        """Keep the modules' parameters and their optimizer for the backend's own files."""
 
     # ---- ranks -----------------------------------------------------------------------------------
 

@@ -130,24 +130,23 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
     rows = [sample.list_rows() for sample in samples]
     all_rows = [row for sample_rows in rows for row in sample_rows]
     lengths = np.array([sample.token_count for sample in samples])
-    tickets = dict.fromkeys(sample.ticket for sample in samples)
-    order = {ticket: place for place, ticket in enumerate(tickets)}
-    groups = [order[sample.ticket] for sample in samples]
+    order: dict[int, int] = {}
+    groups = [order.setdefault(sample.ticket, len(order)) for sample in samples]
     prompt_numbers: dict[tuple[int, bytes, bytes], int] = {}
-    routed = [
-        RoutedExperts.decode(row.routed, (len(row.prompt_tokens) + len(row.tokens)) // 4 - 1)
-        if row.routed
-        else None
-        for row in all_rows
-    ]
-    prompt_experts = [
-        b"" if recorded is None else recorded.ids[: len(row.prompt_tokens) // 4].tobytes()
-        for row, recorded in zip(all_rows, routed, strict=True)
-    ]
-    owners = [group for group, sample_rows in zip(groups, rows, strict=True) for _ in sample_rows]
-    lag = np.zeros(int(lengths.sum()), np.int64)
-    age = np.zeros(int(lengths.sum()), np.int64)
+    routed: list[RoutedExperts | None] = []
+    shared: list[int] = []
+    for group, sample in zip(groups, samples, strict=True):
+        for row in sample.list_rows():
+            experts, prompt_experts = None, b""
+            if row.routed:
+                width = (len(row.prompt_tokens) + len(row.tokens)) // 4 - 1
+                experts = RoutedExperts.decode(row.routed, width)
+                prompt_experts = experts.ids[: len(row.prompt_tokens) // 4].tobytes()
+            routed.append(experts)
+            prompt = group, row.prompt_tokens, prompt_experts
+            shared.append(prompt_numbers.setdefault(prompt, len(prompt_numbers)))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
+    lag, age = np.zeros((2, offsets[-1]), np.int64)
     for offset, place in zip(offsets.tolist(), places, strict=False):
         for start, end, value in batch.token_lags[place]:
             lag[offset + start : offset + end] = value
@@ -155,9 +154,7 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
             age[offset + span.start : offset + span.end] = max(
                 0, span.label.number - span.kv.number
             )
-    behavior = np.concatenate(
-        [np.frombuffer(row.behavior_logprobs, "<f4") for row in all_rows]
-    ).copy()
+    behavior = np.concatenate([np.frombuffer(row.behavior_logprobs, "<f4") for row in all_rows])
     mask = np.concatenate([np.frombuffer(row.mask, np.uint8) for row in all_rows]) > 0
     packed = PackedBatch(
         seq=from_numpy(np.repeat(np.arange(len(samples)), lengths)),
@@ -171,10 +168,7 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
         age=from_numpy(age),
         prompts=[np.frombuffer(row.prompt_tokens, "<i4") for row in all_rows],
         responses=[np.frombuffer(row.tokens, "<i4") for row in all_rows],
-        shared=[
-            prompt_numbers.setdefault((group, row.prompt_tokens, experts), len(prompt_numbers))
-            for group, row, experts in zip(owners, all_rows, prompt_experts, strict=True)
-        ],
+        shared=shared,
         row_offsets=np.concatenate([[0], np.cumsum([len(sample_rows) for sample_rows in rows])]),
         group_of=groups,
         temperature=tensor([sample.temperature for sample in samples]),
@@ -242,14 +236,12 @@ def split_micro_batches(
     count = np.diff(packed.row_offsets).tolist()
     widest = np.maximum.reduceat(packed.row_lengths, packed.row_offsets[:-1]).tolist()
     longest: dict[int, int] = {}
-    if by_group:
-        for sample in samples:
-            group = packed.group_of[sample]
-            longest[group] = max(widest[sample], longest.get(group, 0))
+    for sample in samples if by_group else ():
+        group = packed.group_of[sample]
+        longest[group] = max(widest[sample], longest.get(group, 0))
 
     def sort_key(sample: int) -> tuple[int, ...]:
         group = packed.group_of[sample]
-        first = (longest[group], group) if by_group else ()
-        return (*first, widest[sample], sample)
+        return longest.get(group, 0), group if by_group else 0, widest[sample], sample
 
     return trainer.split_micro_batches(sorted(samples, key=sort_key), widest, tokens, rows, count)

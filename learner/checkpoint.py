@@ -16,7 +16,6 @@ checkpoints/epoch_E/       the same, renamed when the buffer welcomed it; the hi
 import contextlib
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -44,14 +43,15 @@ from asyncrl.records import atomic_write, rundir
 from learner.state import LearnerState
 from learner.step import LearnerCore
 
+EPOCHS = r"epoch_(\d+)(\.new)?"  # also of learners that were never welcomed
+
 
 def list_epochs(root: Path, *, claimed: bool) -> list[int]:
     """Return the epoch numbers, ascending.
 
     With claimed=False they include those of learners that were never welcomed.
     """
-    pattern = r"epoch_(\d+)" if claimed else r"epoch_(\d+)(\.new)?"
-    return list(rundir.list_numbered(root, pattern))
+    return list(rundir.list_numbered(root, r"epoch_(\d+)" if claimed else EPOCHS))
 
 
 def list_numbers(directory: Path) -> list[int]:
@@ -121,11 +121,8 @@ def claim(directory: Path, checkpointed: int) -> Path:
     except FileNotFoundError as error:
         raise build_fenced_error(directory) from error
     atomic_write.sync_path(final.parent)
-    epoch = int(final.name.removeprefix("epoch_"))
-    for lower in final.parent.glob("epoch_*"):
-        if (match := re.fullmatch(r"epoch_(\d+)(\.new)?", lower.name)) and int(
-            match.group(1)
-        ) < epoch:
+    for epoch, lower in rundir.list_numbered(final.parent, EPOCHS).items():
+        if epoch < int(final.name.removeprefix("epoch_")):
             # the checkpoints that count are linked here; a rename removes the rest in one step
             with contextlib.suppress(OSError):
                 os.rename(lower, lower.with_name(f".{lower.name}.gone"))
@@ -151,10 +148,10 @@ def save(
         optimizer = core.save(part)
         with core.backend.gather_full_parameters():
             export(core.model, part / "model")
-        own_critic = core.critic is not None and not core.backend.writes_parts
+        critic = None if core.backend.writes_parts else core.critic
         state = {
             "optimizer": optimizer,
-            "critic": core.critic.get_state() if core.critic is not None and own_critic else None,
+            "critic": None if critic is None else critic.get_state(),
             "state": asdict(core.state),
             "extra": dict(extra),
         }
@@ -297,6 +294,5 @@ def restore_weights(
 
 def read_earlier_versions(path: Path) -> dict[int, bytes]:
     """Return the flat weights of earlier versions in a checkpoint."""
-    return {
-        int(p.stem.removeprefix("older_")): p.read_bytes() for p in sorted(path.glob("older_*.bin"))
-    }
+    files = rundir.list_numbered(path, r"older_(\d+)\.bin")
+    return {number: file.read_bytes() for number, file in files.items()}

@@ -186,7 +186,6 @@ class Recorder:
         self.core = core
         self.directory = stream.get_directory(run_dir) / "weights"
         self.start = core.state.number
-        self.size_reported = False
         self.broken = ""
         header = RecordingHeader(stream.FORMAT, epoch, self.start, digest, load.dump(config))
         try:
@@ -224,9 +223,8 @@ class Recorder:
         if every and self.core.state.number % every == 0:
             self.store_weights()
         # the expected size, after the third batch
-        if batch.number - self.start != 2 or self.size_reported:
+        if batch.number - self.start != 2:
             return
-        self.size_reported = True
         config = self.config
         steps = config.learner.steps
         batch_bytes = self.log.written / 3

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -42,9 +41,9 @@ class SplitMeter:
     model: PolicyModel
     layout: Manifest
     forward: Forward
+    load_reference: Callable[[], PolicyModel]
     read_weights: WeightReader | None = None
     shadow: PolicyModel | None = None  # the model of one earlier version at a time
-    reference: PolicyModel | None = None
 
     def is_due(self, number: int) -> tuple[bool, ...]:
         """Return whether batch `number` measures the split, and the reference KL.
@@ -96,14 +95,14 @@ class SplitMeter:
                         f"same weights in batch {batch.number}; see `asyncrl doctor --exact`, or "
                         'exact = "try"'
                     )
-        if self.is_due(batch.number)[1] and packed.reference is None and refer_on:
+        if packed.reference is None and refer_on:
             metrics |= self.measure_reference_kl(packed, prep, refer_on)
         return metrics
 
     def choose_samples(
         self, packed: PackedBatch, prep: PreparedBatch, number: int
     ) -> tuple[list[int], list[int]]:
-        """Choose samples for the split and for the reference KL, by (seed, batch).
+        """Choose samples for the split and the reference KL, where they are due, by (seed, batch).
 
         Candidates have a known start and were seen by a pass of this rank. The split's samples come
         from as few groups as possible: a group's prompt is encoded once, and few versions sampled
@@ -116,8 +115,10 @@ class SplitMeter:
         record = self.config.record
         groups = list(dict.fromkeys(packed.group_of[answer] for answer in shuffled))
         by_group = sorted(shuffled, key=lambda answer: groups.index(packed.group_of[answer]))
-        return sorted(by_group[: record.split_samples]), sorted(
-            shuffled[: record.reference_samples]
+        split, reference = self.is_due(number)
+        return (
+            sorted(by_group[: record.split_samples]) if split else [],
+            sorted(shuffled[: record.reference_samples]) if reference else [],
         )
 
     # ---- three parts -----------------------------------------------------------------------------
@@ -189,19 +190,11 @@ class SplitMeter:
 
         It is needed where no KL term has computed the reference's log-probabilities.
         """
-        if self.reference is None:
-            settings = self.config.model
-            path = Path(settings.reference or settings.path)
-            is_base = path.resolve() == Path(settings.path).resolve()
-            if self.model.adapter is not None and is_base and not self.config.learner.distributed:
-                self.reference = adapters.build_base_policy(self.model)
-            else:
-                self.reference = load_learner_policy(path, self.config)
         part = packed.find_token_positions(answers)
         part = part[prep.valid[part]]
         log_ratios = ratios.compute_log_ratio(
             prep.latest[part],
-            self.forward(self.reference, packed, answers)[part].to(prep.latest.dtype),
+            self.forward(self.load_reference(), packed, answers)[part].to(prep.latest.dtype),
         ).double()
         return {
             "kl/target_ref_k1": diagnostics.average(log_ratios),

@@ -7,6 +7,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from asyncrl.algorithms import advantages, correction, kl, ratios, settings
 from asyncrl.algorithms import loss as step_loss
-from asyncrl.algorithms.settings import KLLoss, KLReward
 from asyncrl.config.tree import Config, compute_learning_rate_share
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFiniteError
 from asyncrl.contract.messages import Batch
@@ -65,19 +65,22 @@ class Update(NamedTuple):
     before: dict[str, float]
 
 
-class StepSums(NamedTuple):
+@dataclass
+class BatchSteps:
     """The optimizer steps that were made on a batch.
 
     sums: the sums behind their metrics.
     updates: each step by itself.
     stop_kl: the last KL that early stopping measured.
+    trained: the samples of all steps.
     unused: see `_sum_unused_tokens`; empty: no step was completed.
     """
 
-    sums: dict[str, Tensor]
-    updates: list[Update]
-    stop_kl: float
-    unused: list[Tensor]
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    updates: list[Update] = field(default_factory=list)
+    stop_kl: float = 0.0
+    trained: set[int] = field(default_factory=set)
+    unused: list[Tensor] = field(default_factory=list)
 
 
 class LearnerCore:
@@ -108,7 +111,14 @@ class LearnerCore:
         )
         if config.lora.rank:
             adapters.attach(self.model, config.lora, config.seed)
-        self._load_references()
+        # `reference` belongs to the loss and the metrics, `reward_reference` to the reward; with
+        # only one term, the metrics use its reference
+        self.references: dict[Path, PolicyModel] = {}
+        loss_reference, self.reward_reference = (
+            self.load_reference(term.reference) if term.coefficient > 0 else None
+            for term in (config.kl.loss, config.kl.reward)
+        )
+        self.reference = loss_reference or self.reward_reference
         self.centers = config.loss.center != "off"
         self.full_kl = config.kl.loss.coefficient > 0 and config.kl.loss.off_policy == "prefix_full"
         for key, is_on, too in (
@@ -130,45 +140,36 @@ class LearnerCore:
         self.critic = (
             Critic(config, self.model, self.backend) if config.advantage.name == "gae" else None
         )
-        self.measure = SplitMeter(config, self.model, self.layout, self._forward)
+        self.measure = SplitMeter(
+            config, self.model, self.layout, self._forward, partial(self.load_reference, alone=True)
+        )
         self.state = LearnerState(beta=config.kl.reward.coefficient)
         self.average = None
         if isinstance(config.correction, settings.AveragedCorrection):
             self.average = WeightAverage(self.backend, config.correction.ema_half_life)
         self.reported = False  # that token rewards are not trained on
-        self.trained_samples: set[int] = set()  # of the batch, by any optimizer step
         self.sample_log: SampleLog | None = None  # set by the owner of a run directory
         self.updates: list[dict[str, float]] = []  # of the last batch, one row per optimizer step
-        # of the last batch, per sample, for `Commit.unused`
+        # (untrained, rejected) tokens of each sample of the last batch; [] when all are 0
         self.unused: list[tuple[int, int]] = []
 
-    def _load_references(self) -> None:
-        """Load the reference policies of KL in the loss and KL in the reward.
+    def load_reference(self, path: str = "", *, alone: bool = False) -> PolicyModel:
+        """Load the reference policy in a directory ("": model.reference, then model.path), once.
 
-        `reference` belongs to the loss and the metrics, `reward_reference` to the reward; one model
-        serves both where they name the same directory. With only one term, the metrics use its
-        reference. With adapters the base model is already loaded: it is the model with adapters
-        off.
+        With adapters the base model is already loaded: it is the model with adapters off. `alone`:
+        this rank alone runs it.
         """
-        config = self.config
-        loaded: dict[Path, PolicyModel] = {}
-        if self.model.adapter is not None:
-            loaded[Path(self.model.tokenizer_dir).resolve()] = adapters.build_base_policy(
-                self.model
-            )
-
-        def load(term: KLReward | KLLoss) -> PolicyModel | None:
-            if term.coefficient <= 0:
-                return None
-            path = Path(term.reference or config.model.reference or config.model.path)
-            if path.resolve() not in loaded:
-                model = loaded[path.resolve()] = load_learner_policy(path, config)
-                model.hf.requires_grad_(False)
-            return loaded[path.resolve()]
-
-        loss = load(config.kl.loss)
-        self.reward_reference = load(config.kl.reward)
-        self.reference = loss or self.reward_reference
+        directory = Path(path or self.config.model.reference or self.config.model.path)
+        found = directory.resolve()
+        if found not in self.references:
+            needs_others = alone and self.config.learner.distributed
+            is_base = found == Path(self.model.tokenizer_dir).resolve()
+            if self.model.adapter is not None and is_base and not needs_others:
+                self.references[found] = adapters.build_base_policy(self.model)
+            else:
+                self.references[found] = load_learner_policy(directory, self.config)
+                self.references[found].hf.requires_grad_(False)
+        return self.references[found]
 
     # ---- one batch -------------------------------------------------------------------------------
 
@@ -201,10 +202,15 @@ class LearnerCore:
         measures_move = config.record.kl_moved and batch.number % config.record.kl_moved == 0
         logprobs = self._forward(self.model, packed) if measures_move else None
         steps = self._run_epochs(prep, packed)
-        unused = steps.unused or self._sum_unused_tokens(prep, packed)
         prep.reads.planned += steps.sums.values()
-        counts = prep.reads.read(*unused)
-        self.unused = self._list_unused_tokens(counts, packed, len(batch.samples))
+        counts = prep.reads.read(*(steps.unused or self._sum_unused_tokens(prep, packed)))
+        unused = [(0, 0)] * len(batch.samples)
+        of_samples = zip(packed.places, *counts, strict=True)
+        for sample, (place, rejected, sampled) in enumerate(of_samples):
+            is_trained = sample in steps.trained
+            # all tokens of a sample without any step; else those that every step rejected or vetoed
+            unused[place] = (0, int(rejected)) if is_trained else (int(sampled), 0)
+        self.unused = unused if any(map(any, unused)) else []
         batch_metrics, *step_metrics = (
             step_loss.finish(sums, prep.reads, packed.task_names)
             for sums in (steps.sums, *(u.sums for u in steps.updates))
@@ -214,11 +220,10 @@ class LearnerCore:
         if len(steps.updates) < 2 or not has_later_passes:
             # every pass uses the start's own weights: always 0
             metrics = {k: x for k, x in metrics.items() if not k.startswith(OF_LATER_PASSES)}
-        split, reference = self.measure.is_due(batch.number)
-        if split or reference:  # at rank 0; all ranks run the pass under the updated policy
-            chosen = self.measure.choose_samples(packed, prep, batch.number)
-            chosen = self.backend.gather(chosen)[0]
-            updated = self._forward(self.model, packed, chosen[0]) if split and chosen[0] else None
+        if any(self.measure.is_due(batch.number)):
+            # at rank 0; all ranks run the pass under the updated policy
+            chosen = self.backend.gather(self.measure.choose_samples(packed, prep, batch.number))[0]
+            updated = self._forward(self.model, packed, chosen[0]) if chosen[0] else None
             if not self.backend.rank:
                 metrics |= self.measure(batch, packed, prep, chosen, updated)
         if self.sample_log is not None and self.sample_log.is_due(batch.number):
@@ -355,19 +360,16 @@ class LearnerCore:
         packed.baselines = torch.tensor(means).to(packed.rewards)
         return digests
 
-    def _run_epochs(self, prep: step_loss.PreparedBatch, packed: PackedBatch) -> StepSums:
+    def _run_epochs(self, prep: step_loss.PreparedBatch, packed: PackedBatch) -> BatchSteps:
         """Make all optimizer steps of a batch, until KL early stopping ends them."""
-        total: dict[str, Tensor] = {}
-        updates: list[Update] = []
-        unused: list[Tensor] = []
-        stop_kl = 0.0
-        stop = self.config.stop
-        self.trained_samples = set()
+        steps, stop = BatchSteps(), self.config.stop
         for epoch in range(self.config.learner.epochs):
             if epoch and stop.every == "epoch":
                 lp = self._forward(self.model, packed)
-                stop_kl = self._compute_stop_kl(*step_loss.sum_update_kl(prep, slice(None), lp))
-                if stop_kl > stop.kl_max:
+                steps.stop_kl = self._compute_stop_kl(
+                    *step_loss.sum_update_kl(prep, slice(None), lp)
+                )
+                if steps.stop_kl > stop.kl_max:
                     self.state.early_stops += 1
                     break
             for samples in self._choose_minibatches(packed, epoch):
@@ -385,32 +387,32 @@ class LearnerCore:
                 if not stopped:
                     sums, step_kl = self._accumulate_gradient(prep, step, packed, samples)
                     if stop.every == "step":
-                        stop_kl = step_kl
-                        exceeds_kl = 0 < stop.kl_max < stop_kl
-                        stopped = exceeds_kl and stop.action == "skip" and bool(updates)
+                        steps.stop_kl = step_kl
+                        exceeds_kl = 0 < stop.kl_max < step_kl
+                        stopped = exceeds_kl and stop.action == "skip" and bool(steps.updates)
                 if stopped:
                     # sums for the metrics, of a batch whose first step was stopped
-                    if not total:
-                        total = self._accumulate_gradient(prep, step, packed, samples)[0]
+                    if not steps.sums:
+                        steps.sums = self._accumulate_gradient(prep, step, packed, samples)[0]
                     self.state.early_stops += 1
                     self._drop_gradient()
-                    return StepSums(total, updates, stop_kl, unused)
-                step_loss.add_sums(total, sums)
+                    return steps
+                step_loss.add_sums(steps.sums, sums)
                 share = step_loss.compute_learning_rate_share(prep, step, sums)
                 used_before, prep.used = prep.used, prep.used | prep.live
                 of_step = self._sum_unused_tokens(prep, packed)
                 # what the batch's metrics need is read with the norm, in one wait
-                prep.reads.planned += [*of_step, *total.values(), *sums.values()]
+                prep.reads.planned += [*of_step, *steps.sums.values(), *sums.values()]
                 norm = self._apply(packed, sums, share)
                 if norm is None:
                     prep.used = used_before
                 else:
-                    unused = of_step
-                    self.trained_samples.update(samples)
+                    steps.unused = of_step
+                    steps.trained.update(samples)
                     if self.backend.cosine is not None:
                         step.metrics["optim/gradient_cosine"] = self.backend.cosine
-                    updates.append(Update(norm, self.rate * share, sums, step.metrics))
-        return StepSums(total, updates, stop_kl, unused)
+                    steps.updates.append(Update(norm, self.rate * share, sums, step.metrics))
+        return steps
 
     def _sum_unused_tokens(
         self, prep: step_loss.PreparedBatch, packed: PackedBatch
@@ -420,23 +422,6 @@ class LearnerCore:
         used_tokens = self.backend.sum_over_ranks(prep.used.float())
         masks = prep.valid & (used_tokens == 0), packed.mask
         return [ratios.sum_by_sample(x.double(), packed.seq, packed.count) for x in masks]
-
-    def _list_unused_tokens(
-        self, counts: list[list[float]], packed: PackedBatch, samples: int
-    ) -> list[tuple[int, int]]:
-        """Return (untrained, rejected) token counts per sample of the batch; [] when all are 0.
-
-        A sample without any optimizer step counts all its tokens as untrained. Otherwise, rejected
-        counts the tokens that were rejected or vetoed in every step.
-
-        counts: of `_sum_unused_tokens`.
-        """
-        unused = [(0, 0)] * samples
-        of_samples = zip(packed.places, *counts, strict=True)
-        for sample, (position, rejected, sampled) in enumerate(of_samples):
-            is_trained = sample in self.trained_samples
-            unused[position] = (0, int(rejected)) if is_trained else (int(sampled), 0)
-        return unused if any(map(any, unused)) else []
 
     def _choose_minibatches(self, packed: PackedBatch, epoch: int) -> list[list[int]]:
         """Return the samples of each optimizer step of the epoch."""

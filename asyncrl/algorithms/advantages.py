@@ -81,41 +81,20 @@ def subtract_baseline(rewards: Tensor, baseline: Tensor | float) -> Tensor:
     return where((rewards - baseline).abs() <= EQUAL * rewards.abs(), 0.0, rewards - baseline)
 
 
-def _count_at_least(groups: Tensor, least: int, smallest: int | None, name: str) -> Tensor:
-    """Return the size of each sample's group, [B]. Raises ConfigError below `least`.
-
-    smallest: the size of the smallest group; None: it is read from the device.
-    """
+def compute_rloo(rewards: Tensor, groups: Tensor) -> Tensor:
+    """r_i minus the mean of the other G-1 (Ahmadian et al. 2024, arXiv 2402.14740)."""
     n = _count_by_group(groups)
-    if (smallest or int(n.min())) < least:
-        raise ConfigError(
-            f"advantage.name = {name} needs at least {least} samples of each prompt: raise "
-            "learner.group_size"
-        )
-    return n
-
-
-def compute_rloo(rewards: Tensor, groups: Tensor, smallest: int | None = None) -> Tensor:
-    """r_i minus the mean of the other G-1 (Ahmadian et al. 2024, arXiv 2402.14740).
-
-    smallest: see `_count_at_least`. Raises ConfigError for a group of one.
-    """
-    n = _count_at_least(groups, 2, smallest, "rloo")
     return center_by_group(rewards, groups) * n / (n - 1)
 
 
 def compute_grpo(
-    rewards: Tensor,
-    groups: Tensor,
-    c: settings.GrpoAdvantage | settings.GdpoAdvantage,
-    smallest: int | None = None,
+    rewards: Tensor, groups: Tensor, c: settings.GrpoAdvantage | settings.GdpoAdvantage
 ) -> Tensor:
-    """(r_i - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300); smallest: see `_count_at_least`.
+    """(r_i - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300).
 
-    It is 0 in zero-variance groups, also with eps = 0. Raises ConfigError for ddof = 1 and a group
-    of one.
+    It is 0 in zero-variance groups, also with eps = 0.
     """
-    n = _count_at_least(groups, c.ddof + 1, smallest, f"grpo with ddof = {c.ddof}")
+    n = _count_by_group(groups)
     deviation = center_by_group(rewards, groups)
     var = average_by_group(deviation.square(), groups) * n / (n - c.ddof)
     return where(deviation == 0, 0.0, deviation / (var.sqrt() + c.eps))
@@ -157,15 +136,19 @@ def credit_trained_tokens(x: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
     return _scatter_within_response(x, where(mask, position, -1).cummax(0).values, seq)
 
 
+def _find_next(flags: Tensor) -> Tensor:
+    """Return the next flagged position at or after each token, N without any: int64 [N]."""
+    position = torch.arange(len(flags), device=flags.device)
+    return where(flags, position, len(flags)).flip(0).cummin(0).values.flip(0)
+
+
 def sum_by_step(x: Tensor, step: Tensor, seq: Tensor) -> Tensor:
     """Sum x [N] over each step, on the token that ends it (step bool [N]): [N].
 
     Values after a sample's last step belong to that step.
     """
     position = torch.arange(len(seq), device=seq.device)
-    n = len(seq)
-    # the next end, at or after each token
-    ends = where(step, position, n).flip(0).cummin(0).values.flip(0)
+    ends = _find_next(step)
     previous_end = where(step, position, -1).cummax(0).values
     has_end = torch.cat([seq, seq.new_full((1,), -1)])[ends] == seq
     return _scatter_within_response(x, where(has_end, ends, previous_end), seq)
@@ -245,6 +228,16 @@ class RewardedBatch(LossBatch):
             )
         return token_rewards if self.kl_penalty is None else token_rewards - self.kl_penalty
 
+    def require_groups(self, least: int, name: str) -> Tensor:
+        """Return the groups, [B]. Raises ConfigError where one has fewer than `least` samples."""
+        smallest = self.smallest_group or int(_count_by_group(self.groups).min())
+        if smallest < least:
+            raise ConfigError(
+                f"advantage.name = {name} needs at least {least} samples of each prompt: raise "
+                "learner.group_size"
+            )
+        return self.groups
+
     @property
     def net_rewards(self) -> Tensor:
         """The rewards minus each sample's KL penalty, [B]."""
@@ -291,7 +284,7 @@ def _apply_grpo(a: RewardedBatch, c: settings.GrpoAdvantage) -> Tensor:
     traps", arXiv 2508.08221).
     """
     if c.std == "group":
-        return compute_grpo(a.rewards, a.groups, c, a.smallest_group)
+        return compute_grpo(a.rewards, a.require_groups(c.ddof + 1, "grpo with ddof = 1"), c)
     if a.count <= c.ddof:
         raise ConfigError(
             f"advantage.name = grpo with ddof = {c.ddof} needs more than {c.ddof} samples in a "
@@ -394,7 +387,8 @@ def _apply_gdpo(a: RewardedBatch, c: settings.GdpoAdvantage) -> Tensor:
             f"{', '.join(a.part_names)}"
         )
     weights = a.parts.new_tensor([c.part_weights.get(name, 1.0) for name in a.part_names])
-    by_part = [compute_grpo(part, a.groups, c, a.smallest_group) for part in a.parts.unbind(1)]
+    groups = a.require_groups(c.ddof + 1, "grpo with ddof = 1")
+    by_part = [compute_grpo(part, groups, c) for part in a.parts.unbind(1)]
     return whiten((torch.stack(by_part, 1) * weights).sum(1))
 
 
@@ -459,7 +453,7 @@ def _apply_process_grpo(t: RewardedBatch, c: settings.GrpoAdvantage) -> Tensor:
     normalized = zeros_like(rewards)
     if bool(step.any()):
         group = torch.unique(t.groups[t.seq][step], return_inverse=True)[1]
-        normalized[step] = compute_grpo(rewards[step], group, c, c.ddof + 1)
+        normalized[step] = compute_grpo(rewards[step], group, c)
     return _sum_masked_suffix(normalized, t.mask, t.seq, 1.0)
 
 
@@ -525,16 +519,14 @@ def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> Tensor:
     if t.values is None:
         raise ConfigError("advantage.name = gae needs values (LossBatch.values): a value head")
     values, mask, seq = t.values, t.mask, t.seq
-    rows, discount = PaddedRows(seq), c.gamma * c.lam
-    values_matrix = rows.pad(where(mask, values, 0.0))
-    mask_matrix = rows.pad(mask)
+    discount = c.gamma * c.lam
     bootstrap = zeros_like(t.rewards) if t.bootstrap is None else t.bootstrap
-    carry = bootstrap.to(values.dtype)[seq[rows.column == 0]]
-    next_values = torch.empty_like(values_matrix)  # V at the next token of the mask
-    for column in range(rows.shape[1] - 1, -1, -1):
-        next_values[:, column] = carry
-        carry = where(mask_matrix[:, column], values_matrix[:, column], carry)
-    following = t.compute_rewards(t.rewards) + c.gamma * rows.pack(next_values)
+    # the next token of the mask, and whether it is of the same sample
+    following_place = torch.cat([_find_next(mask)[1:], seq.new_full((1,), len(seq))])
+    is_last = torch.cat([seq, seq.new_full((1,), -1)])[following_place] != seq
+    next_values = torch.cat([values, values.new_zeros(1)])[following_place]
+    next_values = where(is_last, bootstrap.to(values.dtype)[seq], next_values)
+    following = t.compute_rewards(t.rewards) + c.gamma * next_values
     residuals = where(mask, following - values, 0.0)
     adv = _sum_masked_suffix(residuals, mask, seq, discount)
     t.returns = where(mask, adv + values, 0.0)
@@ -552,7 +544,7 @@ def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> Tensor:
 # KL penalty in the reward is subtracted from the sample's reward
 BY_ANSWER: dict[str, Callable[[RewardedBatch, Any], Tensor]] = {
     "reinforce": lambda a, c: BASELINES[c.baseline](a),
-    "rloo": lambda a, c: compute_rloo(a.rewards, a.groups, a.smallest_group),
+    "rloo": lambda a, c: compute_rloo(a.rewards, a.require_groups(2, "rloo")),
     "grpo": _apply_grpo,
     # r_i - mean, without division (Liu et al. 2025, arXiv 2503.20783)
     "dr_grpo": lambda a, c: center_by_group(a.rewards, a.groups),
@@ -660,11 +652,10 @@ def compute_advantage(
                 "or of the reference"
             )
         reference_ratio = where(valid, ratios.subtract(policy, ref), 0.0)
-        estimate = kl.estimate(config.kl.reward.estimator, reference_ratio)
-        shaped.kl_penalty = beta * where(valid, estimate, 0.0)
+        shaped.kl_penalty = beta * kl.estimate(config.kl.reward.estimator, reference_ratio)
         # the k1 estimate of KL(start || reference) in nats per sample: the mean over samples with
         # a token in the loss of the sum over their tokens
-        has_tokens = sum_by_sample(valid.to(estimate.dtype), batch.seq, batch.count) > 0
+        has_tokens = sum_by_sample(valid.long(), batch.seq, batch.count) > 0
         sample_kl = reference_ratio.sum() / has_tokens.sum().clamp(min=1)
     if config.loss.surrogate == "sft":
         adv = (batch.rewards > 0).to(batch.rewards.dtype)[batch.seq]

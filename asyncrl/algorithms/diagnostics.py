@@ -125,15 +125,6 @@ def sum_statistics(v: DiagnosticTokens) -> dict[str, Tensor]:
     known = v.valid if v.known is None else v.valid & v.known
     own_version = known & (v.lag == 0) if v.age is None else known & (v.lag == 0) & (v.age == 0)
     mismatch = kl.estimate_k3(-a)
-    to_reference = dict.fromkeys(("ref_k1", "ref_k3", "ref_forward", "ref_nll"), zero)
-    if v.reference is not None:
-        x = compute_log_ratio(v.target, v.reference)
-        to_reference = {
-            "ref_k1": x,
-            "ref_k3": kl.estimate_k3(x),
-            "ref_forward": kl.estimate_forward_k3(x),
-            "ref_nll": -v.reference,
-        }
     columns = {
         "n": torch.ones_like(a),
         "w": v.weight,
@@ -142,7 +133,6 @@ def sum_statistics(v: DiagnosticTokens) -> dict[str, Tensor]:
         "bt_k3": kl.estimate_k3(-t),
         "nll_mu": -v.behavior,
         "nll": -v.target,
-        "entropy": zero if v.entropy is None else v.entropy,
         "low": v.clipped == LOW,
         "high": v.clipped == HIGH,
         "dual": v.clipped == DUAL,
@@ -159,9 +149,19 @@ def sum_statistics(v: DiagnosticTokens) -> dict[str, Tensor]:
         "st_k1": -b,
         "st_k3": kl.estimate_k3(-b),
         "nll_start": -v.start,
-    } | to_reference
+    }
+    if v.entropy is not None:
+        columns["entropy"] = v.entropy
+    if v.reference is not None:
+        x = compute_log_ratio(v.target, v.reference)
+        columns |= {
+            "ref_k1": x,
+            "ref_k3": kl.estimate_k3(x),
+            "ref_forward": kl.estimate_forward_k3(x),
+            "ref_nll": -v.reference,
+        }
     # one pass over all rows: with few tokens the number of calls is the cost
-    table = torch.stack([columns[name] for name in TOKENS]).double()
+    table = torch.stack([columns.get(name, zero) for name in TOKENS]).double()
     table[: -len(START_STATISTICS)].masked_fill_(~v.valid, 0.0)
     table[-len(START_STATISTICS) :].masked_fill_(~known, 0.0)
     starts, edges = _copy_edges(a.device)

@@ -305,9 +305,8 @@ def prepare(
         scalars["is/fallback_share"] = ratios.average_masked(batch.version.isnan(), valid)
     reads = diagnostics.HostReads()
     reads.planned += scalars.values()
-    has_start = batch.start is not None
-    start = batch.start.clone() if batch.start is not None else zeros_like(batch.behavior)
-    known = torch.full_like(batch.mask, has_start)
+    start = zeros_like(batch.behavior) if batch.start is None else batch.start.clone()
+    known = torch.full_like(batch.mask, batch.start is not None)
     return PreparedBatch(
         batch=batch,
         config=config,

@@ -64,6 +64,11 @@ def mark_sides(low: Tensor, high: Tensor) -> Tensor:
     return where(low, LOW, where(high, HIGH, OPEN)).to(torch.int8)
 
 
+def mark_away(adv: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Mark the tokens that are low or high in the direction of their advantage."""
+    return mark_sides((adv < 0) & low, (adv > 0) & high)
+
+
 @dataclass
 class SurrogateTokens:
     """Inputs of a surrogate: n tokens of whole samples, without gradient.
@@ -149,12 +154,12 @@ def _apply_log_probability(t: SurrogateTokens, c: settings.Loss) -> SurrogateTer
     For `reinforce` the bounded weight pi_theta / mu belongs to the correction. For `sft` A is 1
     where the sample was rewarded and 0 elsewhere.
     """
-    return build_unclipped(t.adv.clone(), t.lp * t.adv)
+    return build_unclipped(t.adv, t.lp * t.adv)
 
 
 def clip_ratio(r: Tensor, adv: Tensor, lo: Any, hi: Any) -> SurrogateTerm:
     """min(r A, clip(r, lo, hi) A), with numbers or scalars for bounds."""
-    clipped = mark_sides((adv < 0) & (r < lo), (adv > 0) & (r > hi))
+    clipped = mark_away(adv, r < lo, r > hi)
     value = torch.minimum(r * adv, r.clamp(lo, hi) * adv)
     return SurrogateTerm(where(clipped == OPEN, r * adv, 0.0), value, clipped)
 
@@ -218,10 +223,9 @@ def _apply_dppo(t: SurrogateTokens, c: settings.DppoLoss) -> SurrogateTerm:
         moved = compute_binary_kl(prob.log() - t.log_r, prob.log()) * t.log_r.sign()
     else:
         moved = prob - prob / r
-    below, above = _find_moved(c, moved)
-    clipped = mark_sides((t.adv < 0) & below, (t.adv > 0) & above)
+    clipped = mark_away(t.adv, *_find_moved(c, moved))
     open_value = where(clipped == OPEN, r * t.adv, 0.0)
-    return SurrogateTerm(open_value, open_value.clone(), clipped)
+    return SurrogateTerm(open_value, open_value, clipped)
 
 
 def _apply_topr(t: SurrogateTokens, c: settings.ToprLoss) -> SurrogateTerm:
@@ -242,27 +246,26 @@ def _apply_dro(t: SurrogateTokens, c: settings.DroLoss) -> SurrogateTerm:
     return build_unclipped(t.adv - beta * t.log_r, t.lp * t.adv - beta / 2 * t.log_r.square())
 
 
-def choose_highest(cov: Tensor, mask: Tensor, share: float) -> Tensor:
-    """Return bool [N]: the `share` of the mask's tokens with the largest covariance (KL-Cov).
+def choose_highest(
+    score: Tensor, candidates: Tensor, share: float, mask: Tensor | None = None
+) -> Tensor:
+    """Return bool [N]: the candidates with the largest score: a share of the mask (KL-Cov).
 
-    At least one token is chosen.
+    At least one token is chosen. mask: None: the candidates.
     """
-    count = min(max(1, int(share * int(mask.sum()))), len(cov))
-    chosen = zeros_like(mask)
-    chosen[where(mask, cov, -torch.inf).topk(count).indices] = True
-    return chosen & mask
+    counted = candidates if mask is None else mask
+    count = min(max(1, int(share * int(counted.sum()))), len(score))
+    chosen = zeros_like(candidates)
+    chosen[where(candidates, score, -torch.inf).topk(count).indices] = True
+    return chosen & candidates
 
 
 def sample_by_covariance(
     cov: Tensor, mask: Tensor, share: float, lo: float, hi: float, seed: int
 ) -> Tensor:
     """Sample `share` of the mask's tokens where lo < covariance < hi: bool [N] (Clip-Cov)."""
-    candidates = mask & (cov > lo) & (cov < hi)
-    count = max(1, int(share * int(mask.sum())))
     key = torch.rand(len(cov), generator=torch.Generator().manual_seed(seed)).to(cov.device)
-    chosen = zeros_like(mask)
-    chosen[where(candidates, key, -1.0).topk(min(count, len(cov))).indices] = True
-    return chosen & candidates
+    return choose_highest(key, mask & (cov > lo) & (cov < hi), share, mask)
 
 
 def _apply_kl_cov(t: SurrogateTokens, c: settings.KlCovLoss) -> SurrogateTerm:
@@ -309,7 +312,7 @@ def compute_reshape(
     if c.clip > 0:
         exponent = g if c.clip_on == "w_gamma" else torch.ones_like(g)
         r = (exponent * log_w).exp()
-        cut = mark_sides((adv < 0) & (r < 1 - c.clip), (adv > 0) & (r > 1 + c.clip))
+        cut = mark_away(adv, r < 1 - c.clip, r > 1 + c.clip)
         log_w = where(cut == OPEN, log_w, r.clamp(1 - c.clip, 1 + c.clip).log() / exponent)
     w = (g * log_w).exp()
     bounded = w.clamp(max=c.weight_max) if c.weight_max > 0 else w
@@ -367,13 +370,11 @@ def _apply_gmpo(t: SurrogateTokens, c: settings.GmpoLoss) -> SurrogateTerm:
     without a cut.
     """
     low, high = c.clip.values()
-    above = (t.adv > 0) & (t.raw > high)
-    below = (t.adv < 0) & (t.raw < -low)
-    clamped = where(above, high, where(below, -low, t.raw))
+    clipped = mark_away(t.adv, t.raw < -low, t.raw > high)
+    clamped = where(clipped == HIGH, high, where(clipped == LOW, -low, t.raw))
     mean = average_by_sample(clamped, t.mask, t.seq, t.n).clamp(-CLAMP, CLAMP)
     value = mean.exp()[t.seq] * t.adv
-    clipped = mark_sides(below, above)
-    return SurrogateTerm(where(clipped == 0, value, 0.0), value, clipped)
+    return SurrogateTerm(where(clipped == OPEN, value, 0.0), value, clipped)
 
 
 def _compute_group_probability(w: StepBatch, c: settings.GepoLoss) -> dict[str, Tensor]:
@@ -462,18 +463,16 @@ def _find_bapo_bounds(b: StepBatch, c: settings.BapoLoss) -> dict[str, Tensor]:
     mass = where(b.mask, b.behavior, -torch.inf).double().exp() * b.adv.double().abs()
     positive_mass, negative_mass = (where(side, mass, 0.0) for side in (b.adv > 0, b.adv < 0))
     lows, highs = (
-        [lowest + step * i for i in range(round((highest - lowest) / step) + 1)]
+        lowest + step * torch.arange(round((highest - lowest) / step) + 1, device=w.device).double()
         for lowest, step, highest in (BAPO_LOW, BAPO_HIGH)
     )
-    candidates = [(lows[0], hi) for hi in highs] + [(lo, highs[-1]) for lo in lows[1:]]
-    positive = {hi: (positive_mass * w.clamp(max=hi)).sum() for hi in highs}
-    negative = {lo: (negative_mass * w.clamp(min=lo)).sum() for lo in lows}
-    p = torch.stack([positive[hi] for _, hi in candidates])
-    q = torch.stack([negative[lo] for lo, _ in candidates])
+    lo = torch.cat([lows[:1].expand(len(highs)), lows[1:]])
+    hi = torch.cat([highs, highs[-1:].expand(len(lows) - 1)])
+    p = (positive_mass * torch.minimum(w, hi[:, None])).sum(1)
+    q = (negative_mass * torch.maximum(w, lo[:, None])).sum(1)
     insufficient = p < c.bapo_share * (p + q)  # a batch without any mass is satisfied
-    chosen = where(insufficient.all(), len(candidates) - 1, (~insufficient).int().argmax())
-    bounds = b.current.new_tensor(candidates)[chosen]
-    return {"lo": bounds[0], "hi": bounds[1]}
+    chosen = where(insufficient.all(), len(lo) - 1, (~insufficient).int().argmax())
+    return {name: x[chosen].to(b.current.dtype) for name, x in (("lo", lo), ("hi", hi))}
 
 
 # ---- by name -------------------------------------------------------------------------------------

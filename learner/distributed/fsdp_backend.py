@@ -106,19 +106,16 @@ class FsdpBackend(DistributedBackend):
         Trainer.__init__(
             self, (p for p in model.hf.parameters() if p.requires_grad), config.learner
         )
-        self._keep_part("policy", self, [model.hf])
+        self.keep_part("policy", self, [model.hf])
         self.alignment = self.build_gradient_alignment()
 
     def add_part(self, name: str, head: nn.Module, trunk: PolicyModel | None) -> Trainer:
         self._shard(head, [], MixedPrecisionPolicy(cast_forward_inputs=False))
         if trunk is not None:
             self._shard_model(trunk)
-        trainer = super().add_part(name, head, trunk)
-        self._keep_part(name, trainer, [head, *([] if trunk is None else [trunk.hf])])
-        return trainer
+        return super().add_part(name, head, trunk)
 
-    def _keep_part(self, name: str, trainer: Trainer, modules: Sequence[nn.Module]) -> None:
-        """Keep the modules' parameters and their optimizer in checkpoints."""
+    def keep_part(self, name: str, trainer: Trainer, modules: Sequence[nn.Module]) -> None:
         named = nn.ModuleList(modules).named_parameters()
         self.parts[name] = {path: p for path, p in named if p.requires_grad}, trainer.optimizer
 

@@ -369,7 +369,7 @@ def test_group_means_and_baselines_of_groups_of_several_sizes() -> None:
     got = advantage("grpo", vec(1, 2, 3), torch.tensor([0, 0, 1]), ddof=0, eps=0.0)
     assert got.tolist() == [-1, 1, 0]
     with pytest.raises(ConfigError, match=r"rloo needs at least 2 samples .* learner.group_size"):
-        adv.compute_rloo(vec(1, 2, 3), torch.tensor([0, 0, 1]))
+        advantage("rloo", vec(1, 2, 3), torch.tensor([0, 0, 1]))
     assert adv.compute_rloo(vec(1, 3), torch.tensor([0, 0])).tolist() == [-2, 2]
 
 

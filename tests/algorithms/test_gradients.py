@@ -53,14 +53,6 @@ def test_a_cosine_and_its_projection_by_hand() -> None:
     assert looked(0.0, first, vec(1, 1), vec(0, 1))[0] == pytest.approx(math.sqrt(0.5))
 
 
-def test_a_gradient_of_no_step_is_not_the_one_before() -> None:
-    alignment = GradientAlignment(None, torch.clone)
-    alignment.measure([vec(1, 0)])
-    assert math.isnan(float(alignment.measure([vec(1, 1)])))
-    alignment.remember()
-    assert float(alignment.measure([vec(1, 1)])) == pytest.approx(1)
-
-
 def plain_gradients(learner: LearnerCore, count: int) -> list[torch.Tensor]:
     """Of SGD at rate 1 without clipping: what a batch takes from the weights."""
     out = []

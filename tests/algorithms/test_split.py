@@ -232,14 +232,14 @@ def test_versions_that_the_ring_no_longer_holds_are_left_out_and_said(ring: Ring
 
 
 def test_a_few_answers_are_drawn_by_seed_and_batch(ring: Ring) -> None:
-    c = core(ring, record={"split_samples": 3})
+    c = core(ring, record={"split_samples": 3, "reference_kl_every": 2})
     drawn: list[tuple[list[int], list[int]]] = []
     plain = c.measure.choose_samples
     # type: ignore[func-returns-value, method-assign]
     c.measure.choose_samples = lambda *args: drawn.append(plain(*args)) or drawn[-1]
     c.train(batch(ring))
     c.train(batch(ring, 4))
-    again = core(ring, record={"split_samples": 3})
+    again = core(ring, record={"split_samples": 3, "reference_kl_every": 2})
     # type: ignore[func-returns-value, method-assign]
     again.measure.choose_samples = lambda *args: drawn.append(plain(*args)) or drawn[-1]
     again.train(batch(ring))

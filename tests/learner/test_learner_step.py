@@ -371,19 +371,6 @@ def test_m2po_masks_each_minibatch_anew(model_dir: Path, monkeypatch: pytest.Mon
     assert not torch.allclose(before, after, atol=1e-3)
 
 
-def test_several_minibatches_measure_the_first_ones_answers(model_dir: Path) -> None:
-    """Only the first optimizer step's forward is the learner's start; the later ones' answers are
-    left out, not taken for it."""
-    c = core(model_dir, learner={"minibatches": 3, "lr": 5.0}, **ANCHORS[0])
-    packed = pack(batch())
-    start = c._forward(c.model, packed, range(GROUPS * SIZE)).double()
-    first = packed.find_token_positions(c._choose_minibatches(packed, 0)[0])
-    x = (start - packed.behavior.double())[first]
-    m = c.train(batch())
-    assert m["kl/behavior_start_k1"] == pytest.approx(float(-x.mean()), rel=1e-5)
-    assert "kl/start_target_k3" not in m, "no answer is seen twice"
-
-
 def lengths(b: Batch) -> list[int]:
     return [s.length for s in b.samples]
 
@@ -444,14 +431,6 @@ def test_the_present_coefficient_is_charged_not_configs(model_dir: Path, tmp_pat
     assert (a["kl/beta"], b["kl/beta"]) == (0.1, 0.2)
     charged, doubly = (row["reward/mean"] - row["reward/used_mean"] for row in (a, b))
     assert doubly == pytest.approx(2 * charged, rel=1e-3) != 0
-
-
-def test_other_ranks_are_told_of_the_batch_before_anything_else(model_dir: Path) -> None:
-    c, told = core(model_dir), []
-    c.backend.broadcast = lambda *what: told.append(what)
-    b = batch(4)
-    c.train(b)
-    assert told == [("train", b)]
 
 
 def test_exact_runs_end_at_the_first_difference(model_dir: Path) -> None:
@@ -611,12 +590,6 @@ def test_a_schedule_is_that_of_transformers_to_the_last_bit(name: str, warmup: i
     if name == "cosine":
         assert ours == transformers_rates("cosine_with_min_lr", warmup, 23, min_lr_rate=0.2)
     assert ours[23] == pytest.approx(0.3 if name == "constant" else 0.2 * 0.3)
-
-
-def test_the_learner_trains_each_batch_at_its_rate(model_dir: Path) -> None:
-    c = core(model_dir, learner={"steps": 6, "schedule": "linear", "warmup_steps": 2, "lr": 0.3})
-    rates = [c.train(batch(n, seed=n))["optim/lr"] for n in range(3)]
-    assert rates == transformers_rates("linear", 2, 6)[:3] == [0.0, 0.15, 0.3]
 
 
 def run_that_raises(error: Exception) -> Callable[..., Any]:

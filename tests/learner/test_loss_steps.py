@@ -109,13 +109,6 @@ def test_the_first_steps_pass_is_the_start_and_later_ones_are_the_latest() -> No
     assert shown.known.all() and torch.equal(shown.start, first)
 
 
-def test_a_recomputed_anchor_is_the_start_and_another_is_not() -> None:
-    b = batch(3)
-    assert torch.equal(sl.prepare(b, config()).start, b.proximal)
-    b = batch(3)
-    assert not sl.prepare(b, config(**BYPASS)).known.any() and b.start is None
-
-
 def test_a_step_divides_by_its_own_samples() -> None:
     b = batch(4)
     _, step = begun(b, config(), samples=[0, 5, 7])

@@ -15,7 +15,6 @@ from store_kit import make
 from trajectory_kit import trajectory
 
 from actors.gateway.service import build_limits
-from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.loss import REDUCTIONS
 from asyncrl.config import load
 from asyncrl.contract.errors import BadMessage, ConfigError
@@ -137,15 +136,11 @@ def test_methods_of_order_refuse_forked_sessions(model_dir: Path, variant: dict[
 
 def test_skipped_tokens_are_counted_where_they_were_drawn(model_dir: Path) -> None:
     """Early stopping leaves samples untrained: of them the tokens of mask 1, over all rows."""
-    c = core(model_dir, learner={"groups": GROUPS, "group_size": SIZE})
+    c = core(model_dir, learner={"groups": GROUPS, "group_size": SIZE}, stop={"ess_min": 1.0})
     for how in ("split", "shared"):
         data = sessions(how)
-        packed = c._pack_batch(data)
-        prep = step_loss.prepare(packed, c.config)
-        c.trained_samples = set()
-        counts = prep.reads.read(*c._sum_unused_tokens(prep, packed))
-        unused = c._list_unused_tokens(counts, packed, len(data.samples))
-        assert unused == [(s.length, 0) for s in data.samples]
+        assert c.train(data)["optim/steps"] == 0
+        assert c.unused == [(s.length, 0) for s in data.samples]
 
 
 SETTINGS = StoreSettings(1, 2, 3, SamplingSettings(), context=64, session_tokens=100)
