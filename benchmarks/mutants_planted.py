@@ -84,7 +84,7 @@ PLANTED = [
     Planted(
         "the KL that a batch arrived with is not subtracted",
         ALGORITHMS + "loss.py",
-        "return total - sum_kl(to_start, ones)[0], weight",
+        "return total - sum_moved_kl(behavior, start, behavior, valid)[0], weight",
         "return total, weight",
         STOPS + "at_learning_rate_zero_nothing_ever_stops[{'epochs': 3}-behavior-behavior]",
     ),

@@ -109,9 +109,7 @@ class SampleLog(BatchLog):
         if packed.version is not None:
             columns["sampler"] = packed.version
         values = {name: x.detach().cpu().numpy() for name, x in columns.items()}
-        rewards: dict[int, list[float]] = {}
-        for group, reward in zip(packed.group_of, packed.rewards.tolist(), strict=True):
-            rewards.setdefault(group, []).append(reward)
+        rewards = list(zip(packed.group_of, packed.rewards.tolist(), strict=True))
         rows = []
         chosen = choose_samples(packed, prep, self.config, batch.number)
         for position, rules in sorted(chosen.items()):
@@ -158,7 +156,7 @@ class SampleLog(BatchLog):
                 "excluded": sample.aside,
                 "segments": [list(segment) for segment in sample.segments],
                 "length": sum(len(sequence["tokens"]) for sequence in sequences),
-                "group_rewards": rewards[packed.group_of[position]],
+                "group_rewards": [x for group, x in rewards if group == rewards[position][0]],
             }
             if batch.tasks:
                 row_head["task"] = batch.tasks[place]

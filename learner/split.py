@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms import diagnostics, kl, ratios
-from asyncrl.algorithms.loss import PreparedBatch
+from asyncrl.algorithms.loss import PreparedBatch, sum_moved_kl
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch
@@ -208,20 +208,7 @@ def measure_move(
 ) -> float:
     """Return KL(before || after) of one batch's updates, nats per token, by k3.
 
-    The tokens were sampled by mu, so each has weight before / mu, at most 2. Their states stay
-    mu's.
-
-    Args:
-        old_logprobs: [N], before the updates.
-        new_logprobs: [N], after the updates.
-        behavior: [N], log mu.
-        valid: bool [N].
+    The arguments are those of `sum_moved_kl`.
     """
-    weight = ratios.compute_log_ratio(old_logprobs, behavior).exp().clamp(max=2.0)
-    kl_estimates = kl.estimate_k3(
-        ratios.compute_log_ratio(old_logprobs, new_logprobs.to(old_logprobs.dtype))
-    )
-    return float(
-        ratios.average_masked(kl_estimates * weight, valid)
-        / ratios.average_masked(weight, valid).clamp(min=1e-12)
-    )
+    total, weight = sum_moved_kl(old_logprobs, new_logprobs, behavior, valid)
+    return float(total / weight.clamp(min=1e-12))

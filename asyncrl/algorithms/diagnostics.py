@@ -61,6 +61,18 @@ SAMPLES = (
     *("n", "nll_mu", "nll", "w", "w2", "known", "nll_start"),
     *(f"{cause}{quantity}" for cause in CAUSES for quantity in ("", "_length", "_reward")),
 )
+# by_lag/NAME -> the metric of all tokens
+BY_LAG = {
+    "target_k3": "kl/behavior_target_k3",
+    "weight": "is/mean_weight",
+    "clip": "clip/share",
+    "zero": "is/zero_share",
+    "entropy": "policy/entropy",
+    "k1": "kl/behavior_start_k1",
+    "k3": "kl/behavior_start_k3",
+    "update": "kl/start_target_k1",
+    "ess": "is/ess",
+}
 EDGES = 0.01 * 1.15 ** torch.arange(48)  # |log rho| histogram: from 0.01 to about 7
 UPPER_EDGES: list[float] = EDGES.tolist()  # a copy on the host
 
@@ -279,7 +291,8 @@ def compute_metrics(
         return {}
     width = 1 + len(BUCKETS) + len(tasks)
     columns = [dict(zip(TOKENS, host["tokens"][i::width], strict=True)) for i in range(width)]
-    computed = _compute_token_metrics(columns[0])
+    of_columns = [_compute_token_metrics(column) for column in columns]
+    computed = of_columns[0].copy()
     s = dict(zip(SAMPLES, host["samples"], strict=True))
     n = max(s["n"], 1.0)
     computed |= {
@@ -306,29 +319,17 @@ def compute_metrics(
             "mismatch/k3_at_lag_0": host["at_lag_0"][1] / host["at_lag_0"][0],
             "mismatch/max_at_lag_0": host["max/at_lag_0"][0],
         }
-    for task, s in zip(tasks, columns[1 + len(BUCKETS) :], strict=True):
-        if s["known"]:
-            computed[f"task/{task}_ess"] = compute_ess(s["rho"], s["rho2"], s["known"])
-    for bucket, s in zip(BUCKET_NAMES, columns[1:], strict=False):
-        if (n := s["n"]) <= 0:
-            continue
-        of_bucket = {
-            "target_k3": s["bt_k3"] / n,
-            "weight": s["w"] / n,
-            "tokens": n,
-            "clip": (s["low"] + s["high"] + s["dual"]) / n,
-            "zero": (s["masked"] + s["rejected"] + s["vetoed"]) / n,
-        }
-        if s["entropy"]:
-            of_bucket["entropy"] = s["entropy"] / n
-        if known_count := s["known"]:
-            of_bucket |= {
-                "k1": s["bs_k1"] / known_count,
-                "k3": s["bs_k3"] / known_count,
-                "update": s["st_k1"] / known_count,
-                "ess": compute_ess(s["rho"], s["rho2"], known_count),
+    for bucket, column, of_bucket in zip(BUCKET_NAMES, columns[1:], of_columns[1:], strict=False):
+        if column["n"] > 0:
+            computed[f"by_lag/tokens_{bucket}"] = column["n"]
+            computed |= {
+                f"by_lag/{name}_{bucket}": of_bucket[metric]
+                for name, metric in BY_LAG.items()
+                if metric in of_bucket
             }
-        computed |= {f"by_lag/{name}_{bucket}": x for name, x in of_bucket.items()}
+    for task, of_task in zip(tasks, of_columns[1 + len(BUCKETS) :], strict=True):
+        if "is/ess" in of_task:
+            computed[f"task/{task}_ess"] = of_task["is/ess"]
     computed |= {name: values[0] for name, values in host.items() if name.startswith("loss/")}
     if "reshape" in host:
         computed |= _compute_reshape_metrics(host["reshape"])

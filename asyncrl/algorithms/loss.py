@@ -341,7 +341,7 @@ def compute_learning_rate_share(
     if "ess/answers" not in sums:
         return step.lr_scale
     ((count, total, square),) = prep.reads.read(sums["ess/answers"])
-    ess = total * total / max(count * square, 1e-300) if count else 1.0
+    ess = diagnostics.compute_ess(total, square, count) if count else 1.0
     stop = prep.config.stop
     # VCPO, arXiv 2602.17616; it scales the rate, because Adam would undo a factor of the loss
     share = min(1.0, ess / stop.ess_on_policy)
@@ -748,22 +748,31 @@ def sum_update_kl(prep: PreparedBatch, part: Tensor | slice, lp: Tensor) -> tupl
     Both are sums over the tokens `part`; their quotient is 0 while lp equals the start. Sums of
     micro-batches and ranks add up, and every rank must decide on the same sums.
 
-    - stop.against = start: r - 1 - log r with r = pi_theta / start, whose mean estimates
-      KL(start || theta). The samples come from mu, so each token has weight start / mu, at most 2.
-    - stop.against = behavior: the same estimate of KL(mu || theta), minus KL(mu || start) of the
-      same tokens, which is the KL that the batch arrived with.
+    - stop.against = start: KL(start || theta).
+    - stop.against = behavior: KL(mu || theta) minus KL(mu || start) of the same tokens, with which
+      the batch arrived.
     """
     valid = prep.valid[part]
     behavior = prep.batch.behavior[part]
     start = prep.start[part]
-
-    def sum_kl(log_r: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        k = torch.expm1(log_r) - log_r
-        return where(valid, weight * k, 0.0).sum(), where(valid, weight, 0.0).sum()
-
-    to_start = ratios.compute_log_ratio(start, behavior)
     if prep.config.stop.against == "start":
-        return sum_kl(ratios.compute_log_ratio(lp, start), to_start.exp().clamp(max=2.0))
-    ones = torch.ones_like(start)
-    total, weight = sum_kl(ratios.compute_log_ratio(lp, behavior), ones)
-    return total - sum_kl(to_start, ones)[0], weight
+        return sum_moved_kl(start, lp, behavior, valid)
+    total, weight = sum_moved_kl(behavior, lp, behavior, valid)
+    return total - sum_moved_kl(behavior, start, behavior, valid)[0], weight
+
+
+def sum_moved_kl(
+    old: Tensor, new: Tensor, behavior: Tensor, valid: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (weighted sum, weight) of KL(old || new) by k3 on tokens that mu sampled.
+
+    Each token has weight old / mu, at most 2. Their states stay mu's.
+
+    Args:
+        old, new: [n], log-probabilities.
+        behavior: [n], log mu.
+        valid: bool [n].
+    """
+    weight = where(valid, ratios.compute_log_ratio(old, behavior).exp().clamp(max=2.0), 0.0)
+    moved = kl.estimate_k3(ratios.compute_log_ratio(old, new.to(old.dtype)))
+    return where(valid, weight * moved, 0.0).sum(), weight.sum()

@@ -54,16 +54,23 @@ EXACT = ("exact='try'", "weights.in_flight='between_groups'")
 LEDGER = {"trained": {"tokens": 7.0}}
 
 
-class Buffer:
-    """Welcomes, and says Finished to a goodbye; `seen`: the run's files at each message."""
+class ServingBuffer:
+    """Welcomes, answers asks with batches and commits with Committed, and says Finished to a
+    goodbye.  lose: the classes of which the first message is lost on its way; `seen`: the run's
+    files at each message."""
 
     address = "ipc:///nowhere"
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, lose: tuple[type, ...] = ()) -> None:
         self.run_dir, self.inbox = run_dir, deque[m.FromBuffer]()
         self.seen: dict[str, list[str]] = {}
         self.sent: list[m.FromPeer] = []
         self.moved = False  # it is elsewhere: told once
+        self.crash = set(lose)
+        self.checkpointed = 0  # what its Welcome says
+        self.keep: list[Label] = []  # what its Committed says
+        self.held: dict[Label, str] = {}  # of the ring, as each commit came
+        self.ring: Any = None
 
     def find_moved_buffer(self, silent: float) -> bool:
         moved, self.moved = self.moved, False
@@ -71,45 +78,26 @@ class Buffer:
 
     def send(self, message: m.FromPeer) -> None:
         self.sent.append(message)
+        if type(message) in self.crash:
+            self.crash.remove(type(message))
+            return
         files = ("model/config.json", "weights_digest")
         self.seen[type(message).__name__] = [n for n in files if (self.run_dir / n).exists()]
         if isinstance(message, m.LearnerHello):
-            self.inbox.append(m.Welcome(message.epoch, 0))
+            self.inbox.append(m.Welcome(message.epoch, self.checkpointed))
         if isinstance(message, m.LearnerGoodbye):
             self.inbox.append(m.RunFinished(message.epoch))
+        if isinstance(message, m.BatchRequest):
+            self.inbox.append(made(message.epoch, message.number))
+        if isinstance(message, m.Commit):
+            self.held[message.label] = self.ring.list_labels().get(message.label, "")
+            self.inbox.append(m.CommitReply(message.epoch, message.number, self.keep))
 
     def recv(self, timeout: float) -> m.FromBuffer | None:
         return self.inbox.popleft() if self.inbox else None
 
     def close(self) -> None:
         pass
-
-
-class ServingBuffer(Buffer):
-    """Answers asks with batches and commits with Committed.  lose: the classes of which the first
-    message is lost on its way."""
-
-    def __init__(self, run_dir: Path, lose: tuple[type, ...] = ()) -> None:
-        super().__init__(run_dir)
-        self.crash = set(lose)
-        self.checkpointed = 0  # what its Welcome says
-        self.keep: list[Label] = []  # what its Committed says
-        self.held: dict[Label, str] = {}  # of the ring, as each commit came
-        self.ring: Any = None
-
-    def send(self, message: m.FromPeer) -> None:
-        if type(message) in self.crash:
-            self.crash.remove(type(message))
-            self.sent.append(message)
-            return
-        super().send(message)
-        if isinstance(message, m.LearnerHello):
-            self.inbox[-1] = m.Welcome(message.epoch, self.checkpointed)
-        if isinstance(message, m.BatchRequest):
-            self.inbox.append(made(message.epoch, message.number))
-        if isinstance(message, m.Commit):
-            self.held[message.label] = self.ring.list_labels().get(message.label, "")
-            self.inbox.append(m.CommitReply(message.epoch, message.number, self.keep))
 
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.sent if isinstance(message, kind)]
