@@ -53,16 +53,12 @@ OF_EACH_STEP = (
 class Update(NamedTuple):
     """One completed optimizer step.
 
-    norm: of its gradient, before clipping.
-    lr: its learning rate.
+    metrics: measured before its pass, or of its gradient.
     sums: of its pass.
-    before: metrics of the batch measured before the step.
     """
 
-    norm: float
-    lr: float
+    metrics: dict[str, float]
     sums: dict[str, Tensor]
-    before: dict[str, float]
 
 
 @dataclass
@@ -182,8 +178,6 @@ class LearnerCore:
         self.backend.broadcast("train", batch)
         config = self.config
         packed = self._pack_batch(batch)
-        self.critic_norms: list[float] = []
-        self.cosines: list[float] = []
         advantage = config.advantage
         by_prompt = getattr(advantage, "baseline", "") == "prompt"
         digests = self._look_up_prompts(batch, packed) if by_prompt else []
@@ -230,8 +224,7 @@ class LearnerCore:
             self.sample_log.add(self.sample_log.build_rows(batch, packed, prep))
         self.updates = []
         for update, values in zip(steps.updates, step_metrics, strict=True):
-            row = {"optim/grad_norm": update.norm, "optim/lr": update.lr, **update.before}
-            row |= {
+            row = update.metrics | {
                 name: value
                 for name, value in values.items()
                 if name in OF_EACH_STEP or name.startswith("reshape/")
@@ -243,11 +236,11 @@ class LearnerCore:
                 f"exact: engine and learner differ at lag 0 in batch {batch.number} by {error:.1e} "
                 'nats; see `asyncrl doctor --exact`, or exact = "try"'
             )
-        if self.critic_norms:
-            metrics["value/grad_norm"] = sum(self.critic_norms) / len(self.critic_norms)
-        if self.cosines:
-            metrics["optim/gradient_cosine"] = sum(self.cosines) / len(self.cosines)
-            metrics["optim/gradient_cosine_max"] = max(self.cosines)
+        for name in ("optim/grad_norm", "value/grad_norm", "optim/gradient_cosine"):
+            if of_steps := [u.metrics[name] for u in steps.updates if name in u.metrics]:
+                metrics[name] = sum(of_steps) / len(of_steps)
+                if name == "optim/gradient_cosine":
+                    metrics["optim/gradient_cosine_max"] = max(of_steps)
         if logprobs is not None:
             columns = logprobs, self._forward(self.model, packed), packed.behavior
             metrics["kl/moved"] = measure_move(*columns, prep.valid)
@@ -276,7 +269,7 @@ class LearnerCore:
         return metrics | {
             "optim/lr": self.rate,
             "optim/steps": len(steps.updates),
-            "optim/grad_norm": sum(u.norm for u in steps.updates) / max(len(steps.updates), 1),
+            "optim/grad_norm": metrics.get("optim/grad_norm", 0.0),
             "optim/early_stops": self.state.early_stops,
             "optim/skipped": self.state.skipped,
             "optim/stop_kl": steps.stop_kl,
@@ -403,15 +396,13 @@ class LearnerCore:
                 of_step = self._sum_unused_tokens(prep, packed)
                 # what the batch's metrics need is read with the norm, in one wait
                 prep.reads.planned += [*of_step, *steps.sums.values(), *sums.values()]
-                norm = self._apply(packed, sums, share)
-                if norm is None:
+                gradient = self._apply(packed, sums, share)
+                if gradient is None:
                     prep.used = used_before
                 else:
                     steps.unused = of_step
                     steps.trained.update(samples)
-                    if self.backend.cosine is not None:
-                        step.metrics["optim/gradient_cosine"] = self.backend.cosine
-                    steps.updates.append(Update(norm, self.rate * share, sums, step.metrics))
+                    steps.updates.append(Update(step.metrics | gradient, sums))
         return steps
 
     def _sum_unused_tokens(
@@ -534,23 +525,24 @@ class LearnerCore:
 
     def _apply(
         self, packed: PackedBatch, sums: dict[str, Tensor], lr_scale: float = 1.0
-    ) -> float | None:
-        """Make the optimizer step; return its gradient norm, None when it was skipped.
+    ) -> dict[str, float] | None:
+        """Make the optimizer step; return its rate and the gradient's metrics, None if skipped.
 
         A gradient that is not finite is skipped and counted. Raises NotFiniteError for the third in
         a row.
         """
         rate = self.rate * lr_scale
-        norm = self.backend.apply(rate, sums["loss/policy"])
-        if math.isfinite(norm):
+        metrics = {"optim/grad_norm": self.backend.apply(rate, sums["loss/policy"])}
+        if math.isfinite(metrics["optim/grad_norm"]):
+            metrics["optim/lr"] = rate
             if self.critic is not None:
                 own_rate = self.config.value.lr
                 critic_rate = own_rate * (self.lr_share * lr_scale) if own_rate else rate
-                self.critic_norms.append(self.critic.trainer.apply(critic_rate))
+                metrics["value/grad_norm"] = self.critic.trainer.apply(critic_rate)
             if self.backend.cosine is not None and not math.isnan(self.backend.cosine):
-                self.cosines.append(self.backend.cosine)
+                metrics["optim/gradient_cosine"] = self.backend.cosine
             self.state.bad_in_a_row = 0
-            return norm
+            return metrics
         self.state.skipped += 1
         self.state.bad_in_a_row += 1
         if self.state.bad_in_a_row >= BAD_IN_A_ROW:

@@ -2,7 +2,6 @@
 batch.  float64 throughout."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -423,19 +422,6 @@ def test_an_unknown_name_in_a_config_lists_the_valid_ones(settings: str, known: 
     key = settings.split()[-1].partition("=")[0]
     with pytest.raises(ConfigError, match=f"{key}.*choose one of .*{known}"):
         convert(settings)
-
-
-def test_the_prepass_reads_any_object_with_the_sections() -> None:
-    c = config()
-    plain = SimpleNamespace(
-        **{
-            k: getattr(c, k)
-            for k in ("staleness", "advantage", "correction", "loss", "kl", "learner", "generator")
-            + ("reshape", "stop", "value", "seed")
-        }
-    )
-    b = batch(9)
-    assert torch.equal(gradient(b, plain, theta(b))[1], gradient(b, c, theta(b))[1])
 
 
 WARNED = parse_refusals("""
