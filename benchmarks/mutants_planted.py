@@ -77,7 +77,7 @@ PLANTED = [
     Planted(
         "action = slow is off",
         ALGORITHMS + "loss.py",
-        'elif prep.budget is not None and stop.action == "slow" and stop.kl_max > 0:',
+        'elif stop.action == "slow" and stop.kl_max > 0:',
         "elif False:",
         SETTINGS + "slow_takes_the_share_of_a_step_that_fits_and_stops_at_the_budget",
     ),

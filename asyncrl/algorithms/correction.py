@@ -15,7 +15,7 @@ function and add its line to the dict.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, where
@@ -290,8 +290,7 @@ def find_m2_threshold(log_rho: Tensor, mask: Tensor, limit: float = 0.04) -> Ten
     return where(beyond, magnitude, torch.inf).amin()
 
 
-@dataclass
-class ImportanceWeights:
+class ImportanceWeights(NamedTuple):
     """Weights of a batch or a part of it.
 
     weight: [N], 0 where dropped.

@@ -139,7 +139,7 @@ class PreparedBatch:
     returns: Tensor | None  # [N], with a value head
     scalars: dict[str, Tensor]  # metrics of the pre-pass
     reads: diagnostics.HostReads  # of the batch
-    budget: KLBudget | None  # over the steps of this batch
+    budget: KLBudget | None = None  # over the steps of this batch
     steps: int = 0  # optimizer steps begun
     number: int  # of the batch; random choices are a function of (seed, number, step)
     # [N] the learner's policy at the start of the batch, valid where `known`: given with the batch,
@@ -299,8 +299,6 @@ def prepare(
         "advantage/abs_max": torch.cat([adv.new_zeros(1), where(valid, adv, 0.0).abs()]).amax(),
         "answer/masked_share": 1 - valid.to(adv.dtype).mean(),
     }
-    stop = config.stop
-    budget = KLBudget(stop.kl_max) if stop.action == "slow" and stop.kl_max > 0 else None
     if batch.version is not None:
         scalars["is/fallback_share"] = ratios.average_masked(batch.version.isnan(), valid)
     reads = diagnostics.HostReads()
@@ -317,7 +315,6 @@ def prepare(
         returns=returns,
         scalars=scalars,
         reads=reads,
-        budget=budget,
         number=number,
         start=start,
         known=known,
@@ -520,7 +517,8 @@ def _fill_statistics(
     if stops:
         if host["ess"] < stop.ess_min:
             step.lr_scale = 0.0
-        elif prep.budget is not None and stop.action == "slow" and stop.kl_max > 0:
+        elif stop.action == "slow" and stop.kl_max > 0:
+            prep.budget = prep.budget or KLBudget(stop.kl_max)
             step.lr_scale = prep.budget.compute_next_share(host["stop"])
         step.metrics |= {"optim/stop_ess": host["ess"], "optim/lr_scale": step.lr_scale}
     if step.reshape is not None:
@@ -582,14 +580,12 @@ def compute_micro_loss(
         reshape=c.reshape,
         prepass={name: x[part] if x.dim() else x for name, x in step.prepass.items()},
     )
-    weights = prep.corrected
-    if weights is None:
-        known = None if c.loss.surrogate == "reinforce" else b.proximal
-        proximal = target if known is None else known[part]
-        weights = _correct(b, part, proximal, valid, c, adv=tokens.adv, mean=step.mean)
-        weight, kept, vetoed = weights.weight, weights.kept, weights.vetoed
+    if prep.corrected is None:  # the proximal policy is this one, or has no weights
+        weight, kept, vetoed, _ = _correct(
+            b, part, target, valid, c, adv=tokens.adv, mean=step.mean
+        )
     else:
-        weight, kept, vetoed = (x[part] for x in (weights.weight, weights.kept, weights.vetoed))
+        weight, kept, vetoed = (x[part] for x in prep.corrected[:3])
     if c.correction.reject_at == "target":
         log_rho = ratios.subtract(target, tokens.behavior)
         kept = kept & correction.find_unrejected(
