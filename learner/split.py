@@ -17,7 +17,6 @@ from torch import Tensor
 from asyncrl.algorithms import diagnostics, kl, ratios
 from asyncrl.algorithms.loss import PreparedBatch, sum_moved_kl
 from asyncrl.config.tree import Config
-from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapters
@@ -65,7 +64,6 @@ class SplitMeter:
         """Return the metrics of this batch on its `answers`, from `choose_samples`.
 
         updated [N] holds the log-probabilities under the updated policy, where the split is due.
-        Raises AsyncrlError when `exact` is true and engine and learner differ at equal weights.
         """
         metrics: dict[str, float] = {}
         split_on, refer_on = answers
@@ -88,13 +86,6 @@ class SplitMeter:
                     *(x[usable] for x in (*policies, packed.token_lag, packed.age))
                 )
                 metrics["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
-                difference = metrics.get("mismatch/max_one_version", 0.0)
-                if self.config.exact is True and difference != 0:
-                    raise AsyncrlError(
-                        f"exact: engine and learner differ by {difference:.1e} nats under the "
-                        f"same weights in batch {batch.number}; see `asyncrl doctor --exact`, or "
-                        'exact = "try"'
-                    )
         if packed.reference is None and refer_on:
             metrics |= self.measure_reference_kl(packed, prep, refer_on)
         return metrics

@@ -231,11 +231,13 @@ class LearnerCore:
             }
             row = {name: value for name, value in row.items() if math.isfinite(value)}
             self.updates.append({"step": batch.number, "update": len(self.updates), **row})
-        if config.exact is True and (error := metrics.get("mismatch/max_at_lag_0", 0.0)) != 0:
-            raise AsyncrlError(
-                f"exact: engine and learner differ at lag 0 in batch {batch.number} by {error:.1e} "
-                'nats; see `asyncrl doctor --exact`, or exact = "try"'
-            )
+        for name, place in (("at_lag_0", "at lag 0"), ("one_version", "under the same weights")):
+            error = metrics.get(f"mismatch/max_{name}", 0.0)
+            if config.exact is True and error != 0:
+                raise AsyncrlError(
+                    f"exact: engine and learner differ {place} in batch {batch.number} by "
+                    f'{error:.1e} nats; see `asyncrl doctor --exact`, or exact = "try"'
+                )
         for name in ("optim/grad_norm", "value/grad_norm", "optim/gradient_cosine"):
             if of_steps := [u.metrics[name] for u in steps.updates if name in u.metrics]:
                 metrics[name] = sum(of_steps) / len(of_steps)

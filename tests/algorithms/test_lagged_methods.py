@@ -801,11 +801,7 @@ def apply(
     name: str, log_w: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, **keys: Any
 ) -> surrogates.SurrogateTerm:
     """A surrogate on samples of a token each, or of two where there are four."""
-    c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
-    seq = torch.arange(len(log_w)) // (len(log_w) // 2)
-    tokens = surrogates.SurrogateTokens(log_w, adv, lp, lp - log_w, log_w == log_w, seq, 2)
-    tokens.prepass = {"lo": vec(0.5)[0], "hi": vec(2)[0], "group_q": log_w * 0}
-    return surrogates.SURROGATES[name](tokens, c.loss)
+    return term(name, log_w, adv, lp, seq=torch.arange(len(log_w)) // (len(log_w) // 2), **keys)
 
 
 LINEAR: list[tuple[str, dict[str, Any]]] = [
@@ -898,11 +894,8 @@ def test_far_ratios_count_as_the_clamp() -> None:
         found = apply(name, far, vec(-1, 1), far, eps_low=9e9, eps_high=9e9)
         assert torch.allclose(found.coefficient, edge.exp() * vec(-1, 1))
     for level in ("sequence", "geometric"):
-        c = config(loss={"surrogate": "ppo", "ratio": level, "eps_low": 1e9, "eps_high": 1e9})
-        given = surrogates.SurrogateTokens(far, vec(-1, 1), far, far, every, seq, 2)
-        assert torch.allclose(
-            surrogates.SURROGATES["ppo"](given, c.loss).coefficient, edge.exp() * vec(-1, 1)
-        )
+        found = term("ppo", far, vec(-1, 1), ratio=level, eps_low=1e9, eps_high=1e9)
+        assert torch.allclose(found.coefficient, edge.exp() * vec(-1, 1))
     # the least and the most of exp alone, where the other would not show
     _, total, square = sl.sum_sample_weights(far[1:], every[1:], seq[:1], 1).tolist()
     assert (total, square) == (pytest.approx(math.exp(-20)), pytest.approx(math.exp(-40)))
@@ -914,18 +907,16 @@ def test_tokens_outside_the_mask_change_no_answers_ratio() -> None:
     first, second = 1.2 * 1.5, 0.8 * 2
     found = sl.sum_sample_weights(log_w, mask, SEQ, 2).tolist()
     assert found == pytest.approx([2, first + second, first**2 + second**2])
-    given = surrogates.SurrogateTokens(log_w, SIGN, LP, MU.log(), mask, SEQ, 2)
-    oapl = settings.OaplLoss(oapl_beta=0.5)
+    given = log_w, SIGN, LP, mask, SEQ
     apart = [0.5 * math.log(first) - 1, 0.5 * math.log(second) + 1]
-    value = surrogates.SURROGATES["oapl"](given, oapl)
+    value = term("oapl", *given, oapl_beta=0.5)
     assert value.coefficient.tolist() == pytest.approx([-apart[0]] * 3 + [-apart[1]] * 3)
     mean = [-(apart[0] ** 2) / 2] * 3 + [-(apart[1] ** 2) / 2] * 3
     assert value.objective.tolist() == pytest.approx(mean)
-    one = surrogates.SURROGATES["vespo"](given, settings.VespoLoss()).coefficient[mask].tolist()
+    one = term("vespo", *given).coefficient[mask].tolist()
     w = torch.tensor([first, second], dtype=D).log()[SEQ[mask]]
     assert one == pytest.approx(term("vespo", w, SIGN[mask]).coefficient.tolist())
-    c = config(loss={"surrogate": "ppo", "ratio": "sequence", "eps_low": 9.0, "eps_high": 9.0})
-    got = surrogates.SURROGATES["ppo"](given, c.loss).coefficient
+    got = term("ppo", *given, ratio="sequence", eps_low=9.0, eps_high=9.0).coefficient
     assert got.tolist() == pytest.approx([first] * 3 + [-second] * 3)
 
 

@@ -268,7 +268,7 @@ def test_exact_ends_a_run_whose_engine_differs_at_a_lag(ring: Ring) -> None:
     for sample in b.samples:
         sample.spans = [VersionSpan(Label(1, 0), "", 0, 8, Label(1, 0))]
     c = core(ring, exact=True)
-    said = r"exact: engine and learner differ by .* under the same weights in batch 2"
+    said = "exact: engine and learner differ under the same weights in batch 2 by"
     with pytest.raises(AsyncrlError, match=said):
         c.train(b)
     assert core(ring, exact="try").train(b)["mismatch/max_one_version"] > 0.1

@@ -22,7 +22,8 @@ def term(
     seq = torch.arange(len(raw)) if seq is None else seq
     mask = torch.ones_like(seq, dtype=torch.bool) if mask is None else mask
     tokens = surrogates.SurrogateTokens(raw, adv, lp, lp - raw, mask, seq, int(seq.max()) + 1)
-    tokens.prepass = {} if chosen is None else {"chosen": chosen}
+    low, high = torch.tensor([0.5, 2.0], dtype=raw.dtype)
+    tokens.prepass = {"chosen": chosen, "lo": low, "hi": high, "group_q": raw * 0}
     return surrogates.SURROGATES[name](tokens, STRUCTS[name](**keys))
 
 
