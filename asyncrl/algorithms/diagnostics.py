@@ -1,7 +1,8 @@
 """Sums over tokens and samples, by lag bucket, and the metrics computed from them.
 
 Sums of micro-batches add up; keys with `max/` take the larger. Each micro-batch makes one matrix
-[statistics, 1 + buckets]: column 0 covers all valid tokens, and each further column a lag bucket.
+[statistics, 1 + buckets + tasks]: column 0 covers all valid tokens, and each further column a lag
+bucket or a task.
 """
 
 from __future__ import annotations
