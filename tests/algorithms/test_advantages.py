@@ -195,6 +195,9 @@ def test_process_supervision_by_hand() -> None:
     assert got(b, advantage={"name": "grpo", "eps": 0.5, "ddof": 0})[4] == pytest.approx(
         5 / 3 / (math.sqrt(14 / 9) + 0.5)
     )
+    r, mask, groups = vec(1, 1, 2, 5), yes(0, 0, 1, 1), torch.tensor([0, 0, 3, 3])
+    few = by_token("grpo", r, mask, torch.arange(4), groups, eps=0.0)[0]  # fewer steps than groups
+    assert few.tolist() == pytest.approx([0, 0, -math.sqrt(0.5), math.sqrt(0.5)])
 
 
 def test_a_kl_charge_makes_no_step() -> None:

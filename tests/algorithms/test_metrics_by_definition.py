@@ -190,8 +190,12 @@ def by_answer(v: diagnostics.DiagnosticTokens, ts: list[dict[str, Any]]) -> dict
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_metric_is_its_definition(seed: int) -> None:
     v = view(seed)
-    got = diagnostics.compute_metrics(diagnostics.sum_statistics(v))
+    v.task, v.tasks = v.seq % 2, 3
+    got = diagnostics.compute_metrics(diagnostics.sum_statistics(v), tasks=("a", "b", "none"))
     want = wanted(v)
+    for n, task in enumerate("ab"):
+        known = [x for x in tokens_of(v) if x["known"] and x["seq"] % 2 == n]
+        want[f"task/{task}_ess"] = ess([math.exp(x["s"] - x["mu"]) for x in known])
     quantiles = {f"is/log_ratio_{q}" for q in ("p50", "p99")}
     assert got.keys() - quantiles == want.keys() and got.keys() >= quantiles
     wrong = {
