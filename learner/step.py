@@ -479,7 +479,7 @@ class LearnerCore:
                 step,
                 part,
                 lp,
-                entropy=output.entropy.to(self.loss_device),
+                entropy=None if output.entropy is None else output.entropy.to(self.loss_device),
                 values_now=values,
                 step_kl=step_kl,
                 center=center,
