@@ -580,7 +580,7 @@ def compute_micro_loss(
         reshape=c.reshape,
         prepass={name: x[part] if x.dim() else x for name, x in step.prepass.items()},
     )
-    if prep.corrected is None:  # the proximal policy is this one, or has no weights
+    if prep.corrected is None:  # the ratio is that of the current policy
         weight, kept, vetoed, _ = _correct(
             b, part, target, valid, c, adv=tokens.adv, mean=step.mean
         )
