@@ -961,27 +961,6 @@ def test_types_and_degrees_of_freedom() -> None:
         advantage("grpo", vec(1, 2), GROUP, std="batch", ddof=2)
 
 
-BY_NAME: list[dict[str, Any]] = [
-    {"name": "pass_at_k", "k": 2},
-    {"name": "pass_at_k"},
-    {"name": "maxrl"},
-    {"name": "oapl", "beta": 0.3},
-    {"name": "asymre", "shift": -0.2},
-    {"name": "grpo", "std": "batch", "ddof": 0, "eps": 0.1},
-    {"name": "grpo", "ddof": 0, "eps": 0.1},
-]
-
-
-@pytest.mark.parametrize("keys", BY_NAME)
-def test_the_config_names_an_advantage_with_its_keys(keys: dict[str, Any]) -> None:
-    b = batch(21)
-    lp = theta(b)
-    got = gradient(b, config(advantage=keys), lp)[1]
-    b.rewards = advantage(rewards=b.rewards, groups=b.groups, **keys)
-    plain = config(advantage={"name": "reinforce", "baseline": "none"})
-    assert torch.allclose(got, gradient(b, plain, lp)[1]) and float(got.abs().max()) > 0
-
-
 def test_small_weights_and_means_of_0() -> None:
     assert advantage("maxrl", vec(1, -1), GROUP).tolist() == [0, 0]
     small = {"weights": vec(0.009, 0.004), "squared_norms": vec(2, 1)}
