@@ -394,6 +394,7 @@ def begin_step(prep: PreparedBatch, samples: Tensor, current: Tensor | None = No
     """
     batch = prep.batch
     c = prep.config
+    assert current is not None or not needs_current(prep)
     if current is not None and prep.steps == 0 and not prep.known.any():
         prep.start, prep.known = current.to(prep.start.dtype).clone(), torch.ones_like(prep.known)
     if current is None:
