@@ -14,11 +14,9 @@ import itertools
 import os
 import secrets
 import signal
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -220,33 +218,33 @@ class EngineThread:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.work: deque[tuple[Callable[[Future[Any]], None], Future[Any]]] = deque()
+        self.executor = ThreadPoolExecutor(1, "engine")
         self.futures: dict[Key, Future[Completion]] = {}
-        self.news = threading.Condition()
-        self.closing = False
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.thread.start()
+        self.is_stepping = False  # whether the next decode steps are queued
+        self.error: object = None  # that has ended it, or "closed"
 
-    def complete(self, request: CompletionRequest) -> Future[Completion]:
-        """Queue a completion to generate; its key must differ from those of open requests."""
+    async def complete(self, request: CompletionRequest) -> Completion:
+        """Generate a completion; its key must differ from those of open requests."""
+        future: Future[Completion] = Future()
+        # a closed connection cancels what it waits for: the thread's result must find it open
+        future.set_running_or_notify_cancel()
 
-        def add(future: Future[Completion]) -> None:
+        def add() -> None:
             self.engine.add([request])
             self.futures[request.key] = future
+            self._queue_steps()
 
-        return self._submit(add)
+        await asyncio.wrap_future(self._submit(add))
+        return await asyncio.wrap_future(future)
 
-    def score(self, prompts: Sequence[np.ndarray], most_likely: int) -> Future[list[PromptScores]]:
-        """Queue token sequences to score; see `Engine.score`."""
-        return self._submit(
-            lambda future: future.set_result(self.engine.score(prompts, most_likely))
-        )
+    async def score(self, prompts: Sequence[np.ndarray], most_likely: int) -> list[PromptScores]:
+        """Score token sequences; see `Engine.score`."""
+        return await asyncio.wrap_future(self._submit(self.engine.score, prompts, most_likely))
 
     def cancel(self, keys: Sequence[Key]) -> None:
         """Abort completions, for example of a closed connection."""
 
-        def abort(_: Future[None]) -> None:
+        def abort() -> None:
             self.engine.abort(keys)
             for key in keys:
                 if future := self.futures.pop(key, None):
@@ -256,52 +254,46 @@ class EngineThread:
 
     def close(self) -> None:
         """End the thread. Open requests fail."""
-        with self.news:
-            self.closing = True
-            self.news.notify()
-        self.thread.join()
+        self.error = self.error or "closed"
+        self.executor.shutdown()
+        self._end(self.error)
 
-    def _submit(self, work: Callable[[Future[Any]], None]) -> Future[Any]:
-        future: Future[Any] = Future()
-        # a closed connection cancels what it waits for: the thread's result must find it open
-        future.set_running_or_notify_cancel()
-        with self.news:
-            if self.error is not None or self.closing:
-                future.set_exception(self._build_end_error())
-            else:
-                self.work.append((work, future))
-                self.news.notify()
-        return future
+    def _end(self, error: object) -> None:
+        self.error = error
+        while self.futures:
+            self.futures.popitem()[1].set_exception(self._build_end_error())
 
     def _build_end_error(self) -> AsyncrlError:
-        return AsyncrlError(f"the engine has ended: {self.error or 'closed'}")
+        return AsyncrlError(f"the engine has ended: {self.error}")
 
-    def _run(self) -> None:
-        try:
-            while self._wait():
-                while self.work:
-                    work, future = self.work.popleft()
-                    try:
-                        work(future)
-                    except BaseException as error:
-                        future.set_exception(error)
-                        if not isinstance(error, AsyncrlError):  # which is of this request alone
-                            raise
-                for completion in self.engine.step(STEPS) if self.engine.active else []:
-                    self.futures.pop(completion.key).set_result(completion)
-        except BaseException as error:
-            self.error = error
-        with self.news:
-            self.closing = True
-            for future in (*self.futures.values(), *(future for _, future in self.work)):
-                future.set_exception(self._build_end_error())
+    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Queue work of the thread.  An error that is not of this work alone ends the engine."""
 
-    def _wait(self) -> bool:
-        """Wait for work; False when the thread should end."""
-        with self.news:
-            while not (self.closing or self.work or self.engine.active):
-                self.news.wait()
-            return not self.closing
+        def run() -> Any:
+            if self.error is not None:
+                raise self._build_end_error()
+            try:
+                return work(*arguments)
+            except AsyncrlError:
+                raise
+            except BaseException as error:
+                self._end(error)
+                raise
+
+        if self.error is not None:
+            raise self._build_end_error()
+        return self.executor.submit(run)
+
+    def _queue_steps(self) -> None:
+        if self.engine.active and not self.is_stepping:
+            self.is_stepping = True
+            self._submit(self._step)
+
+    def _step(self) -> None:
+        self.is_stepping = False
+        for completion in self.engine.step(STEPS) if self.engine.active else []:
+            self.futures.pop(completion.key).set_result(completion)
+        self._queue_steps()
 
 
 class CompletionsApp:
@@ -365,11 +357,8 @@ class CompletionsApp:
             samples = await self._generate(order)
             scores: list[PromptScores | None] = [None] * len(samples)
             if order.most_likely is not None:  # prompts and completions are scored together
-                scored = self.engine.score(
-                    [np.concatenate([sample.prompt, sample.tokens]) for sample in samples],
-                    max(1, order.most_likely),
-                )
-                scores = [*await asyncio.wrap_future(scored)]
+                sequences = [np.concatenate([sample.prompt, sample.tokens]) for sample in samples]
+                scores = [*await self.engine.score(sequences, max(1, order.most_likely))]
         except AsyncrlError as error:
             raise CallRefused(500, "engine", str(error)) from error
         choices = [
@@ -428,8 +417,7 @@ class CompletionsApp:
                 for request in requests
             ]
         try:
-            futures = (asyncio.wrap_future(self.engine.complete(request)) for request in requests)
-            return await asyncio.gather(*futures)
+            return await asyncio.gather(*map(self.engine.complete, requests))
         except BaseException:  # the connection has closed, or a request is refused
             self.engine.cancel([request.key for request in requests])
             raise

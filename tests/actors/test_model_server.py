@@ -384,7 +384,7 @@ def test_a_choice_ends_before_the_first_stop_text(
 def test_an_engine_that_cannot_answer_is_an_error_of_the_server(
     app: tuple[str, CompletionsApp], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_: Any) -> Any:
+    async def broken(_: Any) -> Any:
         raise AsyncrlError("it is broken")
 
     cancelled: list[Any] = []
@@ -466,7 +466,9 @@ def test_a_signal_ends_the_server_and_its_engine(directory: Path, number: int) -
         for each, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
             signal.signal(each, handler)
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+", found[0]) and len(found) == 1
-    assert app.engine.closing and not app.engine.thread.is_alive()
+    assert app.engine.error == "closed"
+    with pytest.raises(RuntimeError):
+        app.engine.executor.submit(int)
 
 
 @pytest.mark.parametrize("given", ["", "mine"])
@@ -519,25 +521,38 @@ class BrokenEngine:
 
 
 def test_an_engine_that_breaks_fails_what_is_open_and_what_comes() -> None:
-    thread = EngineThread(BrokenEngine(KeyError("gone")))
-    assert thread.thread.daemon and thread.thread.name == "engine"
-    with pytest.raises(AsyncrlError, match=r"^too long$"):
-        thread.score([], 1).result()
-    engine = SimpleNamespace(active=0, score=lambda prompts, most_likely: {}[most_likely])
-    scoring = EngineThread(engine)
-    with pytest.raises(KeyError):
-        scoring.score([], 1).result()
-    scoring.thread.join()
-    assert isinstance(scoring.error, KeyError) and scoring.closing
-    broken = thread.complete(SimpleNamespace(key=(1, 0, 1)))
-    for future in (broken, thread.complete(SimpleNamespace(key=(2, 0, 1)))):
-        with pytest.raises(AsyncrlError, match=r"^the engine has ended: 'gone'$"):
-            future.result()
-    thread.thread.join()
-    closed = EngineThread(BrokenEngine(KeyError()))
-    closed.close()
-    with pytest.raises(AsyncrlError, match=r"^the engine has ended: closed$"):
-        closed.score([], 1).result()
+    async def play() -> None:
+        late: list[Any] = []
+
+        class Engine(BrokenEngine):
+            def step(self, steps: int) -> Any:
+                late.append(thread._submit(self.score, [], 1))
+                raise self.error
+
+        thread = EngineThread(Engine(KeyError("gone")))
+        with pytest.raises(AsyncrlError, match=r"^too long$"):
+            await thread.score([], 1)
+        engine = SimpleNamespace(active=0, score=lambda prompts, most_likely: {}[most_likely])
+        scoring = EngineThread(engine)
+        with pytest.raises(KeyError):
+            await scoring.score([], 1)
+        assert isinstance(scoring.error, KeyError)
+        for number in (1, 2):
+            with pytest.raises(AsyncrlError, match=r"^the engine has ended: 'gone'$"):
+                await thread.complete(SimpleNamespace(key=(number, 0, 1)))
+        thread.close()
+        assert isinstance(thread.error, KeyError)
+        for work in late:  # that it had not begun
+            with pytest.raises(AsyncrlError, match=r"^the engine has ended: 'gone'$"):
+                work.result(0)
+        closed = EngineThread(BrokenEngine(KeyError()))
+        closed.futures[1, 0, 1] = open_one = Future()
+        closed.close()
+        for work in (closed.score([], 1), asyncio.wrap_future(open_one)):
+            with pytest.raises(AsyncrlError, match=r"^the engine has ended: closed$"):
+                await work
+
+    asyncio.run(play())
 
 
 def test_given_up_completions_leave_the_engine() -> None:
@@ -547,7 +562,7 @@ def test_given_up_completions_leave_the_engine() -> None:
     thread.futures[1, 0, 1] = open_one
     thread.cancel([(1, 0, 1), (2, 0, 1)])
     with pytest.raises(AsyncrlError, match=r"^too long$"):
-        thread.score([], 1).result()  # the one before it is done
+        asyncio.run(thread.score([], 1))  # the one before it is done
     assert engine.aborted == [(1, 0, 1), (2, 0, 1)] and not thread.futures
     assert isinstance(open_one.exception(), CancelledError)
     thread.close()
@@ -557,36 +572,18 @@ def test_a_connection_that_closes_while_its_completion_ends_harms_no_other() -> 
     """The waiting task cancels its future at any time, also just before the thread resolves it."""
 
     class Engine(BrokenEngine):
-        def __init__(self) -> None:
-            super().__init__(KeyError())
-            self.cancelled: list[bool] = []
-
         def step(self, steps: int) -> Any:
             self.active = 0
-            self.cancelled.append(waiting.cancel())
+            (waiting,) = thread.futures.values()
+            self.aborted.append(waiting.cancel())
             return [SimpleNamespace(key=(1, 0, 1))]
 
-    engine = Engine()
+    engine = Engine(KeyError())
     thread = EngineThread(engine)
-    with thread.news:  # it begins when the future is known here
-        waiting = thread.complete(SimpleNamespace(key=(1, 0, 1)))
-    assert waiting.result().key == (1, 0, 1) and engine.cancelled == [False]
-    assert thread.error is None and not thread.closing
+    completion = asyncio.run(thread.complete(SimpleNamespace(key=(1, 0, 1))))
+    assert completion.key == (1, 0, 1) and engine.aborted == [False]
+    assert thread.error is None
     thread.close()
-
-
-def test_work_that_an_ending_engine_has_not_begun_fails() -> None:
-    class Engine(BrokenEngine):
-        def step(self, steps: int) -> Any:
-            late.append(thread.score([], 1))
-            raise self.error
-
-    late: list[Any] = []
-    thread = EngineThread(Engine(KeyError("gone")))
-    thread.complete(SimpleNamespace(key=(1, 0, 1)))
-    thread.thread.join()
-    with pytest.raises(AsyncrlError, match=r"^the engine has ended: 'gone'$"):
-        late[0].result(0)
 
 
 def test_answers_have_every_field_of_the_api(url: str, directory: Path) -> None:
