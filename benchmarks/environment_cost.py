@@ -28,7 +28,7 @@ from actors.gateway.agents.session_messages import (
     SessionOrders,
     SessionResult,
 )
-from actors.gateway.http_gateway import _AgentProcess
+from actors.gateway.session_api import _AgentProcess
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.messages import Prompt
 

@@ -75,6 +75,7 @@ class CallNode:
     rendered_turn: tuple[int, bytes, str] | None = None
     # until it is answered
     request: int = 0  # its id at the generators; 0: they do not have it
+    waiter: Any = None  # the asyncio.Future of a call over HTTP
     fork_cause: str = ""  # the cause to count if it begins a training sequence
     stream_key: int = 0  # its random stream; 0 is the stream of a sample without an agent
     max_new_tokens: int = 0

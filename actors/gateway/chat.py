@@ -17,6 +17,7 @@ Otherwise the request gets a new prompt.
 from __future__ import annotations
 
 import bisect
+import copy
 import json
 import os
 import re
@@ -86,9 +87,9 @@ class ChatFormat:
 
     def with_date(self, when: datetime) -> ChatFormat:
         """Copy the format for a session that began at `when`."""
-        copy = ChatFormat.__new__(ChatFormat)
-        copy.__dict__.update(self.__dict__, when=when)
-        return copy
+        dated = copy.copy(self)
+        dated.when = when
+        return dated
 
     # ---- to ids ----------------------------------------------------------------------------------
 

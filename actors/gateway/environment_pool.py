@@ -29,11 +29,10 @@ ACTIVITIES = {"reset": "a reset", "step": "a step", "score": "get_reward"}
 
 
 class _EnvironmentProcess(Worker):
-    """A worker process, its sessions and its unanswered operations."""
+    """A worker process and its unanswered operations."""
 
     def __init__(self, setup: bytes, python: str) -> None:
         super().__init__("actors.gateway.environment_worker", setup, python)
-        self.sessions: set[int] = set()
         self.asked: deque[tuple[int, str]] = deque()  # unanswered: (session, "reset" or "step")
 
     @property
@@ -83,9 +82,8 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
 
     def reset(self, op: EnvironmentOperation) -> None:
         """Begin a session in the process with the fewest sessions."""
-        worker = min(self.workers, key=lambda worker: len(worker.sessions))
-        worker.sessions.add(op.session)
-        self.processes[op.session] = worker
+        counts = Counter(self.processes.values())
+        self.processes[op.session] = min(self.workers, key=counts.__getitem__)
         self.step(op)
 
     def step(self, op: EnvironmentOperation) -> None:
@@ -108,7 +106,6 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
         """End a session's environment."""
         worker = self.processes.pop(session, None)
         if worker is not None:
-            worker.sessions.discard(session)
             worker.send([EnvironmentOperation(session, "end")])
 
     def poll(self) -> list[EnvironmentEvent]:
@@ -124,13 +121,13 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
     def on_reply(self, worker: _EnvironmentProcess, reply: EnvironmentEvent) -> None:
         worker.restart_clock()
         self.done.add(worker.asked.popleft()[1])
-        if reply.session in worker.sessions:
+        if self.processes.get(reply.session) is worker:
             self.events.append(reply)
 
     def on_lost(self, worker: _EnvironmentProcess, reason: str, *, hung: bool) -> None:
         front, kind = worker.asked[0] if worker.ready and worker.asked else (None, "")
         self._count(worker, kind, reason)
-        for session in sorted(worker.sessions):
+        for session in sorted(x for x, process in self.processes.items() if process is worker):
             del self.processes[session]
             if session == front:
                 failure = f"the environment failed: {reason}"

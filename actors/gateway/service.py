@@ -19,7 +19,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -41,7 +41,7 @@ from asyncrl.contract import messages as m
 from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import index_by_digest
 from asyncrl.contract.errors import AsyncrlError, BadMessage, ConfigError
-from asyncrl.contract.messages import AttemptTokens, IntPair, SampleKey, Ticket
+from asyncrl.contract.messages import AttemptTokens, IntPair, Ticket
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
@@ -78,7 +78,14 @@ REPORTED_CLOSED = 256  # closed tickets that are still reported, since a report 
 
 MOST_GENERATORS = 4096  # of a gateway
 AHEAD = 1.25  # calls assigned, as a multiple of the slots, so that a freed slot finds one waiting
-REMEMBERED = 16384  # samples whose last generator is known
+
+
+class RoutedCall(NamedTuple):
+    """A call that the generators are to sample, and its session."""
+
+    message: m.GenerationCall
+    session: Session
+    node: CallNode
 
 
 class ServingGenerator:
@@ -92,7 +99,7 @@ class ServingGenerator:
         self.reported_at: float
         self.sequence = 0  # number of the last message to it
         self.calls: dict[int, int] = {}  # call id -> number of its message
-        self.new_calls: list[m.GenerationCall] = []  # for the next message
+        self.new_calls: list[RoutedCall] = []  # for the next message
         self.cut: list[int] = []  # calls to cancel with the next message
         self.announced: Label | None = None  # the newest weights announced to it
 
@@ -112,15 +119,13 @@ class CallRouter:
         self.run = run
         self.silent_s = silent_s
         self.generators: dict[str, ServingGenerator] = {}
-        self.open: dict[int, m.GenerationCall] = {}
+        self.open: dict[int, RoutedCall] = {}
         self.queue: deque[int] = deque()
-        # (ticket, sample) -> the generator that sampled its last call; the oldest first
-        self.last_generator: dict[tuple[int, int], str] = {}
 
-    def submit(self, call: m.GenerationCall) -> None:
+    def submit(self, call: RoutedCall) -> None:
         """Queue a call."""
-        self.open[call.id] = call
-        self.queue.append(call.id)
+        self.open[call.message.id] = call
+        self.queue.append(call.message.id)
 
     def cancel(self, call: int) -> bool:
         """Cancel a call; True when no generator has it, so that no result will come."""
@@ -166,15 +171,12 @@ class CallRouter:
             self._resubmit(call)
         return None
 
-    def on_result(self, message: m.CallResult) -> m.GenerationCall | None:
+    def on_result(self, message: m.CallResult) -> RoutedCall | None:
         """Close the call of a result; None if it was answered before, or forgotten."""
         call = self.open.pop(message.id, None)
         for name, generator in self.generators.items():
             if generator.calls.pop(message.id, None) is not None and call is not None:
-                self.last_generator.pop((call.ticket, call.sample), None)
-                self.last_generator[call.ticket, call.sample] = name
-                if len(self.last_generator) > REMEMBERED:
-                    del self.last_generator[next(iter(self.last_generator))]
+                call.session.generator = name
         return call
 
     def tick(self, now: float) -> None:
@@ -193,20 +195,14 @@ class CallRouter:
             self.queue.appendleft(call)
 
     def take_messages(
-        self,
-        announcement: m.PolicyAnnouncement | None,
-        get_images: Callable[[m.GenerationCall], Mapping[str, bytes]] = lambda _: {},
+        self, announcement: m.PolicyAnnouncement | None
     ) -> Sequence[tuple[bytes, m.CallAssignments]]:
-        """Build the messages to send now, each with its generator's address.
-
-        get_images: returns the images of a call, digest -> blob
-        """
+        """Build the messages to send now, each with its generator's address."""
         while self.queue:
             generators = self.generators
             generator = max(generators.values(), key=lambda one: one.free_slots, default=None)
             if (next_call := self.open.get(self.queue[0])) is not None:
-                name = self.last_generator.get((next_call.ticket, next_call.sample), "")
-                previous = generators.get(name)
+                previous = generators.get(next_call.session.generator)
                 if previous is not None and len(previous.calls) < previous.slots:
                     generator = previous
             if generator is None or generator.free_slots <= 0:
@@ -225,25 +221,18 @@ class CallRouter:
             message = m.CallAssignments(
                 generator.session,
                 generator.sequence,
-                generator.new_calls,
+                [call.message for call in generator.new_calls],
                 generator.cut,
                 announcement,
                 {
-                    name: blob
+                    name: call.session.images[name]
                     for call in generator.new_calls
-                    for name, blob in get_images(call).items()
+                    for name in call.message.images
                 },
             )
             generator.new_calls, generator.cut = [], []
             messages.append((generator.peer, message))
         return messages
-
-
-class PlacedCall(NamedTuple):
-    """A call that the generators are to sample, and its session."""
-
-    session: Session
-    call: CallNode
 
 
 class WaitCause(NamedTuple):
@@ -258,6 +247,8 @@ class WaitCause(NamedTuple):
 class SessionSource(ABC):
     """A source of sessions; the gateway calls its methods from one thread."""
 
+    kind: SessionWait = "environment"  # what its sessions wait for
+
     @abstractmethod
     def count_wanted(self) -> int:
         """Count the samples that the source has room for, parked sessions included."""
@@ -271,15 +262,15 @@ class SessionSource(ABC):
         """
 
     @abstractmethod
+    def explain_queue(self, part: str) -> WaitCause:
+        """Describe the wait of a part's samples that no session has begun."""
+
     def explain_wait(self, session: Session, limit: str, left_s: float, now: float) -> WaitCause:
         """Describe the wait of an open session without an open call.
 
         limit, left_s: the session's own limit and the seconds until it
         """
-
-    @abstractmethod
-    def explain_queue(self, part: str) -> WaitCause:
-        """Describe the wait of a part's samples that no session has begun."""
+        return WaitCause(self.kind, session.waits_for, limit, left_s)
 
     # ---- without effect by default ---------------------------------------------------------------
 
@@ -380,7 +371,6 @@ class Gateway(TicketHolder):
         super().__init__(config, run_dir, f"gateway-{index}", config.agent.sessions, schedule)
         self.index = index
         self.agents = config.agents
-        self.limits = {part: build_limits(config, agent) for part, agent in self.agents.items()}
         self.tokenizer = load_tokenizer(config.model.path, renders_chats=True)
         self.vocabulary = read_vocabulary_size(config.model.path)
         # of the model's routers, once a call had experts
@@ -403,7 +393,6 @@ class Gateway(TicketHolder):
             agent.tools or agent.http or not agent.uses_sessions for agent in self.agents.values()
         )
         self.rewards = RewardRunner(config, build_task(config), run_dir) if judges else None
-        self.judged: dict[SampleKey, Session] = {}
         self.calls_socket = sockets.BufferSocket(
             get_gateway_address(config, run_dir, index),
             config.wires.curve_dir,
@@ -417,7 +406,8 @@ class Gateway(TicketHolder):
         self.router = CallRouter(self.run, config.wires.lease_s)
         self.held = self.schedule.held  # live: the numbers of the open sessions
         self.sessions: dict[int, Session] = {}
-        self.calls: dict[int, PlacedCall] = {}  # id at the generators -> call
+        # (ticket, sample, an evaluation's version) that a session has begun
+        self.begun: set[tuple[int, int, Label | None]] = set()
         # (ticket, attempt) of an earlier process, whose sessions wait for the next grant
         self.restored: set[IntPair] = set()
         # (ticket, attempt) without waiting samples or open sessions -> tokens sampled for it
@@ -472,7 +462,7 @@ class Gateway(TicketHolder):
         self.read_rewards()
         self.tick(time.monotonic())
         self.open_sessions()
-        for peer, message in self.router.take_messages(self.schedule.announced, self.get_images):
+        for peer, message in self.router.take_messages(self.schedule.announced):
             self.calls_socket.send(peer, message)
         self.send_samples(flush=True)
         self.request_samples()
@@ -534,7 +524,6 @@ class Gateway(TicketHolder):
         """Take the session's calls back from the generators, whose results for them are ignored."""
         for call in session.open_calls.values():
             if call.request:
-                del self.calls[call.request]
                 self.router.forget(call.request)
                 call.request = 0
 
@@ -565,7 +554,7 @@ class Gateway(TicketHolder):
             grant.live.discard(number)
             grant.tokens += session.current_attempt_tokens
             session.resume_under(new_grant.ticket)
-            self.get_source(session.ticket).on_progress(session, session.ticket)
+            self.sources[session.part].on_progress(session, session.ticket)
             new_grant.live.add(number)
             for call in session.open_calls.values():
                 if not call.request:
@@ -594,50 +583,47 @@ class Gateway(TicketHolder):
         """Return the part of the mixture that a ticket belongs to; "": the run's agent."""
         return ticket.prompt.task if ticket.prompt.task in self.agents else ""
 
-    def get_source(self, ticket: m.Ticket) -> SessionSource:
-        """Return the source of a ticket's sessions."""
-        return self.sources[self.get_part(ticket)]
-
     def get_source_name(self, part: str) -> str:
         """Return key and value of the source of a part's sessions."""
         name = self.agents[part].source_name
         return f"task.mixture: {part}: {name}" if part else name
-
-    def get_agent(self, session: Session) -> AgentConfig:
-        """Return the agent that plays a session."""
-        return self.agents[self.get_part(session.ticket)]
 
     def list_waiting_tickets(self, parts: Collection[str]) -> list[LeasedTicket]:
         """List the tickets of some parts with waiting samples, evaluations first."""
         waiting = self.schedule.sort_waiting()
         return [grant for grant in waiting if self.get_part(grant.ticket) in parts]
 
-    def begin_session(self, grant: LeasedTicket, sample: int, *, first: bool) -> Session:
-        """Begin a session of a ticket's sample; first: no earlier attempt at it has begun."""
+    def begin_session(self, grant: LeasedTicket, sample: int) -> Session:
+        """Begin a session of a ticket's sample."""
         session = self.make_session(grant.ticket, sample, datetime.now(), time.monotonic())
-        session.first = first
         self.add_session(session, grant)
         return session
 
     def add_session(self, session: Session, grant: LeasedTicket) -> None:
         """Add a session under the next number."""
         self.numbers += 1
-        self.tallies[self.get_part(session.ticket)].begun += 1
+        ticket = session.ticket
+        self.tallies[session.part].begun += 1
+        sample = (ticket.ticket, session.sample, ticket.exact_version)
+        session.first = sample not in self.begun
+        self.begun.add(sample)
         session.number = self.numbers
         self.sessions[session.number] = session
         grant.live.add(session.number)
 
     def make_session(self, ticket: m.Ticket, sample: int, when: datetime, opened: float) -> Session:
         """Make a session; when: the date for its template, opened: the clock's time."""
+        part = self.get_part(ticket)
         return Session(
             ticket,
             sample,
             ticket.attempt,
-            self.limits[self.get_part(ticket)],
+            build_limits(self.config, self.agents[part]),
             self.chat.with_date(when),
             own_prompt=encode_prompt(self.tokenizer, ticket.prompt),
             opened=opened,
             seed=compute_env_seed(self.config, ticket),
+            part=part,
         )
 
     def restore(self, session: Session) -> None:
@@ -655,8 +641,7 @@ class Gateway(TicketHolder):
 
     def drop(self, session: Session) -> None:
         """Remove a session; the tokens that it sampled stay counted with its ticket."""
-        self.get_source(session.ticket).on_drop(session)
-        self.judged.pop(session.key, None)
+        self.sources[session.part].on_drop(session)
         del self.sessions[session.number]
         self.withdraw_calls(session)
         grant = self.held[session.ticket_key]
@@ -670,7 +655,6 @@ class Gateway(TicketHolder):
             return
         self.numbers += 1
         call.request = self.numbers
-        self.calls[self.numbers] = PlacedCall(session, call)
         generation_call = m.GenerationCall(
             id=self.numbers,
             ticket=ticket.ticket,
@@ -686,21 +670,17 @@ class Gateway(TicketHolder):
             grammar=call.grammar,
             images=call.list_images(),
         )
-        self.router.submit(generation_call)
+        self.router.submit(RoutedCall(generation_call, session, call))
 
     def submit(self, session: Session) -> None:
         """Submit the last answer of a "judging" session to the reward runner, once."""
         assert self.rewards is not None
         if session.last is None:
-            session.on_judged(
-                SessionOutcome(0.0, {}, explain_untrained(session, self.get_agent(session)))
-            )
+            session.on_judged(SessionOutcome(0.0, {}))  # it has failed: see `build_trajectory`
             return
         ids = session.last.ids
-        key = session.key
-        if key in self.judged:
-            return
-        self.judged[key] = session
+        session.submitted = True
+        key = (session.number, 0, 0)
         text = self.chat.decode_visible(ids)
         self.rewards.submit(key, session.ticket.prompt, text, ids.tolist())
 
@@ -729,9 +709,8 @@ class Gateway(TicketHolder):
             return
         if (call := self.router.open.get(message.id)) is not None:
             model = m.ModelShape(self.vocabulary, self.routing, self.chat.image_shape)
-            message_checks.check_call_result(message, call, model)
-        if self.router.on_result(message) is not None:
-            self.on_result(message)
+            message_checks.check_call_result(message, call.message, model)
+        self.on_result(message)
 
     def refuse(self, reason: str, line: str) -> None:
         """Count a refused message and log the first LOGGED_REFUSALS of them."""
@@ -741,8 +720,8 @@ class Gateway(TicketHolder):
 
     def on_result(self, message: m.CallResult) -> None:
         """Use the result of a call, unless the call was withdrawn."""
-        if (placed := self.calls.pop(message.id, None)) is not None:
-            self.end_call(*placed, message)
+        if (call := self.router.on_result(message)) is not None:
+            self.end_call(call.session, call.node, message)
 
     def end_call(self, session: Session, call: CallNode, message: m.CallResult) -> None:
         """Record the tokens of a call in its session and pass the answer to the source."""
@@ -764,13 +743,12 @@ class Gateway(TicketHolder):
         )
         if call.is_answered and not call.aside:
             session.last = call
-        self.get_source(session.ticket).on_answer(session, call, message.failed)
+        self.sources[session.part].on_answer(session, call, message.failed)
 
     def read_rewards(self) -> None:
         """End the sessions whose rewards are ready."""
         for result in self.rewards.poll() if self.rewards is not None else ():
-            session = self.judged.pop(result.key, None)
-            if session is not None:
+            if (session := self.sessions.get(result.key[0])) is not None:
                 failed = str(result.failed) if result.failed else ""
                 session.on_judged(SessionOutcome(result.reward, result.parts, failed))
 
@@ -787,8 +765,9 @@ class Gateway(TicketHolder):
                 if call.number not in session.open_calls:
                     continue
                 if not call.request or self.router.cancel(call.request):
-                    self.calls.pop(call.request, None)
                     self.end_call(session, call, m.CallResult(0, b"", b"", [], "length"))
+            if session.state == "judging" and not session.submitted:
+                self.submit(session)
             if self.is_expired(session.ticket):
                 # no ticket resumes a session whose group has its samples, or was dropped
                 deadline = max(session.opened + session.limits.deadline_s, self.epoch_since)
@@ -802,10 +781,10 @@ class Gateway(TicketHolder):
 
     def deliver(self, session: Session) -> None:
         """Queue the trajectory of a session that has ended, and forget the session."""
-        delivered = build_trajectory(session, self.tokenizer, self.get_agent(session))
+        delivered = build_trajectory(session, self.tokenizer, self.agents[session.part])
         self.count(session, delivered.failed)
         session.reported = session.tokens
-        self.get_source(session.ticket).on_progress(session)
+        self.sources[session.part].on_progress(session)
         prompt = index_by_digest(session.ticket.prompt.images)  # which the buffer has
         self.outbox.add(delivered, {k: x for k, x in session.images.items() if k not in prompt})
         self.drop(session)
@@ -821,7 +800,7 @@ class Gateway(TicketHolder):
         those of evaluations, which have no budget of failures.  Sessions of an external harness
         (agent.serve) and single completions are only counted.
         """
-        part = self.get_part(session.ticket)
+        part = session.part
         agent, tally = self.agents[part], self.tallies[part]
         tally.recent.append(bool(failed))
         if not failed:
@@ -850,11 +829,6 @@ class Gateway(TicketHolder):
             self.closed_tokens[name] = grant.tokens
         while len(self.closed_tokens) > REPORTED_CLOSED:
             self.closed_tokens.popitem(last=False)
-
-    def get_images(self, call: m.GenerationCall) -> dict[str, bytes]:
-        """Return the images of a call, digest -> blob."""
-        session_images = self.calls[call.id].session.images if call.images else {}
-        return {name: session_images[name] for name in call.images}
 
     # ---- the buffer ------------------------------------------------------------------------------
 
@@ -893,7 +867,7 @@ class Gateway(TicketHolder):
         for session in self.sessions.values():
             if session.reported != session.tokens:
                 session.reported = session.tokens
-                self.get_source(session.ticket).on_progress(session)
+                self.sources[session.part].on_progress(session)
         oldest_sessions = self.list_oldest_sessions(time.monotonic())
         return replace(super().make_renewal(wait), sessions=oldest_sessions)
 
@@ -950,7 +924,7 @@ class Gateway(TicketHolder):
         elif session.state == "judging":
             since, cause = session.judging_at, WaitCause("reward", "the reward of its answer")
         else:
-            cause = self.get_source(session.ticket).explain_wait(session, limit, left_s, now)
+            cause = self.sources[session.part].explain_wait(session, limit, left_s, now)
         ends_s = max(0.0, cause.left_s) if cause.limit else 0.0
         return OpenSession(
             ticket=session.ticket.ticket,

@@ -18,7 +18,7 @@ import asyncio
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -43,7 +43,6 @@ from actors.gateway.chat import ChatFormat
 from actors.gateway.refusals import TOO_LONG, CallRefused, build_too_long_error
 from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES, Blobs
-from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import (
     IntPair,
     Numbers,
@@ -145,10 +144,18 @@ class Session:
     own_prompt: ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     opened: float = 0.0
     seed: int = 0  # for its environment or agent
+    part: str = ""  # of the mixture that its ticket belongs to; "": the run's agent
     first: bool = True  # no earlier attempt at the sample has begun
 
     def __post_init__(self) -> None:
         self.number = 0  # at the gateway
+        self.generator = ""  # that sampled its last call
+        self.submitted = False  # to the config's reward
+        # how it is played in this process, and what that waits for
+        self.play: Generator[str, Any, None]
+        self.waits_for = ""
+        # when an agent in another process was asked to stop, and when that process is killed
+        self.stop_at = self.kill_at = NEVER
         self.last: CallNode | None = None  # the policy's newest answered call
         self.name = f"{self.ticket.ticket}.{self.sample}.{self.attempt}"
         self.api_key = secrets.token_urlsafe(32)  # of the session's URL
@@ -222,18 +229,9 @@ class Session:
             answered = (node for node in self.tree.nodes if node.is_answered and not node.chain)
             texts = [node for node in answered if node.text_digest]
             texts.sort(key=lambda node: (-node.text_length, -node.number))
-            compose = partial(self._compose_text, texts, text, aside)
-        else:
-            match = self.tree.find(messages, aside)
-            compose = partial(self._compose, match, messages, tools, aside)
-        return partial(self._run_composer, compose)
-
-    def _run_composer(self, compose: Callable[[], CallNode]) -> CallNode:
-        try:
-            return compose()
-        except CallRefused as refused:
-            self.shortened = self.shortened or refused.code == TOO_LONG
-            raise
+            return partial(self._compose_text, texts, text, aside)
+        match = self.tree.find(messages, aside)
+        return partial(self._compose, match, messages, tools, aside)
 
     def _compose(
         self, match: MessageMatch, messages: Messages, tools: Tools, aside: bool
@@ -324,7 +322,7 @@ class Session:
         """Raise CallRefused if no further call may begin."""
         self.tick(now)
         if self.state != "open":
-            raise CallRefused(410, "session_ended", f"session {self.name} has ended")
+            raise self._build_end_error()
         if self.limit:
             raise self._build_limit_error()
         limits = self.limits
@@ -353,7 +351,6 @@ class Session:
         if limits.context:
             # this does not end the session: an agent may shorten its history and go on
             if len(prompt) >= limits.context:
-                self.shortened = True
                 raise build_too_long_error(f"the prompt has {len(prompt)}", limits.context)
             limit = min(limit, limits.context - len(prompt))
         if limits.max_tokens:
@@ -414,11 +411,9 @@ class Session:
         support: of the T tokens
         routed: of the P + T - 1 tokens that the model read
 
-        Tokens after the one that completes a stop string are excluded.  None when T = 0.  Raises
-        ProtocolError for a call that is not open.
+        Tokens after the one that completes a stop string are excluded.  None when T = 0.
         """
-        if self.open_calls.pop(call.number, None) is not call:
-            raise ProtocolError(f"session {self.name}: call {call.number} was answered before")
+        del self.open_calls[call.number]
         if call.stop:
             length = self.composer.find_stop(ids, call.stop)
             if length is not None:
@@ -455,6 +450,11 @@ class Session:
         return call
 
     # ---- requests and their retries --------------------------------------------------------------
+
+    def on_refused(self, refused: CallRefused) -> None:
+        """Count a refused request; a prompt beyond the context shortens the session."""
+        self.refusals.add(refused)
+        self.shortened = self.shortened or refused.code == TOO_LONG
 
     def register_request(
         self, body: bytes, *, retry: bool = False, key: str = ""
@@ -506,39 +506,32 @@ class Session:
         for call in list(self.open_calls.values()):
             if now >= call.alone_since + self.limits.linger_s:
                 self._cancel_call(call)
-        if self.state != "open":
+        limit, time = self.next_deadline()
+        if self.state != "open" or now < time:
             return
-        if now >= self._compute_deadline() and not self.limit:
+        if self.limit:
+            self.fail(f"agent.{self.limit} was reached and no reward came")
+        elif limit == "agent.idle_s":
+            self.fail(f"no call and no beat for agent.idle_s = {self.limits.idle_s:g} s")
+        else:
             self.limit, self.limited_at = "deadline_s", now
             self._cut_all()
-        if self.limit:
-            if now >= self._compute_grace_end():
-                self.fail(f"agent.{self.limit} was reached and no reward came")
-        elif now >= self._compute_idle_end():
-            self.fail(f"no call and no beat for agent.idle_s = {self.limits.idle_s:g} s")
 
     def next_deadline(self) -> tuple[str, float]:
         """Return the limit that ends the session next, and its time; ("", NEVER): none."""
-        if self.limit:
-            return f"the time to score it after agent.{self.limit}", self._compute_grace_end()
-        time, key = min(
-            (self._compute_deadline(), "agent.deadline_s"),
-            (self._compute_idle_end(), "agent.idle_s"),
-        )
+        if self.limit:  # the grace period begins with the limit, or the last answer after it
+            end = max(self.limited_at, self.call_at) + self.limits.grace_s
+            return f"the time to score it after agent.{self.limit}", (
+                NEVER if self.open_calls else end
+            )
+        time, key = self._compute_deadline(), "agent.deadline_s"
+        idle_end = self.active_at + self.limits.idle_s
+        if self.limits.idle_s and not self.open_calls and idle_end < time:
+            time, key = idle_end, "agent.idle_s"
         return (key, time) if time < NEVER else ("", NEVER)
 
     def _compute_deadline(self) -> float:
         return self.opened + (self.limits.deadline_s or NEVER)
-
-    def _compute_idle_end(self) -> float:
-        idle = not self.open_calls and self.limits.idle_s
-        return self.active_at + self.limits.idle_s if idle else NEVER
-
-    def _compute_grace_end(self) -> float:
-        """Return the end of the grace period, from the limit or the last answer after it."""
-        if self.open_calls:
-            return NEVER
-        return max(self.limited_at, self.call_at) + self.limits.grace_s
 
     def _reach_limit(self, limit: str, now: float) -> CallRefused:
         self.limit, self.limited_at = limit, now
@@ -551,6 +544,9 @@ class Session:
             f"session {self.name} has reached agent.{self.limit}: send its reward within "
             f"{self.limits.grace_s:g} s",
         )
+
+    def _build_end_error(self) -> CallRefused:
+        return CallRefused(410, "session_ended", f"session {self.name} has ended")
 
     def _cancel_call(self, call: CallNode) -> None:
         if not call.cut:
@@ -589,7 +585,7 @@ class Session:
                 422, "reward_differs", f"session {self.name} has the reward {self.score[0]:g}"
             )
         if self.state != "open":
-            raise CallRefused(410, "session_ended", f"session {self.name} has ended")
+            raise self._build_end_error()
         _check_reward(*score)
         trained = {node.number for node in self.tree.nodes if not node.aside}
         for number in calls:
@@ -602,8 +598,8 @@ class Session:
         self.state = "ended"
         self._cut_all()
 
-    def judge(self, now: float) -> bool:
-        """End the calls and wait for the config's reward; False the second time.
+    def judge(self, now: float) -> None:
+        """End the calls and wait for the config's reward; no effect the second time.
 
         Raises CallRefused when the session has failed.
         """
@@ -611,10 +607,8 @@ class Session:
         if self.state == "open":
             self.state, self.judging_at = "judging", now
             self._cut_all()
-            return True
-        if self.state == "judging" or (self.outcome and not self.outcome.failed):
-            return False
-        raise CallRefused(410, "session_ended", f"session {self.name} has ended")
+        elif self.state == "ended" and (self.outcome is None or self.outcome.failed):
+            raise self._build_end_error()
 
     def on_judged(self, outcome: SessionOutcome) -> None:
         """End the session with the outcome of the config's reward."""
@@ -648,8 +642,6 @@ class Session:
         Its tokens so far stay counted with the earlier attempt.  The gateway submits open calls
         again, to be sampled with the new ticket's weights.
         """
-        if ticket.ticket != self.ticket.ticket or self.sample not in ticket.samples:
-            raise ProtocolError(f"session {self.name} has no sample in ticket {ticket.ticket}")
         self.adopted.append((self.attempt, self.current_attempt_tokens))
         self.ticket, self.attempt = ticket, ticket.attempt
 

@@ -317,12 +317,15 @@ class Calls:
 
     def __init__(self) -> None:
         kit = from_tests()
-        from actors.gateway.service import CallRouter, Gateway
+        from actors.gateway.service import CallRouter, Gateway, RoutedCall
 
         self.scripted = kit.Scripted(limits=kit.SessionLimits(max_calls=0, rows=0))
         sampling = m.SamplingSettings(1.0, 1.0, 0, 4)
         prompt = np.arange(3, 9, dtype="<i4").tobytes()
-        self.call = m.GenerationCall(1, 7, 1, "train", prompt, 4, sampling, Label(1, 3), None, 5)
+        call = m.GenerationCall(1, 7, 1, "train", prompt, 4, sampling, Label(1, 3), None, 5)
+        session: Any = SimpleNamespace(generator="")
+        node: Any = None
+        self.call = RoutedCall(call, session, node)
         self.gateway: Any = SimpleNamespace(
             router=CallRouter("fuzz", 10.0),
             ever_served=False,
@@ -349,6 +352,8 @@ class Calls:
         self.decoder = msgspec.msgpack.Decoder(m.FromGenerator)
 
     def _drawn(self, message: m.CallResult) -> None:
+        if self.gateway.router.on_result(message) is None:
+            return
         session = self.scripted.open()
         call = session.place(ids=[3, 4, 5], now=0.0, max_new_tokens=4)
         ids = np.frombuffer(message.tokens, "<i4")

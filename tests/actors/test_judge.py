@@ -591,9 +591,7 @@ def test_a_reply_that_is_not_accepted_is_not_kept(monkeypatch: pytest.MonkeyPatc
     (found,) = talk.run("a", accept=template.grade)
     assert isinstance(found, ValueError) and "SCORE" not in str(found)
     assert talk.run("a", "a", accept=template.grade) == ["SCORE: 7"] * 2 and len(talk.requests) == 2
-
-
-def test_the_tokens_of_a_reply_without_usage_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    # without `usage` its tokens are estimated
     choices = [{"message": {"content": "ok"}, "finish_reason": "stop"}]
     talk = Talk(monkeypatch, None, httpx2.Response(200, json={"choices": choices}))
     assert talk.run("a") == ["ok"]

@@ -54,32 +54,26 @@ def line_of(text: str) -> int:
 
 
 def test_errors_have_line_prompt_and_answer(config: Callable[..., Config], tmp_path: Path) -> None:
-    made = config("fails")
-    runner = RewardRunner(made, get_task(made.task), tmp_path)
-    try:
-        runner.submit((0, 0, 0), SUM, "x" * 200, [5])
-        (result,) = runner.collect()
-    finally:
-        runner.close()
-    assert result.failed
+    def fail(name: str, text: str) -> str:
+        made = config(name)
+        runner = RewardRunner(made, get_task(made.task), tmp_path)
+        try:
+            runner.submit((0, 0, 0), SUM, text, [5])
+            (result,) = runner.collect()
+        finally:
+            runner.close()
+        assert result.failed
+        return result.failed.why
+
     line = line_of('return {}["no such key"]')
-    assert result.failed.why == (
+    assert fail("fails", "x" * 200) == (
         f"the reward raised KeyError: 'no such key' at own_reward.py:{line} in helper; "
         f"prompt '1+1=', response '{'x' * 80}'...; reward.log: {tmp_path / 'reward.log'}"
     )
     log = (tmp_path / "reward.log").read_text()
     assert f"prompt:   '1+1='\nresponse: '{'x' * 200}'\nTraceback" in log
-
-
-def test_what_cannot_be_used_is_kept_too(config: Callable[..., Config], tmp_path: Path) -> None:
-    made = config("nothing")
-    runner = RewardRunner(made, get_task(made.task), tmp_path)
-    try:
-        runner.submit((0, 0, 0), SUM, "7", [5])
-        (result,) = runner.collect()
-    finally:
-        runner.close()
-    assert "reward is a NoneType, not a number; prompt '1+1=', response '7'" in result.failed.why
+    unusable = fail("nothing", "7")
+    assert "reward is a NoneType, not a number; prompt '1+1=', response '7'" in unusable
     assert "reward is a NoneType" in (tmp_path / "reward.log").read_text()
 
 

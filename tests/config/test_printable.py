@@ -97,13 +97,12 @@ def test_a_reason_from_an_agent_is_one_line_of_the_log(capsys: pytest.CaptureFix
     gateway: Any = SimpleNamespace(
         agents={"": AgentConfig(serve=True)},
         tallies={"": service.SessionTally(deque())},
-        get_part=lambda ticket: "",
         get_source_name=lambda part: gateway.agents[part].source_name,
         name="gateway-0",
         run_dir=Path("r"),
     )
     gateway.log_change = lambda text: service.Gateway.log_change(gateway, text)
-    session: Any = SimpleNamespace(name="1.0.1", ticket=None)
+    session: Any = SimpleNamespace(name="1.0.1", part="")
     service.Gateway.count(gateway, session, m.RewardFailure("data", EVIL))
     shown = capsys.readouterr().err
     assert shown.startswith("gateway-0: session 1.0.1: data: no") and shown.count("\n") == 1

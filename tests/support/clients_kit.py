@@ -15,7 +15,7 @@ from gateway_kit import Served
 from process_kit import ROOT
 from pushed_kit import Commands
 
-from actors.gateway.agents.session_messages import SessionAccess, SessionOrders, SessionResult
+from actors.gateway.agents.session_messages import SessionResult
 from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import parse_hermes
 from actors.gateway.endpoint import web
@@ -78,7 +78,6 @@ class Runner:
         self.served = Served(parser=parse_hermes)
         agent = AgentConfig(command=[*command])
         self.commands = Commands(path, agent)
-        self.number = 0
 
     def play(
         self, page: str, answers: Sequence[str], asides: Mapping[str, str] = MappingProxyType({})
@@ -97,16 +96,9 @@ class Runner:
             return aside or (left.pop(0) if len(left) > 1 else left[0])
 
         self.served.service.say = answer
-        self.number += 1
         prompt = msgspec.structs.replace(TASK, meta={**TASK.meta, "program": str(program)})
-        url = f"{self.served.url}/s/{opened.name}"
-        seat = SessionAccess(
-            *(self.number, opened.name, url, opened.api_key, "policy", prompt),
-            *(9, 1, True, 600.0),
-        )
         with recorded(ended):
-            self.commands.worker.send(SessionOrders([seat]))
-            ended.left = self.commands.left(self.number)
+            ended.left = self.commands.play(self.served, opened, prompt)
         return ended
 
     def log(self) -> str:

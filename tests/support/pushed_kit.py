@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from gateway_kit import Served
 from process_kit import until
 
 from actors.gateway.agents import agent_process
@@ -13,7 +14,8 @@ from actors.gateway.agents.session_messages import (
     SessionOrders,
     SessionResult,
 )
-from actors.gateway.http_gateway import _AgentProcess
+from actors.gateway.session_api import _AgentProcess
+from actors.gateway.sessions import Session
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract import messages as m
 from asyncrl.transport.worker_pool import frame, read_frame
@@ -40,6 +42,15 @@ class Commands:
         prompt = m.Prompt(5, "ab=", answer="secret", meta={"kind": kind})
         seat = SessionAccess(number, f"{number}.2.3", url, key, "policy", prompt, 9, 1, True, 60.0)
         self.worker.send(SessionOrders([seat]))
+
+    def play(self, served: Served, opened: Session, prompt: m.Prompt) -> SessionResult:
+        """Play a session of the endpoint; its result."""
+        number, url = len(self.lefts), f"{served.url}/s/{opened.name}"
+        seat = SessionAccess(
+            number, opened.name, url, opened.api_key, "policy", prompt, 9, 1, True, 600.0
+        )
+        self.worker.send(SessionOrders([seat]))
+        return self.left(number)
 
     def left(self, number: int) -> SessionResult:
         def look() -> bool:

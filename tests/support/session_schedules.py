@@ -33,7 +33,7 @@ from actors.gateway import call_tree, environment_sessions, service
 from actors.gateway.call_tree import CallNode
 from actors.gateway.environment_pool import EnvironmentPlace
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
-from actors.gateway.sessions import Session
+from actors.gateway.sessions import Session, SessionPlayer
 from actors.schedule import LeasedTicket
 from asyncrl.config import load
 from asyncrl.contract import messages as m
@@ -126,7 +126,7 @@ class Gateway(service.Gateway):
     answered: dict[Session, list[int]]
 
     def on_result(self, message: m.CallResult) -> None:
-        if (placed := self.calls.get(message.id)) is not None:
+        if (placed := self.router.open.get(message.id)) is not None:
             session = placed.session
             mine = [round(-float(x) * STEP) for x in np.frombuffer(message.logprobs, "<f4")]
             self.world.answered += len(mine) + message.lost
@@ -151,23 +151,22 @@ class Gateway(service.Gateway):
             self.world.rows += len(sample.rows)
 
 
-class Source(environment_sessions.EnvironmentSource):
-    """Environments whose agents fork."""
+class Player(SessionPlayer):
+    """An agent that forks: the calls go on, or begin at an earlier one, or anew."""
 
-    gateway: Gateway
+    world: SessionWorld
 
-    def place_call(self, session: Session, obs: Any) -> None:
-        """The calls go on, or begin at an earlier one, or anew."""
+    def place_observation(self, session: Session, obs: Any, tools: Any, now: float) -> CallNode:
         nodes = [node for node in session.tree.nodes if node.is_answered]
-        r = self.gateway.world.r
-        if nodes and r.random() < self.gateway.world.fork_share:
+        r = self.world.r
+        if nodes and r.random() < self.world.fork_share:
             before = r.choice(
                 [node.build_token_ids for node in nodes] + [lambda: nodes[0].prompt_ids]
             )
-            player: Any = self.states[session.number].active
-            player.last_node = SimpleNamespace(build_token_ids=before)
+            last: Any = SimpleNamespace(build_token_ids=before)
+            self.last_node = last
             obs = obs or "="
-        super().place_call(session, obs)
+        return super().place_observation(session, obs, tools, now)
 
 
 @dataclass
@@ -253,8 +252,11 @@ class SessionWorld(World):
             "agent": self.agent,
             "wires": {"connect_s": 1e9},  # the clock leaps
         }
-        gateway = Gateway(load.build(raw), self.where, source=Source)
+        gateway = Gateway(
+            load.build(raw), self.where, source=environment_sessions.EnvironmentSource
+        )
         gateway.world, gateway.answered = self, {}
+        Player.world = self
         if self.rule == "own_numbers":
             gateway.numbers = 0
         self.hello(gateway)
@@ -588,11 +590,12 @@ def every_row(path: Any, shares: Any) -> m.TrainingSequence:
     return ROW([*path[0].path[:-1], *path], shares)
 
 
-def placed_at_any(self: service.CallRouter, call: m.GenerationCall) -> None:
+def placed_at_any(self: service.CallRouter, call: service.RoutedCall) -> None:
     """The minimum version holds for a session's first call alone."""
-    least = call.min_version
-    least = least if call.stream == 0 else Label(least.epoch, 0)
-    SUBMIT(self, msgspec.structs.replace(call, min_version=least))
+    message = call.message
+    least = message.min_version
+    least = least if message.stream == 0 else Label(least.epoch, 0)
+    SUBMIT(self, call._replace(message=msgspec.structs.replace(message, min_version=least)))
 
 
 SUBMIT = service.CallRouter.submit
@@ -680,7 +683,7 @@ def played(world: SessionWorld | None = None) -> Iterator[Callable[[SessionWorld
         now.world = world
 
     time = SimpleNamespace(monotonic=monotonic, time_ns=time_ns)
-    environments = {"time": time, "EnvironmentPool": Drive}
+    environments = {"time": time, "EnvironmentPool": Drive, "SessionPlayer": Player}
     quiet = {"time": time, "print": lambda *_, **__: None, "create": True}
     with (
         mock.patch.multiple(environment_sessions, **environments),

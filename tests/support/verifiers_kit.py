@@ -8,8 +8,7 @@ from clients_kit import python_of
 from gateway_kit import Served
 from pushed_kit import Commands
 
-from actors.gateway.agents.session_messages import SessionAccess, SessionOrders, SessionResult
-from actors.gateway.call_tree import CallNode
+from actors.gateway.agents.session_messages import SessionResult
 from actors.gateway.chat import parse_hermes
 from actors.gateway.sessions import Session, SessionLimits
 from asyncrl.config.agents import AgentConfig
@@ -39,7 +38,6 @@ class Bench:
             parser=parse_hermes, limits=SessionLimits(max_calls=3, context=context)
         )
         self.commands = Commands(path, located.agent)
-        self.number = 0
 
     def prompt(self, text: str) -> Prompt:
         prompts = [self.task.prompt("train", at, 0) for at in range(self.rows)]
@@ -51,18 +49,8 @@ class Bench:
     ) -> tuple[SessionResult, Session]:
         opened = self.served.do(open_ or self.served.service.open)
         left = [*answers]
-
-        def say(call: CallNode) -> str:
-            return left.pop(0)
-
-        self.served.service.say = say
-        self.number += 1
-        url = f"{self.served.url}/s/{opened.name}"
-        seat = SessionAccess(
-            self.number, opened.name, url, opened.api_key, "policy", prompt, 9, 1, True, 600.0
-        )
-        self.commands.worker.send(SessionOrders([seat]))
-        return self.commands.left(self.number), opened
+        self.served.service.say = lambda _: left.pop(0)
+        return self.commands.play(self.served, opened, prompt), opened
 
     def play_limited(self, prompt: Prompt, *answers: str) -> tuple[SessionResult, Session]:
         """Play a session that may call the policy once."""

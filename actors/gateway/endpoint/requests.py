@@ -27,7 +27,7 @@ from actors.gateway.chat import make_mark, normalize_messages
 from actors.gateway.endpoint import anthropic, responses
 from actors.gateway.refusals import CallRefused, build_refusal, take
 from asyncrl.config.agents import AgentConfig
-from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES, Blobs, digest
+from asyncrl.contract.blobs.images import Blobs, digest
 from asyncrl.contract.messages import MOST_GRAMMAR, SamplingSettings
 from asyncrl.models import pictures
 from asyncrl.records.jsonl import JsonObject
@@ -232,20 +232,20 @@ def _build_call_rules(tools: Tools, *, several: bool) -> list[str]:
 
 # ---- images --------------------------------------------------------------------------------------
 
-LISTS = ("messages", "input")  # keys of a body whose items have content
 INVALID = "invalid_image"  # the code of refusals
-PARTS = ("content", "output")  # keys of an item or a part that hold parts
+# keys of a body that hold items, and of an item or a part that hold parts
+PARTS = ("messages", "input", "content", "output")
 
 
 def _replace_images(location: str, item: Any, blobs: ImageBlobs) -> Any:
-    """Replace the images in the parts of an item, at any depth."""
+    """Replace the images in the parts of a body or an item, at any depth."""
     if not isinstance(item, dict):
         return item
     converted = dict(item)
     for key in PARTS:
         if isinstance(item.get(key), list):
             converted[key] = [
-                _replace_image(f"{location}.{key}[{index}]", part, blobs)
+                _replace_image(f"{location}.{key}[{index}]".lstrip("."), part, blobs)
                 for index, part in enumerate(item[key])
             ]
     return converted
@@ -382,22 +382,7 @@ def parse_request(
     images: ImageBlobs = {}
     if policy.images:
         # each image becomes a text part with its digest, so that messages are compared as text
-        blobs: ImageBlobs = {}
-        converted = dict(body)
-        for key in LISTS:
-            if isinstance(body.get(key), list):
-                converted[key] = [
-                    _replace_images(f"{key}[{index}]", item, blobs)
-                    for index, item in enumerate(body[key])
-                ]
-        if len(blobs) > MOST_IMAGES or sum(map(len, blobs.values())) > MOST_SESSION_BYTES:
-            raise build_refusal(
-                "messages",
-                f"{len(blobs)} images of {sum(map(len, blobs.values()))} bytes as PNG; at most "
-                f"{MOST_IMAGES} of {MOST_SESSION_BYTES} bytes together are served",
-                INVALID,
-            )
-        body, images = converted, blobs
+        body = _replace_images("", body, images)
     options = {**body}
     if kind == "messages":
         options = anthropic.to_chat(body)

@@ -18,14 +18,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import msgspec
 import xxhash
+from msgspec import Meta
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -36,7 +38,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from actors.gateway.call_tree import CallNode
 from actors.gateway.endpoint import replies
 from actors.gateway.endpoint.requests import PREFIX, Kind, ParsedRequest, decode_body, parse_request
-from actors.gateway.refusals import TOO_LONG, CallRefused, build_too_long_error
+from actors.gateway.refusals import CallRefused, build_too_long_error
 from actors.gateway.sessions import HarnessRequest, Session
 from asyncrl.contract import outcomes
 from asyncrl.transport import http_server
@@ -51,12 +53,35 @@ INLINE_BYTES = 1 << 15  # larger bodies are parsed in a thread; for smaller ones
 THREADS = 4  # that compose prompts
 KEEP_ALIVE_S = 10.0  # between two comments in an idle stream
 LONGEST_WAIT_S = 60.0  # for a lease
-LEASE_CHARACTERS = 256
 BODY_CODES = {408: "body_late", 413: "body_too_large", 429: "too_many_bodies"}
 # the key of the prompt in a body without `messages`
 PROMPT_PARAMS: Mapping[Kind, str] = {"text": "prompt", "ids": "token_ids", "responses": "input"}
 
 Result = TypeVar("Result")
+
+
+class LeaseBody(msgspec.Struct, forbid_unknown_fields=True):
+    """An order of a session; a new `lease` for each, an equal one gets the same session."""
+
+    lease: Annotated[str, Meta(min_length=1, max_length=256)]
+    wait_s: float = 0.0
+
+
+class RewardBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A session's reward, its parts, and the shares of calls by their ids."""
+
+    reward: float
+    parts: dict[str, float] | None = None
+    calls: dict[str, float] | None = None
+
+
+class EndBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The end of a session: for the config's reward, or failed."""
+
+    score: bool = False
+    failed: Annotated[str, Meta(min_length=1)] | None = None
+
+
 RouteFunction = Callable[[Request], Awaitable[Any]]  # returns an ASGI application: the response
 
 
@@ -122,19 +147,10 @@ class WebApp:
         if not authorize(request, self.service.run_key):
             raise CallRefused(401, "invalid_api_key", "the key is not the one in RUN/agent.key")
         async with open_body(request, LARGEST_REPORT) as body:
-            fields = decode_body(body, _load_json)
-        lease = fields.get("lease")
-        if not isinstance(lease, str) or not 0 < len(lease) <= LEASE_CHARACTERS:
-            raise CallRefused(
-                400,
-                "invalid_value",
-                f"lease: give a text of 1 to {LEASE_CHARACTERS} characters, a new one for each "
-                "session; an equal one gets the same session",
-                "lease",
-            )
-        wait_s = _parse_number(fields.get("wait_s", 0.0), "wait_s")
+            order = _convert_body(body, LeaseBody, 400)
         self._require_running()
-        session = await self.service.lease(lease, min(max(wait_s, 0.0), LONGEST_WAIT_S))
+        wait_s = min(max(0.0, order.wait_s), LONGEST_WAIT_S)
+        session = await self.service.lease(order.lease, wait_s)
         if session is None:
             self._require_running()
             return Response(status_code=204)
@@ -160,11 +176,9 @@ class WebApp:
             raise CallRefused(503, "ending", "the gateway is ending: come again")
 
     def _set_reward(self, session: Session, body: bytes) -> None:
-        fields = decode_body(body, _load_json)
-        value = _parse_number(fields.get("reward"), "reward", finite=False)
-        parts = _parse_numbers(fields.get("parts"), "parts")
+        score = _convert_body(body, RewardBody, 422)
         calls: dict[int, float] = {}
-        for name, share in _parse_numbers(fields.get("calls"), "calls").items():
+        for name, share in (score.calls or {}).items():
             number = name.rpartition("-")[2]
             names = {f"{prefix}{session.name}-{number}" for prefix in PREFIX.values()}
             call = _parse_count(number)
@@ -176,28 +190,31 @@ class WebApp:
                 raise CallRefused(422, "invalid_value", f"calls: {call} has two shares", "calls")
             calls[call] = share
         try:
-            session.set_reward(value, parts, calls, now=self.service.current_time())
+            now = self.service.current_time()
+            session.set_reward(score.reward, score.parts or {}, calls, now=now)
         finally:
             self.service.on_change(session)
+        _require_call(session)
 
     def _end(self, session: Session, body: bytes) -> None:
-        fields = decode_body(body, _load_json)
-        failed = fields.get("failed")
-        if failed is not None:
-            if not isinstance(failed, str) or not failed:
-                raise CallRefused(400, "invalid_value", "failed: give the reason as text", "failed")
+        end = _convert_body(body, EndBody, 400)
+        if end.score == (end.failed is not None):
+            raise CallRefused(
+                400, "invalid_value", 'give either {"score": true} or {"failed": "why"}'
+            )
+        if end.failed is None:
+            session.judge(self.service.current_time())
+        else:
             try:
-                outcomes.check_text(failed, "the reason", outcomes.REASON_LENGTH)
+                outcomes.check_text(end.failed, "the reason", outcomes.REASON_LENGTH)
             except ValueError as error:
                 raise CallRefused(422, "invalid_value", f"failed: {error}", "failed") from error
             if session.outcome is not None and not session.outcome.failed:
                 raise CallRefused(422, "session_scored", f"session {session.name} has a reward")
-            session.fail(failed)
-        elif fields.get("score") is True:
-            session.judge(self.service.current_time())
-        else:
-            raise CallRefused(400, "invalid_value", 'give {"score": true} or {"failed": "why"}')
+            session.fail(end.failed)
         self.service.on_change(session)
+        if end.failed is None:
+            _require_call(session)
 
     def _record_beat(self, session: Session, body: bytes) -> None:
         session.active_at = max(session.active_at, self.service.current_time())
@@ -242,7 +259,7 @@ class WebApp:
                     assert harness_request.refused is not None
                     raise harness_request.refused
             except CallRefused as refused:
-                session.refusals.add(refused)
+                session.on_refused(refused)
                 raise
             return partial(self._reply, session, harness_request, parsed)
 
@@ -262,11 +279,7 @@ class WebApp:
                     raise build_too_long_error(detail, context, name)
             return parse_request(kind, options, request_policy, session.ticket.sampling)
 
-        try:
-            return await self._run_in_thread(len(body), read)
-        except CallRefused as refused:
-            session.shortened = session.shortened or refused.code == TOO_LONG
-            raise
+        return await self._run_in_thread(len(body), read)
 
     async def _run_in_thread(self, size: int, work: Callable[[], Result]) -> Result:
         """Run `work` on a body of `size` bytes, in a thread if the body is large."""
@@ -302,7 +315,7 @@ class WebApp:
                 refused.param = PROMPT_PARAMS.get(parsed.kind, "messages")
             session.forget(harness_request)  # the same request again is a new one
             if harness_request.call is not None:
-                session.refusals.add(refused)
+                session.on_refused(refused)
             self.service.on_change(session)
             if refused is not error:
                 raise
@@ -360,17 +373,13 @@ class WebApp:
         """
         connection, stream = scope["asyncrl.connection"], parsed.stream
 
-        async def send_head(status: int, headers: Mapping[str, str]) -> None:
+        async def send_head(headers: dict[str, str]) -> None:
             if parsed.ignored:
-                headers = {**headers, "x-asyncrl-ignored": ", ".join(parsed.ignored)}
-            raw = [
-                (
-                    name.encode(),
-                    "".join(c if " " <= c <= "~" else "?" for c in value)[:1000].encode(),
-                )
-                for name, value in headers.items()
-            ]
-            await send({"type": "http.response.start", "status": status, "headers": raw})
+                names = ", ".join(parsed.ignored)[:1000]
+                names = "".join(c if " " <= c <= "~" else "?" for c in names)
+                headers["x-asyncrl-ignored"] = names
+            raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await send({"type": "http.response.start", "status": 200, "headers": raw})
 
         async def send_part(body: bytes, *, more_body: bool = True) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": more_body})
@@ -379,7 +388,7 @@ class WebApp:
         try:
             if stream:
                 head = {"content-type": "text/event-stream", "cache-control": "no-cache"}
-                await send_head(200, head)
+                await send_head(head)
                 await send_part(replies.KEEP_ALIVE)
             while (task := self.answering.get(harness_request)) is not None:
                 await asyncio.wait(
@@ -393,22 +402,22 @@ class WebApp:
                     await send_part(replies.KEEP_ALIVE)
             if connection.is_closed:
                 return
-            answer, status, headers = harness_request.answer, 200, dict[str, str]()
+            answer = harness_request.answer
             if answer is None:
                 refused = harness_request.refused
                 assert refused is not None
-                body, headers = replies.build_error(refused)
+                if not stream:
+                    raise refused
+                body = replies.build_error(refused)[0]
                 event = b""
                 if parsed.kind == "messages":  # Anthropic's clients expect both
                     body["type"], event = "error", b"event: error\n"
-                answer, status = json.dumps(body).encode(), refused.status
-                if stream:
-                    answer = event + b"data: " + answer + b"\n\n"
+                answer = event + b"data: " + json.dumps(body).encode() + b"\n\n"
             if stream:
                 connection.coalescing.hold()  # the last part goes out with the end of the stream
             else:
-                headers |= {"content-type": "application/json", "content-length": str(len(answer))}
-                await send_head(status, headers)
+                length = str(len(answer))
+                await send_head({"content-type": "application/json", "content-length": length})
             await send_part(answer)
             if not connection.is_closed:
                 await send_part(b"", more_body=False)
@@ -452,14 +461,23 @@ async def open_body(request: Request, limit: int) -> AsyncIterator[bytes]:
         raise CallRefused(status, BODY_CODES[status], error.detail) from error
 
 
-def _load_json(body: bytes) -> Any:
-    """Read a small body, whose values may be NaN, which later checks refuse.
+def _convert_body(body: bytes, kind: type[Result], status: int) -> Result:
+    """Read a small body, whose numbers may be NaN, which later checks refuse.  Raises CallRefused.
 
-    Raises ValueError also for unpaired surrogates, which cannot be sent to the buffer.
+    Unpaired surrogates are refused, because they cannot be sent to the buffer.
     """
-    value = json.loads(body.decode() or "{}")
-    json.dumps(value, ensure_ascii=False).encode()
-    return value
+
+    def load(text: bytes) -> Any:
+        value = json.loads(text.decode() or "{}")
+        json.dumps(value, ensure_ascii=False).encode()
+        return value
+
+    try:
+        return msgspec.convert(decode_body(body, load), kind)
+    except msgspec.ValidationError as error:
+        reason = str(error).partition(" - at ")[0]
+        key = re.findall(r"(?:field `|\$\.)([^`.[]{0,80})", str(error))[0]
+        raise CallRefused(status, "invalid_value", f"{key}: {reason:.200}", key) from error
 
 
 def _parse_count(text: str) -> int | None:
@@ -467,24 +485,15 @@ def _parse_count(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
 
-def _parse_number(value: Any, name: str, *, finite: bool = True) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CallRefused(422, "invalid_value", f"{name}: give a number", name)
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if finite and not math.isfinite(number):
-        raise CallRefused(422, "invalid_value", f"{name}: give a finite number", name)
-    return number
-
-
-def _parse_numbers(values: Any, name: str) -> dict[str, float]:
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise CallRefused(422, "invalid_value", f"{name}: give an object of numbers", name)
-    return {key: _parse_number(value, name, finite=False) for key, value in values.items()}
+def _require_call(session: Session) -> None:
+    """Raise CallRefused if a session has ended without a call."""
+    if not session.calls:
+        raise CallRefused(
+            422,
+            "no_call",
+            f"session {session.name} has ended without a call, so its sample has failed: does the "
+            "agent use its own base URL?",
+        )
 
 
 def as_refusal(error: Exception) -> CallRefused:

@@ -182,18 +182,6 @@ def test_without_the_hub_s_package_the_error_says_what_to_install(
     assert examine.examine("verifiers:words", {}, tmp_path) == {"error": str(error.value)}
 
 
-def test_another_package_of_that_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = ModuleType("verifiers")
-    other.__version__ = "9"
-    monkeypatch.setitem(sys.modules, "verifiers", other)
-    with pytest.raises(ConfigError) as error:
-        self_playing.load("verifiers:words", {})
-    assert str(error.value) == (
-        "agent.env = verifiers:words: verifiers 9 has neither load_environment(NAME) nor the "
-        "module verifiers.v1; install verifiers 0.1 or 0.4"
-    )
-
-
 def test_an_environment_loads_or_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package, adapter = ModuleType("verifiers"), ModuleType("adapter")
     package.__version__ = "0.1.9"
@@ -230,18 +218,20 @@ def test_the_version_chooses_the_adapter(tmp_path: Path, monkeypatch: pytest.Mon
     package = ModuleType("verifiers")
     package.__path__ = [str(tmp_path)]
     (tmp_path / "v1").mkdir()
-    assert self_playing.find_adapter(package) == ""
+    package.__version__ = "9"
+    monkeypatch.setitem(sys.modules, "verifiers", package)
+    with pytest.raises(ConfigError) as error:
+        self_playing.load("verifiers:words", {})
+    assert str(error.value) == (
+        "agent.env = verifiers:words: verifiers 9 has neither load_environment(NAME) nor the "
+        "module verifiers.v1; install verifiers 0.1 or 0.4"
+    )
     (tmp_path / "v1" / "__init__.py").touch()
     assert self_playing.find_adapter(package) == "actors.gateway.hubs.verifiers_v1"
     package.load_environment = print  # 0.1, which may have both
     assert self_playing.find_adapter(package) == "actors.gateway.hubs.verifiers_v0"
     monkeypatch.syspath_prepend(tmp_path)
     assert self_playing.find_adapter(ModuleType("verifiers")) == "", "v1 is no part of a file"
-
-
-def test_a_prompt_of_text_is_a_message_of_the_user() -> None:
-    made = self_playing.build_text_messages("1+1=", "row 0")
-    assert made == [{"role": "user", "content": "1+1="}]
 
 
 def test_a_failed_load_names_its_first_cause_and_a_remedy() -> None:
@@ -303,6 +293,14 @@ def test_prompts_become_files(loaded: Sequence[tuple[str, dict[str, Any]]], tmp_
     lines = (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["answer"] for line in lines] == ["é0", "é1"]
     assert len((tmp_path / "eval.jsonl").read_text().splitlines()) == 1
+    made = self_playing.build_text_messages("1+1=", "row 0")
+    assert made == [{"role": "user", "content": "1+1="}]
+    for error, why in (
+        (ConfigError("row 3 is no text"), "row 3 is no text"),
+        (KeyError("x"), "raised KeyError: 'x'"),
+    ):
+        made = examine.examine("verifiers:words", {"bad": "train", "error": error}, tmp_path)
+        assert made == {"error": f"agent.env = verifiers:words: its data set: {why}"}
 
 
 def test_an_environment_is_examined_in_a_process_of_its_own(
@@ -329,21 +327,6 @@ def test_an_environment_is_examined_in_a_process_of_its_own(
     assert capfd.readouterr() == ('{"train": 1, "eval": 1}', "loading train\nloading eval\n")
     assert loaded == [("verifiers:words", {"n": 1})]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.jsonl", "train.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("error", "why"),
-    [
-        (ConfigError("row 3 is no text"), "row 3 is no text"),
-        (KeyError("x"), "raised KeyError: 'x'"),
-    ],
-)
-def test_a_data_set_that_cannot_be_built_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, why: str
-) -> None:
-    monkeypatch.setattr(examine.self_playing, "load", lambda _, args: Words(args))
-    made = examine.examine("verifiers:words", {"bad": "train", "error": error}, tmp_path)
-    assert made == {"error": f"agent.env = verifiers:words: its data set: {why}"}
 
 
 def test_an_environment_plays(loaded: Sequence[tuple[str, dict[str, Any]]], tmp_path: Path) -> None:
@@ -501,13 +484,6 @@ def test_a_programs_end_is_a_reward_or_says_why_not(
     assert found == expected
 
 
-def test_bytes_that_are_no_text_are_replaced() -> None:
-    assert judge_exit(1, 0, b"\xff\n2", b"", b"").reward == 2.0
-    assert judge_exit(1, 2, b"", b"bad \xff", b"").why == "ended with 2: bad \ufffd"
-    assert "'\ufffd'" in judge_exit(1, 0, b"", b"", b"\xff").why
-    assert len(judge_exit(1, 0, b"x" * 300, b"", b"").why) < 160
-
-
 def test_results_are_logged_with_what_was_printed(playing: Any, tmp_path: Path) -> None:
     found = playing('read task; case "$task" in *good*) echo 0.25;; *) echo oh >&2; exit 4;; esac')
     assert found.play(seat(1, "good"), seat(2, "bad")) == [
@@ -540,7 +516,8 @@ def test_of_much_output_the_last_and_of_a_long_reward_file_the_beginning_is_read
 def test_a_program_that_closes_its_output_goes_on(playing: Any, tmp_path: Path) -> None:
     code = f"exec >&- 2>&-; touch {tmp_path}/begun; while [ ! -e {tmp_path}/go ]; do sleep 0.02; "
     found = playing(code + 'done; echo 6 > "$ASYNCRL_REWARD"')
-    begin(found, tmp_path)
+    found.send(SessionOrders([seat(1)]))
+    until((tmp_path / "begun").exists)
     (tmp_path / "go").touch()
     assert found.result() == SessionResult(1, "scored", 6.0)
 
@@ -569,7 +546,11 @@ def test_other_programs_go_on_when_one_ends(playing: Any, tmp_path: Path) -> Non
     assert found.result() == SessionResult(1, "scored", 1.0)
 
 
-def test_a_head_that_is_no_text_is_logged_with_a_mark(tmp_path: Path) -> None:
+def test_what_is_no_text_is_replaced_or_logged_with_a_mark(tmp_path: Path) -> None:
+    assert judge_exit(1, 0, b"\xff\n2", b"", b"").reward == 2.0
+    assert judge_exit(1, 2, b"", b"bad \xff", b"").why == "ended with 2: bad \ufffd"
+    assert "'\ufffd'" in judge_exit(1, 0, b"", b"", b"\xff").why
+    assert len(judge_exit(1, 0, b"x" * 300, b"", b"").why) < 160
     log = AgentLog(tmp_path / "agent.log")
     log.write("half \udcff", b"a", b"", b"b\n")
     log.write("next")
@@ -580,33 +561,20 @@ def test_a_head_that_is_no_text_is_logged_with_a_mark(tmp_path: Path) -> None:
 WAITS = 'trap "{}" TERM; echo $$ > {}/new; mv {}/new {}/begun; while true; do sleep 0.02; done'
 
 
-def begin(found: Playing, folder: Path) -> None:
-    found.send(SessionOrders([seat(1)]))
-    until((folder / "begun").exists)
-
-
-def test_a_program_is_asked_to_stop_once(
-    playing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("polite_s", [3600.0, 0.05])
+def test_a_program_is_asked_to_stop_once_and_killed_if_it_does_not(
+    playing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, polite_s: float
 ) -> None:
     assert agent_process.POLITE_S == 5.0
-    monkeypatch.setattr(agent_process, "POLITE_S", 3600.0)
-    stop = f"echo stop >> {tmp_path}/asked; sleep 0.2; exit 0"
+    monkeypatch.setattr(agent_process, "POLITE_S", polite_s)
+    stop = f"echo stop >> {tmp_path}/asked; sleep 0.2; exit 0" if polite_s > 1 else ""
     found = playing(WAITS.format(stop, *[tmp_path] * 3))
-    begin(found, tmp_path)
+    found.send(SessionOrders([seat(1)]))
+    until((tmp_path / "begun").exists)
     found.send(SessionOrders(stop=[1, 9]))
     found.send(SessionOrders(stop=[1]))
     assert found.result() == SessionResult(1, "failed", why=STOPPED)
-    assert (tmp_path / "asked").read_text() == "stop\n"
-
-
-def test_a_program_that_does_not_stop_is_killed(
-    playing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agent_process, "POLITE_S", 0.05)
-    found = playing(WAITS.format("", *[tmp_path] * 3))
-    begin(found, tmp_path)
-    found.send(SessionOrders(stop=[1]))
-    assert found.result() == SessionResult(1, "failed", why=STOPPED)
+    assert not stop or (tmp_path / "asked").read_text() == "stop\n"
     assert re.search(rf"s1 \d+\.\d s: {STOPPED}\n", (tmp_path / "agent.log").read_text())
 
 
@@ -615,7 +583,8 @@ def test_all_programs_end_with_the_gateway(
 ) -> None:
     monkeypatch.setattr(agent_process, "POLITE_S", 3600.0)
     found = playing(WAITS.format("", *[tmp_path] * 3))
-    begin(found, tmp_path)
+    found.send(SessionOrders([seat(1)]))
+    until((tmp_path / "begun").exists)
     found.close()
     assert not psutil.pid_exists(int((tmp_path / "begun").read_text()))
 
@@ -635,10 +604,7 @@ def test_the_process_is_ready_and_ends_with_its_socket(
     found = Playing(tmp_path / "agent.log", "sleep", "3600")
     found.close()
     assert asked == [(agent_process.PR_SET_PDEATHSIG, 0), (PR_SET_CHILD_SUBREAPER, 1)]
-
-
-def test_a_socket_that_closes_before_the_setup_ends_the_process() -> None:
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair()  # one that closes before the setup
     ours.sendall(b"\0\0")
     ours.close()
     agent_process.serve(theirs)

@@ -10,8 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -196,21 +196,20 @@ def test_a_session_begins_in_the_process_with_the_fewest() -> None:
     pool.processes = {}
 
     def process(*sessions: int) -> Any:
-        sent: list[Any] = []
-        made = SimpleNamespace(sessions={*sessions}, asked=deque([(9, "step")]), ready=True)
-        made.sent, made.send = sent, sent.append
+        made = Mock(asked=deque([(9, "step")]), ready=True, sent=[])
+        made.send = made.sent.append
+        pool.processes |= dict.fromkeys(sessions, made)
         return made
 
     pool.workers = [process(1, 2), process(3), process(4, 5)]
     for session, place in ((6, 1), (7, 0), (8, 1)):
         pool.reset(reset(session))
         assert pool.processes[session] is pool.workers[place]
-        assert session in pool.processes[session].sessions
         assert pool.processes[session].sent[-1] == [reset(session)]
         assert pool.processes[session].asked[-1] == (session, "reset")
     pool.end(6)
     pool.end(6)
-    assert 6 not in pool.workers[1].sessions and 6 not in pool.processes
+    assert 6 not in pool.processes
     assert pool.workers[1].sent[2:] == [[EnvironmentOperation(6, "end")]]
 
 

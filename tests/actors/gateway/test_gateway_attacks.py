@@ -85,8 +85,7 @@ def test_half_a_character_is_refused(path: str, body: str, half: str, served: Se
 
 def test_half_a_character_in_a_tools_arguments_is_refused(served: Served, opened: Session) -> None:
     """It is JSON within JSON: the body itself is sound."""
-    function = {"name": "f", "arguments": r'{"a":"\ud800"}'}
-    call = {"id": "a", "type": "function", "function": function}
+    call = {"id": "a", "function": {"name": "f", "arguments": r'{"a":"\ud800"}'}}
     told = [*GO, {"role": "assistant", "tool_calls": [call]}]
     said = post(served, opened, "/v1/chat/completions", {"messages": told})
     assert said.status_code == 400 and said.json()["error"]["code"] == "invalid_text"
@@ -99,7 +98,7 @@ def test_a_session_remembers_what_was_refused(served: Served, opened: Session) -
         assert post(served, opened, "/v1/chat/completions", body).status_code == 400
     state = post(served, opened, "/beat", {}).json()
     assert state["refused"] == 3 and state["refusal"]["code"] == "invalid_json"
-    assert post(served, opened, "/reward", {"reward": 0.0}).status_code == 200
+    assert post(served, opened, "/reward", {"reward": 0.0}).status_code == 422
     made = deliver(served, opened)
     assert made.failed and made.failed.why.startswith(
         "the session ended without an answer; 3 of its calls were refused, the last one with "

@@ -1,13 +1,16 @@
 """Calls between a gateway and its generators: a call is answered once, whoever dies; every call is
 admitted at or above its session's minimum; its random stream is its own."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 from gateway_calls_kit import AT, call
 
 from actors.engine import Completion, CompletionRequest, build_engine, draw_uniform_rows
-from actors.gateway.service import REMEMBERED, CallRouter
+from actors.gateway.service import CallRouter, RoutedCall
 from actors.generator import REPORT_S, CallPeer, CallTurn
 from asyncrl.config import load
 from asyncrl.contract import messages as m
@@ -22,6 +25,10 @@ def said(
     name: str, session: int, held: list[int], heard: int = 0, slots: int = 4
 ) -> m.ServingReport:
     return m.ServingReport(m.PROTOCOL, "run", name, session, slots, held, heard)
+
+
+def submit(board: CallRouter, number: int, **more: Any) -> None:
+    board.submit(RoutedCall(call(number, **more), SimpleNamespace(generator="", images={}), None))
 
 
 def sent(board: CallRouter) -> dict[bytes, list[int]]:
@@ -41,7 +48,7 @@ def test_calls_go_where_most_room_is_and_never_beyond_it() -> None:
     two.on_report(b"a", said("a", 1, [], slots=4), 0.0)
     two.on_report(b"b", said("b", 1, [], slots=2), 0.0)
     for number in range(10):
-        two.submit(call(number))
+        submit(two, number)
     first = sent(two)
     assert sorted(first[b"a"] + first[b"b"]) == list(range(8))  # 1.25 times the slots, each up
     assert len(first[b"a"]) == 5 and len(first[b"b"]) == 3
@@ -50,10 +57,12 @@ def test_calls_go_where_most_room_is_and_never_beyond_it() -> None:
 
 
 def test_a_sessions_calls_stay_with_the_generator_that_drew_the_last() -> None:
-    """While it has a free row; who has gone is not waited for; what is remembered is bounded."""
+    """While it has a free row; who has gone is not waited for."""
 
-    def of(number: int, ticket: int, sample: int = 1) -> m.GenerationCall:
-        return msgspec.structs.replace(call(number), ticket=ticket, sample=sample)
+    owners = [SimpleNamespace(generator="", images={}) for _ in range(5)]
+
+    def ask(number: int, owner: int) -> None:
+        b.submit(RoutedCall(call(number), owners[owner], None))
 
     def answered(*numbers: int) -> None:
         for number in numbers:
@@ -61,46 +70,32 @@ def test_a_sessions_calls_stay_with_the_generator_that_drew_the_last() -> None:
 
     b = board("a", "b")
     for number in range(4):
-        b.submit(of(number, ticket=number))
+        ask(number, number)
     first = sent(b)
     assert sorted(map(len, first.values())) == [2, 2]
     answered(0, 1, 2, 3)
     for number in range(3, -1, -1):  # alone they would go by turns
-        b.submit(of(10 + number, ticket=number))
+        ask(10 + number, number)
     assert {peer: sorted(x - 10 for x in ids) for peer, ids in sent(b).items()} == first
     answered(10, 11, 12, 13)
     mine = first[b"a"][0]
     for number in range(20, 26):  # four slots: the others go where room is
-        b.submit(of(number, ticket=mine))
+        ask(number, mine)
     assert sent(b) == {b"a": [20, 21, 22, 23], b"b": [24, 25]}
     answered(*range(20, 26))  # b drew the last
-    b.submit(of(30, ticket=mine))
-    b.submit(of(31, ticket=mine, sample=2))  # another session of the ticket
+    ask(30, mine)
+    ask(31, 4)  # another session
     assert sent(b) == {b"b": [30], b"a": [31]}
     answered(30)
     del b.generators["b"]
-    b.submit(of(40, ticket=mine))
+    ask(40, mine)
     assert sent(b) == {b"a": [40]}
-    answered(40)
-    for number in range(REMEMBERED + 3):
-        b.last_generator[100 + number, 0] = "a"
-    b.submit(of(50, ticket=7))
-    sent(b)
-    before = len(b.last_generator)
-    answered(50)
-    assert len(b.last_generator) == before and (7, 1) in b.last_generator
-    while len(b.last_generator) >= REMEMBERED:
-        del b.last_generator[next(iter(b.last_generator))]
-    b.submit(of(51, ticket=8))
-    sent(b)
-    answered(51)
-    assert len(b.last_generator) == REMEMBERED
 
 
 def test_a_generator_started_anew_is_sent_its_calls_again() -> None:
     one = board("a")
-    one.submit(call(1, stream=9))
-    one.submit(call(2))
+    submit(one, 1, stream=9)
+    submit(one, 2)
     assert sent(one) == {b"a": [1, 2]}
     one.on_result(m.CallResult(1, b"", b"", [], "stop"))
     one.on_report(b"a2", said("a", 2, []), 1.0)
@@ -110,22 +105,23 @@ def test_a_generator_started_anew_is_sent_its_calls_again() -> None:
 
 def test_a_silent_generators_calls_go_to_another_and_its_late_answer_counts_if_first() -> None:
     one = board("a")
-    one.submit(call(1))
+    submit(one, 1)
     assert sent(one) == {b"a": [1]}
     one.on_report(b"b", said("b", 1, []), 9.0)
     one.tick(10.0)
     assert sent(one) == {}
     one.tick(10.1)
     assert sent(one) == {b"b": [1]}
-    assert one.on_result(m.CallResult(1, b"x", b"", [], "stop")) == call(1)  # a's
+    first = one.on_result(m.CallResult(1, b"x", b"", [], "stop"))
+    assert first is not None and first.message == call(1)  # a's
     assert one.on_result(m.CallResult(1, b"y", b"", [], "stop")) is None  # b's
     assert one.on_result(m.CallResult(2, b"", b"", [], "stop")) is None  # nobody's
 
 
 def test_a_lost_message_is_made_up_for() -> None:
     one = board("a")
-    one.submit(call(1))
-    one.submit(call(2))
+    submit(one, 1)
+    submit(one, 2)
     sent(one)
     one.on_report(b"a", said("a", 1, [], heard=0), 1.0)  # on its way
     assert sent(one) == {}
@@ -137,17 +133,17 @@ def test_a_lost_message_is_made_up_for() -> None:
 
 def test_a_cut_call_is_told_to_its_generator_and_one_that_waits_is_over() -> None:
     one = board("a")
-    one.submit(call(1))
+    submit(one, 1)
     sent(one)
     assert not one.cancel(1)
     ((_, message),) = one.take_messages(None)
     assert message.cut == [1] and not message.calls
-    one.submit(call(2))
+    submit(one, 2)
     assert one.cancel(2)
     assert sent(one) == {}  # it is in no queue any more
 
 
-def test_more_generators_than_a_gateway_serves_are_refused() -> None:
+def test_one_generator_too_many_and_that_of_another_run_are_refused() -> None:
     full = board(*map(str, range(4096)))
     assert full.on_report(b"c", said("c", 1, []), 1.0) == m.Refusal(
         "c is refused: this gateway has 4096 generators", 2
@@ -155,16 +151,13 @@ def test_more_generators_than_a_gateway_serves_are_refused() -> None:
     assert full.on_report(b"0", said("0", 1, []), 1.0) is None, "a known one goes on"
     assert full.on_report(b"0", said("0", 2, []), 1.0) is None, "also when it was started anew"
     assert len(full.generators) == 4096 and full.generators["0"].session == 2
-
-
-def test_another_runs_generator_is_refused() -> None:
     one = board()
     refused = one.on_report(b"a", msgspec.structs.replace(said("a", 1, []), run="other"), 0.0)
     assert refused == m.Refusal(
         f"this gateway belongs to run run with protocol {m.PROTOCOL}, a to run other with protocol "
         f"{m.PROTOCOL}"
     )
-    one.submit(call(1))
+    submit(one, 1)
     assert sent(one) == {}
 
 

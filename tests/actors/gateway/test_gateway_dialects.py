@@ -42,7 +42,6 @@ def claude(served: Served) -> tuple[anthropic.Anthropic, Session]:
     return anthropic.Anthropic(base_url=base, api_key=opened.api_key), opened
 
 
-CHAT_TOOL = {"type": "function", "function": {"name": "add"}}
 TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object"}}
 ASK: dict[str, Any] = {
     "model": "policy",
@@ -70,9 +69,7 @@ def test_messages_with_tools_go_on_in_one_row(served: Served) -> None:
     text = served.service.tokenizer.decode(opened.tree.nodes[1].prompt_ids)
     assert f"{BOTH}<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>user\nand?" in text
     assert text.startswith("<|im_start|>system\nbe<|im_end|>")
-
-
-def test_a_stream_of_messages_adds_up(served: Served) -> None:
+    # a stream of messages adds up
     talk, _ = claude(served)
     with talk.messages.stream(messages=[{"role": "user", "content": "go"}], **ASK) as stream:
         whole = stream.get_final_message()
@@ -81,24 +78,7 @@ def test_a_stream_of_messages_adds_up(served: Served) -> None:
     assert whole.stop_reason == "tool_use" and whole.usage.output_tokens == len(BOTH) + 1
 
 
-def test_a_streamed_chat_keeps_thinking_and_calls_apart(served: Served) -> None:
-    talk, _ = client(served)
-    asked: Any = {"messages": [{"role": "user", "content": "go"}], "tools": [CHAT_TOOL]}
-    chunks = list(talk.chat.completions.create(model="policy", stream=True, **asked))
-    first, whole, last = (chunk.choices[0] for chunk in chunks)
-    assert (first.delta.role, first.delta.content) == ("assistant", "")
-    delta = whole.delta.model_dump()
-    assert (delta["reasoning_content"], delta["content"]) == ("hm", "so")
-    (call,) = delta["tool_calls"]
-    assert (call["index"], call["function"]["name"]) == (0, "add")
-    assert [choice.finish_reason for choice in (first, whole, last)] == [None, None, "tool_calls"]
-    served.service.say = lambda call: "plain"
-    chunks = list(talk.chat.completions.create(model="policy", stream=True, **asked))
-    plain = chunks[1].choices[0].delta.model_dump()
-    assert plain["content"] == "plain" and "reasoning_content" not in plain
-
-
-def test_how_messages_end(served: Served) -> None:
+def test_how_messages_and_responses_end(served: Served) -> None:
     talk, _ = claude(served)
     served.service.say = lambda call: "one two three"
     said: list[Any] = [{"role": "user", "content": "go"}]
@@ -110,6 +90,9 @@ def test_how_messages_end(served: Served) -> None:
     assert stopped.stop_reason == "stop_sequence" and stopped.stop_sequence == " two"
     counted = talk.messages.count_tokens(model="policy", messages=said)
     assert counted.input_tokens == cut.usage.input_tokens
+    response = client(served)[0].responses.create(model="policy", input="go", max_output_tokens=3)
+    assert response.status == "incomplete" and response.output_text == "one"
+    assert response.incomplete_details and response.incomplete_details.reason == "max_output_tokens"
 
 
 ANY_JSON = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
@@ -199,11 +182,3 @@ def test_a_stream_of_responses_adds_up(served: Served) -> None:
     assert "".join(text) == "so"
     assert [x.text for x in events if x.type == "response.output_text.done"] == ["so"]
     assert [event.sequence_number for event in events] == list(range(len(events)))
-
-
-def test_a_response_that_was_cut_says_so(served: Served) -> None:
-    talk, _ = client(served)
-    served.service.say = lambda call: "one two three"
-    cut = talk.responses.create(model="policy", input="go", max_output_tokens=3)
-    assert cut.status == "incomplete" and cut.output_text == "one"
-    assert cut.incomplete_details and cut.incomplete_details.reason == "max_output_tokens"

@@ -51,15 +51,18 @@ def sessions_of(gateway: service.Gateway) -> SessionApi:
     return gateway.sources[""]
 
 
-def test_the_config_says_what_clients_may_ask_for(gateway: service.Gateway) -> None:
-    policy = sessions_of(gateway).request_policy
+async def refused(call: Any) -> tuple[int, str, str]:
+    with pytest.raises(CallRefused) as caught:
+        await call
+    return caught.value.status, caught.value.code, str(caught.value)
+
+
+def test_what_clients_may_ask_for_and_what_sessions_wait_for(gateway: service.Gateway) -> None:
+    door = sessions_of(gateway)
+    policy = door.request_policy
     assert policy.agent is gateway.config.agent and policy.agent.serve
     assert policy.stops == {*gateway.stops} and policy.stops
     assert policy.vocabulary == gateway.vocabulary > 0  # ids of the token route lie below it
-
-
-def test_what_sessions_over_http_wait_for(gateway: service.Gateway) -> None:
-    door = sessions_of(gateway)
     harness = "a harness to lease a session (RUN/agent.url, RUN/agent.key)"
     assert door.explain_queue("") == WaitCause("agent", harness)
     gateway.open_sessions()
@@ -74,13 +77,16 @@ def test_what_sessions_over_http_wait_for(gateway: service.Gateway) -> None:
         "its environment (agent.env): the next call, or its end": AgentConfig(env="a:b"),
     }
     for what, agent in agents.items():
-        gateway.get_agent = lambda session, agent=agent: agent
-        session: Any = None
+        gateway.agents["one"] = agent
+        session: Any = SimpleNamespace(part="one", name="1.0.1")
+        door.add(session)
         wait = door.explain_wait(session, "limit", 2.0, 1.0)
         assert wait == WaitCause("agent", what, "limit", 2.0)
     gateway.agents[""] = AgentConfig(function="words:play", at_once=7)
+    worker = SimpleNamespace(ready=True)
+    door.pools[""] = Mock(workers=[worker])
     assert door.explain_queue("") == WaitCause("place", "a place: agent.at_once = 7")
-    door.starting.add("")
+    worker.ready = False
     ready = WaitCause("place", "a process that imports agent.function = words:play to be ready")
     assert door.explain_queue("") == ready
 
@@ -110,7 +116,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
             wanted = [x.samples for x in wire.sent if isinstance(x, m.TicketRequest)]
             assert wanted == [1]  # as many as asked
             gateway.accept_tickets([ticket(1), ticket(2, "eval", 1)])
-            door.wake_leases()
+            door.open_sessions()
             first = await waiting
         assert first is not None and first.ticket.kind == "eval"  # evaluation goes first
         assert await door.lease("a", 0.0) is first
@@ -123,8 +129,8 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
         call = session.place(text="ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(session, call))
         await asyncio.sleep(0)
-        (number,) = gateway.calls
-        assert gateway.router.open[number].stream == 0  # the plain answer's stream
+        (number,) = gateway.router.open
+        assert gateway.router.open[number].message.stream == 0  # the plain answer's stream
         spans = [m.VersionSpan(AT, "d", 0, 1, AT)]
         one, logprob = np.ones(1, "<i4").tobytes(), np.zeros(1, "<f4").tobytes()
         gateway.on_result(m.CallResult(number, one, logprob, spans, "stop"))
@@ -140,17 +146,17 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
         call = third.place(text="ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(third, call))
         await asyncio.sleep(0)
-        (was,) = gateway.calls
+        (was,) = gateway.router.open
         source = m.WeightsSource(2, "", "", "")
         gateway.announce(m.PolicyAnnouncement(Label(2, 0), "d", source))
         await asyncio.sleep(0)
-        assert not gateway.calls and was not in gateway.router.open  # drawn by nobody
+        assert not gateway.router.open  # drawn by nobody
         assert not drawing.done() and third.state == "open"
         granted, sample = third.attempt, third.sample
         again = msgspec.structs.replace(ticket(3), ticket=1, samples=[sample])
         gateway.accept_tickets([msgspec.structs.replace(again, min_version=Label(2, 0))])
-        (number,) = gateway.calls
-        assert number != was and gateway.router.open[number].min_version == Label(2, 0)
+        (number,) = gateway.router.open
+        assert number != was and gateway.router.open[number].message.min_version == Label(2, 0)
         spans = [m.VersionSpan(Label(2, 0), "d", 0, 1, AT)]
         gateway.on_result(m.CallResult(number, one, logprob, spans, "stop"))
         assert await drawing is third.tree.nodes[0]
@@ -165,16 +171,12 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
         await asyncio.sleep(0)
         gateway.announce(m.PolicyAnnouncement(Label(3, 0), "d", source))
         gateway.drop(gateway.list_parked_sessions()[0])
-        with pytest.raises(CallRefused) as caught:
-            await drawing
-        said = (caught.value.status, caught.value.code, str(caught.value))
-        assert said == (410, "session_lost", f"session {third.name} is lost: lease another")
+        why = f"session {third.name} is lost: lease another"
+        assert await refused(drawing) == (410, "session_lost", why)
         assert third.state == "ended"
         assert not gateway.sessions
-        with pytest.raises(CallRefused) as caught:
-            await door.draw(third, call)
-        said = (caught.value.status, caught.value.code, str(caught.value))
-        assert said == (410, "session_ended", f"session {third.name} has ended")
+        why = f"session {third.name} has ended"
+        assert await refused(door.draw(third, call)) == (410, "session_ended", why)
         # the same sample again: it may have acted before
         last = msgspec.structs.replace(ticket(4), ticket=1, samples=[sample])
         gateway.accept_tickets([msgspec.structs.replace(last, min_version=Label(3, 0))])
@@ -185,25 +187,15 @@ def test_leases_calls_and_a_new_life_of_the_learner(gateway: service.Gateway) ->
 
 
 class Heard:
-    """A socket of the gateway, as `SocketWatcher` needs it.
-
-    taken: its message was received already
-    sent: its descriptor is readable without a message"""
+    """A socket of the gateway: `sent`: its descriptor is readable without a message."""
 
     def __init__(self) -> None:
         self.socket, self.other = socket.socketpair()
-        self.taken = self.sent = False
+        self.taken = self.sent = False  # taken: its message was received already
 
     @property
     def has_message(self) -> bool:
         return self.taken or (not self.sent and bool(wait([self.socket], 0)))
-
-    def replaced(self) -> None:
-        """By another with the same descriptor."""
-        descriptor = self.socket.fileno()
-        made, self.other = socket.socketpair()
-        self.socket.close()
-        self.socket = socket.socket(fileno=os.dup2(made.detach(), descriptor))
 
 
 def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,60 +204,51 @@ def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) 
     gateway: Any = SimpleNamespace(socket=one, calls_socket=two, wires=[])
 
     async def play() -> None:
-        due = asyncio.Event()
-        wires: list[socket.socket] = []
-        door: Any = SimpleNamespace(due=due, wake=due.set)
-        agents: Any = [SimpleNamespace(wires=wires)]
-        ears = http_gateway.SocketWatcher(gateway, door, agents)
+        watcher = http_gateway.SocketWatcher(gateway, asyncio.Event())
 
-        async def told_by(send: Any, what: socket.socket) -> None:
-            """A turn is not due before `send` has written to what is heard as `what`, and then."""
-            turn = asyncio.create_task(ears.wait_until_due())
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert not turn.done()
-            send()
-            await asyncio.wait_for(turn, 600)
-            what.recv(1)
+        async def is_due(*, after: Any = None) -> asyncio.Task[None]:
+            """Whether a turn is due at once, or else after `after`."""
             for _ in range(3):
                 await asyncio.sleep(0)
-            due.clear()
+            watcher.due.clear()
+            turn = asyncio.create_task(watcher.wait_until_due())
+            for _ in range(5):
+                await asyncio.sleep(0)
+            if after is None:
+                return turn
+            assert not turn.done()
+            after()
+            await asyncio.wait_for(turn, 600)
+            return turn
 
-        await told_by(lambda: one.other.send(b"x"), one.socket)
-        await told_by(lambda: two.other.send(b"x"), two.socket)
-        two.replaced()  # as a socket is whose peer does not speak the protocol
-        await told_by(lambda: two.other.send(b"x"), two.socket)
+        for heard in (one, two, two):
+            await is_due(after=lambda heard=heard: heard.other.send(b"x"))
+            heard.socket.recv(1)
+            # another socket gets its descriptor, as that of a peer with another protocol does
+            descriptor = two.socket.fileno()
+            made, two.other = socket.socketpair()
+            two.socket.close()
+            two.socket = socket.socket(fileno=os.dup2(made.detach(), descriptor))
         wire, other = socket.socketpair()
-        wires.append(wire)  # of a process that was started
-        await told_by(lambda: other.send(b"x"), wire)
-        environment, far = socket.socketpair()
-        gateway.wires.append(environment)  # of the source's own processes
-        await told_by(lambda: far.send(b"x"), environment)
+        gateway.wires.append(wire)  # of a process that was started
+        await is_due(after=lambda: other.send(b"x"))
         gateway.wires.clear()
-        wires.clear()
-        for end in (wire, other, environment, far):
-            end.close()
+        wire.close()
+        other.close()
         two.taken = True  # zmq has it already, and its descriptor says nothing more
-        turn = asyncio.create_task(ears.wait_until_due())
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert turn.done()
-        two.taken = False
-        turn = asyncio.create_task(ears.wait_until_due())
-        two.sent = True
+        assert (await is_due()).done()
+        two.taken, two.sent = False, True
         two.other.send(b"x")
-        for _ in range(5):
-            await asyncio.sleep(0)
+        turn = await is_due()
         assert not turn.done()
         turn.cancel()
         monkeypatch.setattr(http_gateway, "POLL_S", 0.01)
-        await asyncio.wait_for(ears.wait_until_due(), 600)  # by the clock
-        assert ears.watched.keys() == {one.socket.fileno(), two.socket.fileno()}
-        ears.close()
-        assert not asyncio.get_running_loop().remove_reader(one.socket.fileno())
-        for each in (one, two):
-            each.socket.close()
-            each.other.close()
+        await asyncio.wait_for(watcher.wait_until_due(), 600)  # by the clock
+        descriptor = watcher.epoll.fileno()
+        watcher.close()
+        assert watcher.epoll.closed and not asyncio.get_running_loop().remove_reader(descriptor)
+        for end in (one.socket, one.other, two.socket, two.other):
+            end.close()
 
     asyncio.run(play())
 
@@ -301,14 +284,11 @@ def test_a_call_that_a_generator_refuses_is_answered_by_a_failure(gateway: servi
         call = opened.place(text="ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(opened, call))
         await asyncio.sleep(0)
-        (number,) = gateway.calls
+        (number,) = gateway.router.open
         why = "tokens from 3 to 99\n\x1b[2J"
         gateway.on_generator_message(b"g", m.CallResult(number, b"", b"", [], "length", failed=why))
-        with pytest.raises(CallRefused) as caught:
-            await drawing
-        said = (caught.value.status, caught.value.code, str(caught.value))
         why = "a generator cannot sample this call: tokens from 3 to 99\\n\\x1b[2J"
-        assert said == (500, "call_refused", why)
+        assert await refused(drawing) == (500, "call_refused", why)
         # the session goes on
         assert opened.state == "open" and not opened.open_calls
 

@@ -16,6 +16,7 @@ from process_kit import until
 
 from actors.gateway import service
 from actors.gateway.environment_sessions import EnvironmentSource, describe_request
+from actors.gateway.environment_worker import EnvironmentEvent
 from actors.gateway.sessions import SessionOutcome
 from actors.rewards import RewardResult
 from asyncrl.config import load
@@ -30,7 +31,6 @@ from asyncrl.models.policy import build_model
 
 # a process of environments may stand still, while others have the cores
 PATIENT = {"step_s": 3600.0, "deadline_s": 7200.0}
-TICKET = m.Ticket(1, 1, "train", m.Prompt(0, "a="), [0], m.SamplingSettings(), Label(1, 3), None, 3)
 
 
 model_dir = model_fixture("abcdefgh0123456789=", layers=1)
@@ -88,8 +88,12 @@ class World:
         logprobs = np.full(len(ids), -0.5, "<f4").tobytes()
         spans = [m.VersionSpan(at, "", 0, len(ids), at)]
         called = m.CallResult(call.id, np.array(ids, "<i4").tobytes(), logprobs, spans, finish)
-        if self.gateway.router.on_result(called) is not None:
-            self.gateway.on_result(called)
+        self.gateway.on_result(called)
+
+    def say(self, *texts: str) -> None:
+        """Answer so many calls, one after another."""
+        for text in texts:
+            self.answer(self.calls(1)[0], text)
 
     def ended(self, count: int = 1) -> list[m.Trajectory]:
 
@@ -159,8 +163,7 @@ def test_a_session_is_one_row_of_its_calls_and_what_stood_between_them(world: Ma
 def test_rewards_of_calls_stand_on_their_last_tokens_in_one_row(world: MakeWorld) -> None:
     w = world(fork="end")
     w.take(w.ticket())
-    for text in ("ab", "abc", "a"):
-        w.answer(w.calls(1)[0], text)
+    w.say("ab", "abc", "a")
     (s,) = w.ended()
     given = np.frombuffer(s.token_rewards, "<f4")
     at = {int(i): round(float(given[i]), 6) for i in np.flatnonzero(~np.isnan(given))}
@@ -214,8 +217,7 @@ def test_against_itself_one_side_is_trained_alone(world: MakeWorld, side: int) -
 def test_the_opponents_reward_is_on_the_policys_last_token(world: MakeWorld) -> None:
     w = world(env="agent_envs:Longer", opponent="self", eval_opponent="self", fork="end")
     w.take(of_side(w, 0))
-    for text in ("abcd", "a", "abcd", "a", "abcd", "a"):
-        w.answer(w.calls(1)[0], text)
+    w.say("abcd", "a", "abcd", "a", "abcd", "a")
     (s,) = w.ended()
     given = np.frombuffer(s.token_rewards, "<f4")
     assert s.reward == 1 and np.flatnonzero(~np.isnan(given)).tolist() == [len(given) - 1]
@@ -226,8 +228,7 @@ def test_evaluations_are_against_their_own_opponent(world: MakeWorld) -> None:
     """Whom it plays is the ticket's kind; a fixed opponent's moves are no calls."""
     w = world(env="agent_envs:Longer", opponent="self", eval_opponent="random")
     w.take(msgspec.structs.replace(w.ticket(), kind="eval"))
-    for _ in range(3):
-        w.answer(w.calls(1)[0], "abc")
+    w.say("abc", "abc", "abc")
     (s,) = w.ended()
     assert (s.calls, s.aside, s.reward) == (3, 0, 1.0)
 
@@ -237,8 +238,7 @@ def test_a_limit_of_calls_is_an_outcome_once_the_policy_has_moved(world: MakeWor
     for kind, side, texts in (("", 1, ("a", "bb", "abc")), ("quits", 1, ("h", "h", "h"))):
         w = world(env="agent_envs:Longer", opponent="self", eval_opponent="random", max_calls=3)
         w.take(of_side(w, side, kind))
-        for text in texts:
-            w.answer(w.calls(1)[0], text)
+        w.say(*texts)
         (s,) = w.ended()
         assert (s.calls, s.reward, s.finish) == (3, 0.0, "length")
         if kind:
@@ -278,8 +278,7 @@ def test_a_limit_is_an_outcome(
     for how in ("keep", "fail"):
         w = world(env="agent_envs:Endless", at_limit=how, generator=generator, **agent)
         w.take(w.ticket())
-        for _ in range(calls):
-            w.answer(w.calls(1)[0], "ab")
+        w.say(*["ab"] * calls)
         (s,) = w.ended()
         assert s.calls == calls and s.finish == "length" and s.length > 0
         if how == "keep":
@@ -301,7 +300,6 @@ def test_the_deadline_ends_a_session_whose_call_is_being_drawn(world: MakeWorld)
     ((_, message),) = w.gateway.router.take_messages(None)
     assert message.cut == [call.id] and not w.gateway.outbox.fresh
     lost = m.CallResult(call.id, b"", b"", [], "length", 2)
-    assert w.gateway.router.on_result(lost) is not None
     w.gateway.on_result(lost)
     (s,) = w.ended()
     assert (s.length, s.aside, s.finish) == (3, 2, "length") and not s.failed
@@ -355,14 +353,14 @@ def test_sessions_of_an_earlier_epoch_go_on_under_the_next_grant(world: MakeWorl
         source = m.WeightsSource(epoch, "here", "", "")
         gateway.announce(m.PolicyAnnouncement(Label(epoch, 1), "d", source))
         assert len(gateway.list_parked_sessions()) == 2
-        assert not gateway.router.open and not gateway.calls
+        assert not gateway.router.open
     gateway.announce(gateway.schedule.announced)
     assert gateway.free_sessions == 256 and gateway.list_progress() == [(11, 1, 3)]
     gateway.renewed = 0.0
     gateway.renew()
     assert [x.judging for x in w.wire.sent if isinstance(x, m.LeaseRenewal)] == [[]]
     gateway.accept_tickets([msgspec.structs.replace(first, attempt=2, min_version=Label(3, 1))])
-    assert not gateway.list_parked_sessions() and gateway.router.open.keys() == gateway.calls.keys()
+    assert not gateway.list_parked_sessions() and len(gateway.router.open) == 2
     assert sorted(gateway.list_progress()) == [(11, 1, 3), (11, 2, 0)]
     first_done = next(x.sample for x in gateway.sessions.values() if x.tokens)
     texts = {first_done: ["abc", "a"], 1 - first_done: ["ab", "abc", "a"]}
@@ -412,8 +410,10 @@ def test_what_nothing_adopts_is_given_up_and_told_of(world: MakeWorld) -> None:
     gateway.tick(now)
     assert len(gateway.sessions) == 2
     gateway.ticked = 0.0
-    gateway.tick(now + 1000.0 + gateway.limits[""].grace_s + 1.0)
-    assert not gateway.sessions and not gateway.held and not gateway.calls
+    gateway.tick(
+        now + 1000.0 + service.build_limits(gateway.config, gateway.agents[""]).grace_s + 1.0
+    )
+    assert not gateway.sessions and not gateway.held and not gateway.router.open
     assert not gateway.outbox.fresh and gateway.list_progress() == [(11, 1, 3)]
 
 
@@ -436,8 +436,14 @@ def test_an_environment_that_answers_as_its_time_runs_out_ends_no_gateway(world:
     session.fail("its time ran out")
     source = w.gateway.sources[""]
     assert isinstance(source, EnvironmentSource)
-    source.score(session)
-    source.judge(session)
+    for judge in (False, True):
+        session.state = "open"
+        play = session.play = source.play(session)
+        next(play)
+        # its time runs out as it ends
+        session.limit, session.limited_at, session.call_at = "deadline_s", 0.0, 0.0
+        end = EnvironmentEvent(session.number, "ok", ended=True, judge=judge)
+        source.resume(session, end)
     assert session.outcome is not None and session.outcome.failed
 
 
@@ -473,21 +479,22 @@ def test_a_call_that_a_generator_cannot_sample_fails_its_session(world: MakeWorl
     w.gateway.on_result(m.CallResult(call.id, *one, "stop", routed=routed.encode()))
     assert w.gateway.routing == routed.shape
     (call,) = w.calls(1)
-    assert call.id in w.gateway.router.open and [*w.gateway.calls] == [call.id]
+    assert [*w.gateway.router.open] == [call.id]
     w.gateway.drop(session)
-    assert call.id not in w.gateway.router.open and not w.gateway.calls and not w.gateway.sessions
+    assert not w.gateway.router.open and not w.gateway.sessions
 
 
 def test_a_failed_reward_is_its_sessions_failure(world: MakeWorld) -> None:
     w, outcomes, parts = world(), [], {"a": 1.0}
     failure = RewardFailure("data", "no")
     ends = ((1, ""), (2, failure), (3, ""))
-    results = [RewardResult((n, 0, 1), 0.5, parts, None, failed) for n, failed in ends]
+    results = [RewardResult((n, 0, 0), 0.5, parts, None, failed) for n, failed in ends]
     w.gateway.rewards = Mock(**{"poll.return_value": results})
-    w.gateway.judged = {(n, 0, 1): Mock(on_judged=outcomes.append) for n in (1, 2, 4)}
+    sessions = {n: Mock(on_judged=outcomes.append) for n in (1, 2, 4)}
+    w.gateway.sessions, before = sessions, w.gateway.sessions
     w.gateway.read_rewards()
+    w.gateway.sessions = before
     assert outcomes == [SessionOutcome(0.5, parts), SessionOutcome(0.5, parts, "data: no")]
-    assert [*w.gateway.judged] == [(4, 0, 1)]
 
 
 def test_it_vouches_for_open_sessions_and_asks_for_as_many_as_it_may_hold(world: MakeWorld) -> None:
@@ -525,7 +532,7 @@ def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(world: Make
     assert not w.gateway.held and (renewed.taken, renewed.written) == (2, [(12, 2)])
 
 
-def test_a_buffer_found_elsewhere_is_greeted_and_asked_anew(world: MakeWorld) -> None:
+def test_a_buffer_found_elsewhere_or_restarted_is_greeted_and_asked_anew(world: MakeWorld) -> None:
     w = world(sessions=3)
     w.gateway.requested_samples = 2
     w.gateway.silent_since = time.monotonic() - 1e6  # the one before would be given up
@@ -534,11 +541,7 @@ def test_a_buffer_found_elsewhere_is_greeted_and_asked_anew(world: MakeWorld) ->
     w.gateway.read_replies(0.0)
     assert [type(x) for x in w.wire.sent] == [m.GeneratorHello]
     assert w.gateway.requested_samples == 0 and time.monotonic() - w.gateway.silent_since < 1e5
-
-
-def test_a_restarted_buffer_is_greeted_at_once(world: MakeWorld) -> None:
-    w = world(sessions=3)
-    w.wire.sent.clear()
+    w.wire.sent.clear()  # and one that was started again
     for session in (w.gateway.session + 1, w.gateway.session):
         w.wire.replies.append(m.UnknownSession(w.gateway.producer, session))
     w.gateway.read_replies(0.0)
@@ -588,6 +591,9 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: MakeWorld) -> None:
     assert service.WaitCause("place", "a place") == ("place", "a place", "", 0.0)
 
 
+ENDED: Any = SimpleNamespace(name="1.1.1", opened=0.0, part="")
+
+
 def test_a_run_of_failed_sessions_ends(world: MakeWorld, capfd: pytest.CaptureFixture[str]) -> None:
     """Eight, and half of those that began: not the first few of many, none after one did well."""
     w = world(env="agent_envs:Fails")
@@ -603,26 +609,24 @@ def test_a_run_of_failed_sessions_ends(world: MakeWorld, capfd: pytest.CaptureFi
     assert "session 11.0.1: data: the environment raised" in capfd.readouterr().err
 
     gateway = world().gateway
-    session: Any = SimpleNamespace(name="1.1.1", opened=0.0, ticket=TICKET)
     gateway.tallies[""].begun = 18
     for _ in range(8):
-        gateway.count(session, "why")
+        gateway.count(ENDED, "why")
     with pytest.raises(ConfigError, match=r"agent\.env = agent_envs:Talks: 9 sessions failed"):
-        gateway.count(session, "why")
-    gateway.count(session, "")
-    gateway.count(session, "why")
+        gateway.count(ENDED, "why")
+    gateway.count(ENDED, "")
+    gateway.count(ENDED, "why")
     assert gateway.tallies[""].failed == 10
 
 
 def test_sessions_of_which_hardly_any_ends_well_end_the_run(world: MakeWorld) -> None:
     """Of the last 64, or twice those at once: more than nine tenths failed."""
     w = world(env="agent_envs:Talks", sessions=40)
-    session: Any = SimpleNamespace(name="1.1.1", opened=0.0, ticket=TICKET)
     for ended in range(200):  # one in ten ends well: that is enough
-        w.gateway.count(session, "why" if ended % 10 else "")
+        w.gateway.count(ENDED, "why" if ended % 10 else "")
     said = r"Talks: 73 of the last 80 sessions failed; the last one: KeyError: 'gone'; if it"
     with pytest.raises(ConfigError, match=said):
-        w.gateway.count(session, "KeyError: 'gone'")
+        w.gateway.count(ENDED, "KeyError: 'gone'")
     assert world(function="a:b", env="", at_once=16).gateway.tallies[""].recent.maxlen == 64
 
 
@@ -631,8 +635,7 @@ def test_a_harness_that_fails_is_waited_for(world: MakeWorld) -> None:
     serving = msgspec.structs.replace(w.gateway.config.agent, env="", serve=True)
     w.gateway.agents[""] = serving
     for _ in range(20):
-        session: Any = SimpleNamespace(name="1.1.1", opened=0.0, ticket=TICKET)
-        w.gateway.count(session, "why")
+        w.gateway.count(ENDED, "why")
     assert w.gateway.tallies[""].failed == 20
 
 
@@ -656,11 +659,10 @@ def test_it_says_behind_which_session_an_environment_waits(
     source: Any = EnvironmentSource.__new__(EnvironmentSource)
     place = SimpleNamespace(front=front, limit=STEP, left_s=left_s)
     source.pool = SimpleNamespace(named="agent.env = x", replaced=replaced, locate=lambda *_: place)
-    source.states = {3: SimpleNamespace(doing="the step")}
     source.pool.processes = () if front == "" else (3,)
-    other = SimpleNamespace(name="7.0.1")
-    source.gateway = SimpleNamespace(sessions={5: other})
-    found = source.explain_wait(SimpleNamespace(number=3), *OWN, 0.0)
+    source.gateway = SimpleNamespace(sessions={5: SimpleNamespace(name="7.0.1")})
+    session: Any = SimpleNamespace(number=3, waits_for="the step")
+    found = source.explain_wait(session, *OWN, 0.0)
     assert found == ("environment", said + " the same process" * said.endswith("in"), *limit)
 
 
@@ -681,13 +683,9 @@ def test_the_router_s_clock_is_the_gateway_s() -> None:
     assert ticks == [101.0, 102.0]
 
 
-def test_an_environment_that_pays_needs_no_reward_process(world: MakeWorld) -> None:
-    assert world().gateway.rewards is None
-
-
 def test_its_numbers_are_its_rewards_and_how_long_sessions_take(world: MakeWorld) -> None:
     gateway = world().gateway
-    assert gateway.collect_metrics() == {}
+    assert gateway.rewards is None and gateway.collect_metrics() == {}  # its environment pays
     gateway.tallies[""].durations.extend(float(n) for n in range(101))
     assert gateway.collect_metrics() == {"session/p95_s": 95.0}
     rewards: Any = SimpleNamespace(
@@ -698,8 +696,8 @@ def test_its_numbers_are_its_rewards_and_how_long_sessions_take(world: MakeWorld
 
 
 def test_all_samples_of_a_group_meet_the_same_environment(world: MakeWorld) -> None:
-    config = world().gateway.config
     w = world()
+    config = w.gateway.config
     one, other = w.ticket(), w.ticket()
     assert service.compute_env_seed(config, one) == service.compute_env_seed(config, one)
     assert service.compute_env_seed(config, one) != service.compute_env_seed(config, other)

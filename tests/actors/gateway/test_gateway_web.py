@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -220,7 +221,9 @@ def test_stop_strings_and_lengths_cut(served: Served) -> None:
     assert short.choices[0].finish_reason == "length" and opened.finish == "stop"
 
 
-def test_other_names_and_marked_calls_are_set_aside(served: Served) -> None:
+def test_other_names_and_marks_are_set_aside_a_temperature_ignored(
+    served: Served,
+) -> None:
     talk, opened = client(served)
     talk.chat.completions.create(model="gpt-4o-mini", messages=GO)
     talk.chat.completions.create(model="policy", messages=GO, metadata={"asyncrl": "aside"})
@@ -229,9 +232,6 @@ def test_other_names_and_marked_calls_are_set_aside(served: Served) -> None:
     opened.set_reward(1.0, now=0.0)
     why = build_trajectory(opened, None, AgentConfig(serve=True, model="tuned")).failed.why
     assert "all 2 answered calls of the session are excluded" in why and "model tuned" in why
-
-
-def test_a_clients_temperature_is_ignored_by_name(served: Served) -> None:
     _, opened = client(served)
     body = {"model": "policy", "messages": GO, "temperature": 0, "seed": 3, "top_p": 1, "höhe": 3}
     said = post(served, opened, "/v1/chat/completions", body)
@@ -286,8 +286,7 @@ def test_an_open_address_needs_tls_or_a_proxy(tmp_path: Any) -> None:
 
 
 def test_a_request_of_more_entries_than_the_context_has_tokens_is_not_read() -> None:
-    served = Served(limits=SessionLimits(max_calls=9, context=4))
-    try:
+    with closing(Served(limits=SessionLimits(max_calls=9, context=4))) as served:
         _, opened = client(served)
         for route, name in (
             ("/v1/chat/completions", "messages"),
@@ -301,8 +300,6 @@ def test_a_request_of_more_entries_than_the_context_has_tokens_is_not_read() -> 
                 assert said["message"].endswith(long) == (count == 5), said
                 assert said["param"] == name and opened.shortened == (count == 5)
             opened.shortened = False
-    finally:
-        served.close()
 
 
 def test_a_run_that_ends_says_so(served: Served) -> None:
@@ -459,6 +456,7 @@ def test_a_harness_leases_runs_and_scores_or_lets_judge(served: Served) -> None:
     assert lease(served, {"lease": "a"}).json() == got and served.service.free == 1
     assert lease(served, {"lease": "b"}).json()["session"] != got["session"]
     judged = served.service.leases["b"]
+    judged.calls = 1
     for _ in range(2):
         assert post(served, judged, "/end", {"score": True}).json()["state"] == "judging"
     assert judged.name in served.service.looked_at
@@ -557,30 +555,7 @@ def test_wrong_keys_and_unknown_routes(served: Served, opened: Session) -> None:
     assert httpx.get(models, headers=head).json() == {"object": "list", "data": [model]}
 
 
-def test_leases_that_are_refused(served: Served) -> None:
-    text = (
-        "lease: give a text of 1 to 256 characters, a new one for each session; an equal one gets "
-        "the same session"
-    )
-    for body in ({}, {"lease": ""}, {"lease": 3}, {"lease": "x" * 257}):
-        assert error_of(lease(served, body)) == (400, "invalid_value", "lease", text)
-    assert lease(served, {"lease": "x" * 256}).status_code == 204
-    for wait_s in ("long", True, None):
-        found = error_of(lease(served, {"lease": "x", "wait_s": wait_s}))
-        assert found == (422, "invalid_value", "wait_s", "wait_s: give a number")
-    found = error_of(lease(served, b'{"lease": "x", "wait_s": Infinity}'))
-    assert found == (422, "invalid_value", "wait_s", "wait_s: give a finite number")
-    found = error_of(lease(served, b"[]"))
-    assert found == (400, "invalid_json", None, "the body is not a JSON object")
-    served.service.is_ending = True
-    ending = lease(served, {"lease": "x"})
-    assert error_of(ending) == (503, "ending", None, "the gateway is ending: come again")
-    assert ending.headers["retry-after"] == "1"
-    served.service.is_over = True
-    assert error_of(lease(served, {"lease": "x"})) == (410, "run_over", None, "the run is over")
-
-
-def test_a_wait_for_a_lease_is_bounded(served: Served) -> None:
+def test_a_wait_for_a_lease_is_bounded_and_what_is_none_refused(served: Served) -> None:
     waits: list[float] = []
 
     async def wait(name: str, wait_s: float) -> None:
@@ -595,6 +570,26 @@ def test_a_wait_for_a_lease_is_bounded(served: Served) -> None:
     finally:
         served.service.lease = real
     assert waits == [0.0, 0.0, 2.5, web.LONGEST_WAIT_S, 0.0]
+    for body, key, text in (
+        ({}, "lease", "Object missing required field `lease`"),
+        ({"lease": ""}, "lease", "Expected `str` of length >= 1"),
+        ({"lease": 3}, "lease", "Expected `str`, got `int`"),
+        ({"lease": "x" * 257}, "lease", "Expected `str` of length <= 256"),
+        ({"lease": "x", "wait_s": "long"}, "wait_s", "Expected `float`, got `str`"),
+        ({"lease": "x", "wait_s": True}, "wait_s", "Expected `float`, got `bool`"),
+        ({"lease": "x", "wait": 1}, "wait", "Object contains unknown field `wait`"),
+    ):
+        assert error_of(lease(served, body)) == (400, "invalid_value", key, f"{key}: {text}")
+    assert lease(served, {"lease": "x" * 256}).status_code == 204
+    assert lease(served, b'{"lease": "x", "wait_s": NaN}').status_code == 204
+    found = error_of(lease(served, b"[]"))
+    assert found == (400, "invalid_json", None, "the body is not a JSON object")
+    served.service.is_ending = True
+    ending = lease(served, {"lease": "x"})
+    assert error_of(ending) == (503, "ending", None, "the gateway is ending: come again")
+    assert ending.headers["retry-after"] == "1"
+    served.service.is_over = True
+    assert error_of(lease(served, {"lease": "x"})) == (410, "run_over", None, "the run is over")
 
 
 def test_rewards_that_are_refused(served: Served) -> None:
@@ -607,11 +602,17 @@ def test_rewards_that_are_refused(served: Served) -> None:
         assert opened.state == "open"
         return found
 
-    for body in (b"", {}, {"reward": "1"}, {"reward": True}):
-        assert said(body) == (422, "invalid_value", "reward", "reward: give a number")
-    for value in (b"NaN", b"Infinity", b"1" + b"0" * 400):
+    for body in (b"", {}, {"reward": "1"}, {"reward": True}, b'{"reward": 1%s}' % (b"0" * 400)):
+        assert said(body)[:3] == (422, "invalid_value", "reward")
+    for value in (b"NaN", b"Infinity"):
         status, code, param, _ = said(b'{"reward": ' + value + b"}")
         assert (status, code, param) == (422, "invalid_reward", "reward")
+    for key in ("rewards", "-.x"):
+        found = said({"reward": 1, key: 2})
+        shown = key.partition(".")[0]
+        text = f"{shown}: Object contains unknown field `{key}`"
+        assert found == (422, "invalid_value", shown, text)
+    assert len(said({"reward": 1, "x" * 9999: 2})[3]) < 300
     for bad, param, bound in (
         ({"reward": 1e19}, "reward", "1e+15"),
         ({"reward": -2e15}, "reward", "1e+15"),
@@ -626,9 +627,10 @@ def test_rewards_that_are_refused(served: Served) -> None:
         assert (status, found[0]) == (422, param) and bound in found[1], found
     for key in ("parts", "calls"):
         found = said({"reward": 1, key: [1]})
-        assert found == (422, "invalid_value", key, f"{key}: give an object of numbers")
+        text = f"{key}: Expected `object | null`, got `array`"
+        assert found == (422, "invalid_value", key, text)
         found = said({"reward": 1, key: {"a": "x"}})
-        assert found == (422, "invalid_value", key, f"{key}: give a number")
+        assert found == (422, "invalid_value", key, f"{key}: Expected `float`, got `str`")
     for call in ("x", "-1", "chatcmpl-9.9.9-0", f"chatcmpl-{name}-x", f"x{name}-0", "٣", "1" * 19):
         found = said({"reward": 1, "calls": {call: 1}})
         text = f"calls: no call has the id {call!r}"
@@ -645,6 +647,12 @@ def test_rewards_that_are_refused(served: Served) -> None:
     assert found == (422, "reward_differs", None, f"session {name} has the reward 0.5")
     found = error_of(post(served, opened, "/end", {"failed": "no"}))
     assert found == (422, "session_scored", None, f"session {name} has a reward")
+    for path, body in (("/reward", {"reward": 1}), ("/end", {"score": True})):
+        _, silent = client(served)
+        for _ in range(2):  # its repetition gets the same response
+            status, code, _, text = error_of(post(served, silent, path, body))
+            assert (status, code) == (422, "no_call") and silent.state != "open"
+            assert "has ended without a call, so its sample has failed" in text
     _, failed = client(served)
     assert post(served, failed, "/end", {"failed": "no"}).json()["state"] == "ended"
     found = error_of(post(served, failed, "/reward", {"reward": 1}))
@@ -655,13 +663,13 @@ def test_rewards_that_are_refused(served: Served) -> None:
 
 def test_ends_that_are_refused(served: Served) -> None:
     _, opened = client(served)
-    for body in ({}, {"score": 1}, {"score": False}):
+    for body in ({}, {"score": False}, {"score": True, "failed": "no"}):
         found = error_of(post(served, opened, "/end", body))
-        text = 'give {"score": true} or {"failed": "why"}'
+        text = 'give either {"score": true} or {"failed": "why"}'
         assert found == (400, "invalid_value", None, text)
-    for failed in ("", 3, False):
-        found = error_of(post(served, opened, "/end", {"failed": failed}))
-        assert found == (400, "invalid_value", "failed", "failed: give the reason as text")
+    for key, value in (("failed", ""), ("failed", 3), ("failed", False), ("score", 1), ("x", 1)):
+        found = error_of(post(served, opened, "/end", {key: value}))
+        assert found[:3] == (400, "invalid_value", key)
     status, code, param, text = error_of(post(served, opened, "/end", {"failed": "x" * 70_000}))
     assert (status, code, param) == (422, "invalid_value", "failed") and text[:8] == "failed: "
     assert "at most 65536 are allowed" in text and opened.state == "open"
@@ -671,8 +679,7 @@ def test_ends_that_are_refused(served: Served) -> None:
 
 def test_limits_of_a_session_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = SessionLimits(parallel=1, max_calls=1, context=64, grace_s=7.0)
-    made = Served(limits=limits)
-    try:
+    with closing(Served(limits=limits)) as made:
         talk, opened = client(made, max_retries=0)
         name = opened.name
         opened.composing = 1
@@ -700,8 +707,6 @@ def test_limits_of_a_session_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
         text = f"session {name} has reached agent.max_calls: send its reward within 7 s"
         assert found == (400, "session_limit", None, text)
         assert opened.refusals.count == 4 and name in made.service.looked_at
-    finally:
-        made.close()
 
 
 class Streamed:

@@ -141,7 +141,7 @@ def url_part(url: Any) -> dict[str, Any]:
 
 MANY = [part for n in range(65) for part in url_part(images.to_data_url(picture(n)))["content"]]
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("chat", {"role": "user", "content": MANY}, "65 images of"),
+    ("chat", {"role": "user", "content": MANY}, "65 images in a prompt"),
     ("chat", url_part("https://example.org/a.png"), "https://example.org/a.png is not fetched"),
     ("chat", url_part("file:///etc/passwd"), "file:///etc/passwd is not fetched"),
     ("chat", url_part(None), "give the image as a data: URL"),
@@ -167,7 +167,8 @@ def test_what_is_no_image_is_refused_and_nothing_is_fetched(
     body = {"messages": [given]} if kind == "chat" else given
     answer = post(served, opened, f"/v1/{PATHS[kind]}", {"model": "policy", **body})
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["code"] == "invalid_image", answer.text
+    code = "too_many_images" if given.get("content") is MANY else "invalid_image"
+    assert answer.status_code == 400 and error["code"] == code, answer.text
     assert said in error["message"] and "\n" not in error["message"]
     assert error["param"] == PROMPT_KEYS[kind]
     assert not opened.tree.nodes and not opened.images
@@ -206,17 +207,6 @@ def test_a_session_has_a_bound_of_images() -> None:
     many = f"\ue002{NAMES[0]}\ue003" * 65
     with pytest.raises(CallRefused, match="65 images in a prompt"):
         session.place(text=many, now=0.0, images={NAMES[0]: picture(0)})
-
-
-def test_a_model_of_text_refuses_images() -> None:
-    made = Served()
-    try:
-        opened = made.do(made.service.open)
-        body = {"model": "policy", "messages": [user(0)]}
-        answer = post(made, opened, "/v1/chat/completions", body)
-        assert answer.status_code == 400 and "only text is supported" in answer.text
-    finally:
-        made.close()
 
 
 def test_a_restored_session_has_its_images(tmp_path: Path) -> None:
@@ -287,14 +277,8 @@ def test_marks_become_markers_and_come_back_in_order() -> None:
     assert restore_marks(written, [ONE, TWO]) is None
     assert restore_marks(written, [ONE, TWO, ONE, TWO]) is None
     assert restore_marks("none", []) == "none"
-
-
-def test_only_whole_digests_are_marks() -> None:
     for text in (make_mark(ONE[:-1]), make_mark(ONE + "0"), make_mark(ONE.upper()), ONE):
-        assert find_digests(text) == [] and replace_marks(text) == text
-
-
-def test_a_text_with_the_model_s_own_token_is_refused() -> None:
+        assert find_digests(text) == [] and replace_marks(text) == text  # digests are whole
     with pytest.raises(CallRefused) as refused:
         replace_marks(f"see {MARKER}")
     assert str(refused.value) == (

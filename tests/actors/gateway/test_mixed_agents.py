@@ -124,16 +124,14 @@ def test_each_source_begins_the_sessions_of_its_part(gateway: Any) -> None:
     gateway.open_sessions()
     begun = {x.ticket.prompt.task for x in gateway.sessions.values()}
     assert begun == {"play", "sort"} and len(gateway.held[2, 2].waiting) == 2
-    assert http.lease_session("one", {"ask"}).ticket.prompt.task == "ask"
-    assert http.lease_session("two", http.leased_parts) is None
+    assert http.begin_session({"ask"}).ticket.prompt.task == "ask"
+    assert http.lease_session("two") is None
     limits = {e.ticket.prompt.task: e.limits for e in gateway.sessions.values()}
     assert [limits[x].max_calls for x in ("play", "ask", "sort")] == [3, 32, 1]
     assert limits["play"].max_tokens == 40
-    calls = gateway.calls.values()
+    calls = gateway.router.open.values()
     call = next(c for c in calls if c.session.ticket.prompt.task == "sort")
-    assert call.call.stream_key == 0  # that of a run without sessions
-    assert "agent.at_once = 4" in http.explain_queue("ask").text
-    http.starting.add("ask")
+    assert call.node.stream_key == 0  # that of a run without sessions
     starting = "a process that imports task.mixture: ask: agent.function = mixed_agent:ask to be"
     assert http.explain_queue("ask") == WaitCause("place", f"{starting} ready")
     pool = gateway.sources["play"].pool
@@ -146,10 +144,8 @@ def test_each_source_begins_the_sessions_of_its_part(gateway: Any) -> None:
 
 
 def test_failures_are_counted_and_named_by_task(gateway: Any) -> None:
-    accept(gateway, 1, "play")
-    accept(gateway, 2, "ask")
-    played = SimpleNamespace(name="1.0.1", ticket=gateway.held[1, 1].ticket, opened=0.0)
-    asked = SimpleNamespace(name="2.0.2", ticket=gateway.held[2, 2].ticket, opened=0.0)
+    played = SimpleNamespace(name="1.0.1", part="play", opened=0.0)
+    asked = SimpleNamespace(name="2.0.2", part="ask", opened=0.0)
     why = m.RewardFailure("data", "no service")
     lines = gateway.log_change = Mock()
     for _ in range(7):

@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.gateway import http_gateway
+from actors.gateway import environment_sessions, session_api
 from actors.gateway.agents.session_messages import AgentSetup
 from actors.gateway.environment_sessions import (
     EnvironmentSource,
-    EnvironmentState,
+    LocalSource,
     SingleCompletions,
 )
 from actors.gateway.environment_worker import EnvironmentEvent
-from actors.gateway.http_gateway import AgentPool
 from actors.gateway.hubs import prompt_files
 from actors.gateway.refusals import CallRefused
 from actors.gateway.service import WaitCause
+from actors.gateway.session_api import AgentPool
 from asyncrl.config import load
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config, TaskConfig
@@ -32,91 +32,92 @@ from asyncrl.contract.errors import ConfigError
 class Session:
     own_prompt = "ids"
 
-    def __init__(self) -> None:
-        self.state, self.limit = "open", ""
+    def __init__(self, number: int = 0) -> None:
+        self.number = self.sample = number
+        self.state, self.limit, self.shortened = "open", "", False
+        self.last: Any = None
         self.events: list[tuple[Any, ...]] = []
         self.refused: CallRefused | None = None
-        self.judged = True
+        self.call = SimpleNamespace(is_answered=False)
 
-    def place(self, ids: Any, *, now: float) -> str:
-        assert now > 0
+    def place(self, ids: Any, *, now: float) -> Any:
+        assert now > 0 and ids == "ids"
         if self.refused is not None:
             raise self.refused
-        return f"call of {ids}"
+        return self.call
 
     def fail(self, why: str) -> None:
+        self.state = "ended"
         self.events.append(("failed", why))
 
-    def judge(self, now: float) -> bool:
+    def judge(self, now: float) -> None:
         assert now > 0
         self.events.append(("judged",))
-        return self.judged
+
+    def set_reward(self, reward: float, parts: Any, calls: Any, *, now: float) -> None:
+        assert now > 0
+        self.events.append((reward, parts, calls))
+
+
+NO_TOKEN = CallRefused(400, "empty_prompt", "the prompt has no token")
 
 
 class Gateway:
+    templated = True
+
     def __init__(self) -> None:
         self.config = SimpleNamespace(agent=SimpleNamespace(sessions=3))
         self.free_sessions = 3
         self.grants = [SimpleNamespace(waiting=[0, 1]), SimpleNamespace(waiting=[4, 5])]
-        self.begun: list[tuple[int, bool]] = []
-        self.asked: list[tuple[Any, str]] = []
-        self.submitted: list[Any] = []
-        self.refused: dict[int, CallRefused] = {}
+        self.begun: list[Session] = []
+        self.asked: list[tuple[Any, Any]] = []
+        self.chat = SimpleNamespace(decode_visible=str)
 
     def list_waiting_tickets(self, parts: set[str]) -> Any:
         assert parts == {"sort"}
         return self.grants
 
-    def begin_session(self, grant: Any, sample: int, *, first: bool) -> Any:
+    def begin_session(self, grant: Any, sample: int) -> Any:
         self.free_sessions -= 1
-        self.begun.append((sample, first))
-        session = Session()
-        session.refused = self.refused.get(sample)
-        session.sample = sample
+        session = Session(sample)
+        session.refused = NO_TOKEN if sample == 1 else None
+        self.begun.append(session)
         return session
 
-    def ask(self, session: Any, call: str) -> None:
+    def ask(self, session: Any, call: Any) -> None:
         self.asked.append((session.sample, call))
-
-    def submit(self, session: Any) -> None:
-        self.submitted.append(session)
 
 
 def test_single_completions_are_calls_of_their_own() -> None:
     gateway = Gateway()
-    gateway.refused[1] = CallRefused(400, "empty_prompt", "the prompt has no token")
     source = SingleCompletions(gateway, "sort")
     assert source.count_wanted() == 3
     source.open_sessions()
-    assert gateway.begun == [(0, True), (1, True), (4, True)]
-    assert gateway.asked == [(0, "call of ids"), (4, "call of ids")]
+    first, refused, last = gateway.begun
+    assert [each.sample for each in gateway.begun] == [0, 1, 4]
+    assert gateway.asked == [(0, first.call), (4, last.call)]
+    assert refused.events == [("failed", "the prompt has no token")]
     assert [grant.waiting for grant in gateway.grants] == [[], [5]] and source.count_wanted() == 0
     assert source.explain_queue("sort") == WaitCause("place", "a place: agent.sessions = 3")
 
 
 @pytest.mark.parametrize(
-    ("node", "failed", "state", "limit", "judged", "events", "submits"),
+    ("answered", "failed", "limit", "event"),
     [
-        ("node", "no", "open", "", True, [("failed", "a generator cannot sample it: no")], False),
-        (None, "", "open", "", True, [("failed", "agent.deadline_s ended it")], False),
-        (None, "", "open", "max_tokens", True, [("failed", "agent.max_tokens ended it")], False),
-        ("node", "", "open", "", True, [("judged",)], True),
-        ("node", "", "open", "", False, [("judged",)], False),
-        ("node", "", "ended", "", True, [], False),
+        (True, "no", "", ("failed", "a generator cannot sample its call: no")),
+        (False, "", "", ("failed", "agent.deadline_s ended it")),
+        (False, "", "max_tokens", ("failed", "agent.max_tokens ended it")),
+        (True, "", "", ("judged",)),
     ],
 )
-def test_what_becomes_of_a_single_completion(
-    node: Any, failed: str, state: str, limit: str, judged: bool, events: Any, submits: bool
-) -> None:
-    gateway = Gateway()
-    source = SingleCompletions(gateway, "sort")
-    session = Session()
-    session.state, session.limit, session.judged = state, limit, judged
-    source.on_answer(session, SimpleNamespace(is_answered=node is not None), failed)
-    assert session.events == events and gateway.submitted == [session] * submits
-    source.on_drop(session)
-    wait = source.explain_wait(session, "agent.deadline_s", 2.0, 1.0)
-    assert wait == WaitCause("reward", "the reward of its answer", "agent.deadline_s", 2.0)
+def test_what_becomes_of_a_completion(answered: bool, failed: str, limit: str, event: Any) -> None:
+    source = SingleCompletions(Gateway(), "sort")
+    source.open(SimpleNamespace(), 0)
+    (session,) = source.gateway.begun
+    assert source.explain_wait(session, "x", 2.0, 1.0)[1:] == ("its completion", "x", 2.0)
+    session.limit, session.call.is_answered = limit, answered
+    source.on_answer(session, session.call, failed)
+    assert session.events == [event]
 
 
 ENV = AgentConfig(env="verifiers:words", args={"seed": 4}, python="/opt/python")
@@ -226,95 +227,103 @@ def test_a_config_gets_environments_files(tmp_path: Path, monkeypatch: pytest.Mo
     assert prompt_files.write_prompt_files(mixture) is mixture
 
 
-def environment_source() -> tuple[Any, Any, list[Any]]:
-    """A source with one session, and what the events lead to, with the player that has the turn."""
-    source = EnvironmentSource.__new__(EnvironmentSource)
-    turns: list[Any] = []
-    session = SimpleNamespace(shortened=False, number=1, last=SimpleNamespace(number=4))
-    state = EnvironmentState("the reset")
-    source.states = {1: state}
-    source.gateway = SimpleNamespace(templated=True)
-    for name in ("place_call", "judge", "score"):
-        setattr(source, name, lambda *x, name=name: turns.append((name, state.active.game, *x)))
-    return source, session, turns
-
-
-def test_rewards_and_parts_of_an_environment_are_summed() -> None:
-    source, session, turns = environment_source()
-    state = source.states[1]
-    tools = [{"name": "add"}]
-    for event in (
-        EnvironmentEvent(1, "ok", "a", tools=tools, pays=True),
-        EnvironmentEvent(1, "ok", "b", reward=0.5, parts={"x": 1.0}, asked=2),
-        EnvironmentEvent(1, "ok", "c", reward=0.25, parts={"x": 2.0, "y": 1.0}),
-    ):
-        source.on_event(session, event)
-    assert (state.tools, state.pays, state.reward) == (tools, True, 0.75)
-    assert state.parts == {"x": 3.0, "y": 1.0} and state.shares == {4: 0.75}
-    assert turns[:2] == [("place_call", 0, session, "a"), ("place_call", 2, session, "b")]
-    assert state.players[0] is state.active is not state.players[2]
-    session.last = None
-    source.on_event(session, EnvironmentEvent(1, "ok", "d", reward=9.0))
-    assert state.reward == 0.75, "of no call"
+LIMIT = CallRefused(400, "session_limit", "no more")
+TEMPLATE = CallRefused(400, "chat_template", "it fails")
+END = EnvironmentEvent(1, "ok", ended=True, reward=0.25)
 
 
 @pytest.mark.parametrize(
-    ("truncated", "before", "judge"),
-    [(True, False, False), (False, False, True), (False, True, False)],
+    ("refused", "end", "agent", "outcome", "shortened"),
+    [
+        (None, END, {}, (0.75, {"x": 1.0}, {}), False),
+        (None, END, {"fork": "end"}, (0.75, {"x": 1.0}, {4: 0.75}), False),
+        (None, msgspec.structs.replace(END, judge=True), {}, ("judged",), False),
+        (LIMIT, None, {}, (0.5, {"x": 1.0}, {}), True),
+        (LIMIT, None, {"tools": ["a:b"]}, ("judged",), True),
+        (LIMIT, None, {"at_limit": "fail"}, ("failed", "it reached agent.context"), True),
+        (LIMIT, END, {"opponent": "pays"}, (0.75, {"x": 1.0}, {}), True),
+        (TEMPLATE, None, {}, ("failed", "it fails"), False),
+    ],
 )
-def test_the_end_of_an_environment(truncated: bool, before: bool, judge: bool) -> None:
-    source, session, turns = environment_source()
-    session.shortened = before
-    end = EnvironmentEvent(1, "ok", ended=True, truncated=truncated, judge=judge)
-    source.on_event(session, end)
-    assert session.shortened == (truncated or before)
-    assert turns == [("judge" if judge else "score", 0, session)]
+def test_the_end_of_an_environment(
+    monkeypatch: pytest.MonkeyPatch,
+    refused: CallRefused | None,
+    end: EnvironmentEvent | None,
+    agent: Any,
+    outcome: Any,
+    shortened: bool,
+) -> None:
+    """After a reset and a step whose reward and part count; its tools pay if `opponent` says so."""
+    call = SimpleNamespace(is_answered=True, ids="ids", answer=None)
+    replies = iter((call, refused or call))
+
+    def place(*_: Any) -> Any:
+        if isinstance(reply := next(replies), CallRefused):
+            raise reply
+        return reply
+
+    player = SimpleNamespace(place_observation=place, on_answer=lambda _: None)
+    monkeypatch.setattr(environment_sessions, "SessionPlayer", lambda *_: player)
+    source = EnvironmentSource.__new__(EnvironmentSource)
+    LocalSource.__init__(source, Gateway(), "play")
+    source.agent = AgentConfig(env="a:b", **agent)
+    operations: list[Any] = []
+    source.pool = SimpleNamespace(reset=operations.append, step=operations.append)
+    session: Any = Session(1)
+    session.ticket = SimpleNamespace(prompt=None, kind="train", attempt=7)
+    session.seed, session.first, session.last = 3, True, SimpleNamespace(number=4)
+    session.play = source.play(session)
+    source.resume(session, None)
+    source.resume(session, EnvironmentEvent(1, "ok", pays="opponent" in agent))
+    source.on_answer(session, call, "")
+    source.resume(session, EnvironmentEvent(1, "ok", reward=0.5, parts={"x": 1.0}))
+    if refused is None:
+        source.on_answer(session, call, "")
+    if end is not None:
+        source.resume(session, end)
+    assert session.events == [outcome] and session.shortened == shortened
+    last = "score" if refused and end else "step"
+    assert [x.kind for x in operations] == ["reset", "step", last][: 2 + (end is not None)]
 
 
-def test_each_process_of_agents_has_its_setup(
+def test_sessions_begin_where_agents_have_room(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(http_gateway, "_AgentProcess", lambda setup: setup)
-    agent = AgentConfig(function="mine:play", workers=2, at_once=5)
-    made = {"agents": {"ask": agent}, "run_dir": tmp_path, "get_source_name": "named ".__add__}
-    sessions: Any = SimpleNamespace(gateway=SimpleNamespace(**made))
-    pool = AgentPool(sessions, "http://here", "ask")
-    logs = [str(tmp_path / f"agent-ask-{index}.log") for index in range(2)]
-    assert pool.workers == [AgentSetup(agent, log) for log in logs]
-    assert (pool.url, pool.part, pool.named) == ("http://here", "ask", "named ask")
-    assert (pool.places_per_process, pool.numbers, pool.requested) == (3, 0, 0)
-    assert (pool.exit_s, pool.call_s) == (0.0, agent.step_s)
-
-
-def test_sessions_begin_where_agents_have_room() -> None:
-    pool = AgentPool.__new__(AgentPool)
-    leases: list[tuple[str, set[str]]] = []
     left = [SimpleNamespace(name=f"opened {n}") for n in range(3)]
+    for each in left:
+        each.ticket, each.limits = SimpleNamespace(prompt=None), SimpleNamespace(deadline_s=1.0)
+        each.api_key, each.seed, each.attempt, each.first = "", 0, 1, True
+        each.number = int(each.name[-1])
 
-    def lease(name: str, parts: set[str]) -> Any:
-        leases.append((name, parts))
+    def process(setup: AgentSetup) -> Any:
+        sent: list[Any] = []
+        return SimpleNamespace(
+            setup=setup, ready=False, playing={}, sent=sent, send=sent.append, flush=lambda: None
+        )
+
+    def begin(parts: set[str]) -> Any:
+        assert parts == {"ask"}
         return left.pop(0) if left else None
 
-    def worker(*numbers: int, ready: bool = True) -> Any:
-        sent: list[Any] = []
-        playing = dict.fromkeys(numbers)
-        return SimpleNamespace(ready=ready, playing=playing, sent=sent, send=sent.append)
-
-    sessions = SimpleNamespace(starting=set(), asks=0, lease_session=lease)
-    pool.sessions, pool.part = sessions, "ask"
-    pool.agent = SimpleNamespace(at_once=6)
-    pool.places_per_process, pool.numbers, pool.requested = 3, 7, 0
-    pool._build_access = lambda opened: opened.name
-    pool.workers = [worker(1, 2), worker(3), worker(ready=False)]
-    pool._start_sessions()
-    assert leases[:3] == [(f"played here ask {n}", {"ask"}) for n in (8, 9, 10)]
-    assert leases[3:] in ([], [("played here ask 11", {"ask"})])
-    first, second, starting = pool.workers
-    assert [orders.seats for orders in second.sent] == [["opened 0"], ["opened 2"]]
-    assert [orders.seats for orders in first.sent] == [["opened 1"]] and starting.sent == []
-    assert pool.numbers == 10 and sessions.asks == pool.requested == 0
-    assert sessions.starting == set()
-    for each in pool.workers:
-        each.ready = False
-    pool._start_sessions()
-    assert sessions.starting == {"ask"} and sessions.asks == 0 and len(leases) == 3
+    monkeypatch.setattr(session_api, "_AgentProcess", process)
+    agent = AgentConfig(function="mine:play", workers=3, at_once=8)
+    made = {"agents": {"ask": agent}, "run_dir": tmp_path, "get_source_name": "named ".__add__}
+    sessions: Any = SimpleNamespace(
+        gateway=SimpleNamespace(**made), begin_session=begin, url="http://here"
+    )
+    pool = AgentPool(sessions, "ask")
+    logs = [str(tmp_path / f"agent-ask-{index}.log") for index in range(3)]
+    assert [each.setup for each in pool.workers] == [AgentSetup(agent, log) for log in logs]
+    assert [each.places for each in pool.workers] == [3, 3, 2] and pool.named == "named ask"
+    assert (pool.exit_s, pool.call_s, pool.count_places()) == (0.0, agent.step_s, 0)
+    pool.open_sessions()
+    assert len(left) == 3, "no process is ready"
+    first, second, _ = pool.workers
+    first.ready = second.ready = True
+    first.playing, second.playing = {8: None, 9: None}, {7: None}
+    assert pool.count_places() == 3
+    pool.open_sessions()
+    names = [[seat.name for orders in x.sent for seat in orders.seats] for x in (first, second)]
+    assert names == [["opened 1"], ["opened 0", "opened 2"]]
+    seat = second.sent[0].seats[0]
+    assert (seat.number, seat.url) == (0, "http://here/s/opened 0") and not pool.count_places()

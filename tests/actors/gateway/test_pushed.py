@@ -18,10 +18,9 @@ from models_kit import model_fixture
 from process_kit import until
 from pushed_kit import HERE, Commands
 
-from actors.gateway import http_gateway, service
+from actors.gateway import service, session_api
 from actors.gateway.agents import session_messages
 from actors.gateway.agents.session_messages import SessionResult
-from actors.gateway.http_gateway import AgentPool
 from actors.gateway.session_api import SessionApi
 from asyncrl.config import load
 from asyncrl.config.agents import AgentConfig
@@ -127,14 +126,8 @@ class World:
         self.gateway.socket.close()
         self.gateway.socket = self.wire = Wire()
         assert isinstance(self.gateway.sources[""], SessionApi)
-        self.door = self.gateway.sources[""]
-        self.pushing: AgentPool | None = None
+        self.door, self.pushing = self.gateway.sources[""], self.gateway.sources[""].pools[""]
         self.tickets = 0
-        try:
-            self.pushing = AgentPool(self.door, "http://here")
-        except ConfigError:
-            self.close()
-            raise
 
     def take(self, kind: str, **meta: str) -> str:
         """A ticket of one sample; its session's name."""
@@ -147,33 +140,26 @@ class World:
         return f"{number}.0.{number}"
 
     def turn(self) -> None:
-        self.pushing.step()
+        self.door.poll()
         self.gateway.read_rewards()
         self.gateway.tick(time.monotonic())
+        self.gateway.open_sessions()
 
     def ended(self, name: str) -> Any:
         """How the session ended."""
-
-        def look() -> Any:
-            self.turn()
-            found = self.door.find(name)
-            return found is not None and found.outcome
-
-        return until(look)
+        return until(lambda: self.turn() or ((x := self.door.find(name)) and x.outcome))
 
     def begun(self, name: str) -> Any:
         """The session, once an agent plays it."""
 
         def look() -> Any:
             self.turn()
-            players = [p for worker in self.pushing.workers for p in worker.playing.values()]
-            return next((p.session for p in players if p.session.name == name), None)
+            playing = [x for worker in self.pushing.workers for x in worker.playing.values()]
+            return next((session for session in playing if session.name == name), None)
 
         return until(look)
 
     def close(self) -> None:
-        if self.pushing is not None:
-            self.pushing.close()
         self.gateway.close()
 
 
@@ -233,18 +219,19 @@ def test_what_functions_return_ends_their_sessions(world: World, tmp_path: Path)
     assert [x.samples for x in world.wire.sent if isinstance(x, m.TicketRequest)] == [3]
     waits = world.take("judge", gate=str(gate))
     opened = world.begun(waits)
-    assert world.door.asks == 2  # as many as have room
+    assert world.door.count_wanted() == 2  # as many as have room
     names = {kind: world.take(kind) for kind in ("pays", "parts", "raises", "nan", "judge")}
     found = {kind: world.ended(name) for kind, name in names.items()}
     assert (found["pays"].reward, found["parts"].parts["neat"]) == (0.5, 2.0)
     assert found["raises"].failed == "the agent raised KeyError: 'gone'"
     assert "the agent gave an invalid reward: reward is a str" in found["nan"].failed
-    assert "ended without a call" in found["judge"].failed
+    silent = [x for x in world.gateway.outbox.fresh if x.ticket == world.tickets]
+    assert [str(x.failed)[:44] for x in silent] == ["data: the session ended without a call: does"]
     assert "KeyError" in (tmp_path / "agent-0.log").read_text()
     answered(world, opened)
     gate.touch()
     assert world.ended(waits).failed == ""  # the config's reward has judged it
-    assert world.door.asks == 3 and not world.pushing.workers[0].playing
+    assert world.door.count_wanted() == 3 and not world.pushing.workers[0].playing
 
 
 @pytest.mark.parametrize("world", [{}, {"at_limit": "fail"}], indirect=True)
@@ -281,7 +268,7 @@ def test_an_environments_score_counts_at_a_limit_too(world: World, tmp_path: Pat
 def test_a_function_that_does_not_stop_loses_its_process_and_the_others_begin_again(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_gateway, "STOP_S", 0.2)
+    monkeypatch.setattr(session_api, "STOP_S", 0.2)
     gate = tmp_path / "gate"
     hangs = world.begun(world.take("pays", gate=str(tmp_path / "never")))
     other = world.take("pays", gate=str(gate))
@@ -293,8 +280,8 @@ def test_a_function_that_does_not_stop_loses_its_process_and_the_others_begin_ag
     again = until(lambda: world.begun(other) is not before and world.begun(other))
     assert not again.first and again.api_key != before.api_key and before.outcome.failed
     world.turn()
-    (player,) = [p for worker in world.pushing.workers for p in worker.playing.values()]
-    assert player.session is again and player.stop_at == math.inf  # its session is open
+    (playing,) = [x for worker in world.pushing.workers for x in worker.playing.values()]
+    assert playing is again and playing.stop_at == math.inf  # it is open
     gate.touch()
     assert until(lambda: world.turn() or again.outcome).reward == 0.5
 

@@ -214,8 +214,8 @@ class Process:
         request.call = session.place(text="ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(session, request.call))
         await asyncio.sleep(0)
-        (number,) = self.gateway.calls
-        at = self.gateway.router.open[number].min_version
+        (number,) = self.gateway.router.open
+        at = self.gateway.router.open[number].message.min_version
         ids, logprobs = np.ones(tokens, "<i4").tobytes(), np.zeros(tokens, "<f4").tobytes()
         spans = [m.VersionSpan(at, "d", 0, tokens, at)]
         self.gateway.on_result(m.CallResult(number, ids, logprobs, spans, "stop"))
@@ -258,7 +258,7 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
         opened = door.find(going.name)
         assert opened is not None and opened.api_key == going.api_key
         assert await door.lease("b", 0.0) is opened and going.name in door.journal.files
-        assert door.begun == {(1, 0, None), (1, 1, None)} and opened.seed == going.seed
+        assert gateway.begun == {(1, 0, None), (1, 1, None)} and opened.seed == going.seed
         assert opened.register_request(b"y", retry=True).answer == b"answer"
         waiting = opened.place(text="ab=1", now=door.current_time())
         drawing = asyncio.create_task(door.draw(opened, waiting))
@@ -273,7 +273,7 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
         assert not report.judging and report.drawn == 0
         granted = msgspec.structs.replace(ticket(1, samples=2), attempt=7, samples=[1])
         gateway.accept_tickets([granted])
-        (number,) = gateway.calls
+        (number,) = gateway.router.open
         one = np.ones(1, "<i4").tobytes(), np.zeros(1, "<f4").tobytes()
         gateway.on_result(m.CallResult(number, *one, [m.VersionSpan(AT, "d", 0, 1, AT)], "stop"))
         await drawing
@@ -292,60 +292,59 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
         assert samples[1, 9].adopted == [(1, 3), (7, 0)] and samples[1, 9].reward == 0.5
         # files stay until the buffer has the samples
         files = tmp_path / "sessions-0"
-        third.door.wake_leases()
+        third.door.open_sessions()
         assert len(list(files.iterdir())) == 2
         (frame,) = third.gateway.outbox.take_frames(0.0, flush=True)
         acks = [(x.ticket, x.sample, x.attempt, "stored") for x in frame.samples]
         third.gateway.outbox.on_acks(m.DeliveryAcks(0, acks, 1 << 20, None), 0.0)
-        third.door.wake_leases()
+        third.door.open_sessions()
         assert not list(files.iterdir())
         third.kill()
 
     asyncio.run(play())
 
 
-def test_a_session_being_judged_is_judged_by_the_next(config: Config, tmp_path: Path) -> None:
-    async def play() -> None:
-        first = Process(config, tmp_path)
-        first.gateway.accept_tickets([ticket(1)])
-        going = await first.door.lease("a", 0.0)
-        assert going is not None
-        await first.ask(going, b"x", 2)
-        assert going.judge(first.door.current_time())
-        first.door.journal.append_progress(going)
-        first.kill()
-        second = Process(config, tmp_path)
-        opened, rewards = second.door.find(going.name), second.gateway.rewards
-        assert opened is not None and rewards is not None and opened.state == "judging"
-        assert [x.key for x in rewards.collect()] == [(1, going.sample, 1)]
-        second.kill()
+async def begin(process: Process) -> Session:
+    """A leased session with an answer of two tokens."""
+    process.gateway.accept_tickets([ticket(1)])
+    session = await process.door.lease("a", 0.0)
+    assert session is not None
+    await process.ask(session, b"x", 2)
+    return session
 
-    asyncio.run(play())
+
+def test_a_session_being_judged_is_judged_by_the_next(config: Config, tmp_path: Path) -> None:
+    first = Process(config, tmp_path)
+    going = asyncio.run(begin(first))
+    going.judge(first.door.current_time())
+    first.door.journal.append_progress(going)
+    first.kill()
+    second = Process(config, tmp_path)
+    opened, rewards = second.door.find(going.name), second.gateway.rewards
+    assert opened is not None and rewards is not None and opened.state == "judging"
+    for _ in range(2):
+        second.gateway.tick(second.door.current_time())
+    assert [x.key for x in rewards.collect()] == [(opened.number, 0, 0)]
+    second.kill()
 
 
 def test_a_learners_restart_while_the_gateway_is_down(config: Config, tmp_path: Path) -> None:
-    async def play() -> None:
-        first = Process(config, tmp_path)
-        first.gateway.accept_tickets([ticket(1)])
-        going = await first.door.lease("a", 0.0)
-        assert going is not None
-        await first.ask(going, b"x", 2)
-        first.kill()
-        second = Process(config, tmp_path)
-        source = m.WeightsSource(2, "", "", "")
-        second.gateway.announce(m.PolicyAnnouncement(Label(2, 0), "d", source))
-        opened = second.door.find(going.name)
-        assert opened is not None and opened.state == "open"
-        again = msgspec.structs.replace(ticket(1), attempt=4, min_version=Label(2, 0))
-        second.gateway.accept_tickets([again])
-        await second.ask(opened, b"y", 1)
-        second.score(opened, 1.0)
-        second.gateway.tick(second.door.current_time())
-        (sample,) = second.gateway.outbox.fresh
-        assert sample.attempt == 4 and sample.adopted == [(1, 2)] and sample.calls == 2
-        second.kill()
-
-    asyncio.run(play())
+    first = Process(config, tmp_path)
+    going = asyncio.run(begin(first))
+    first.kill()
+    second = Process(config, tmp_path)
+    source = m.WeightsSource(2, "", "", "")
+    second.gateway.announce(m.PolicyAnnouncement(Label(2, 0), "d", source))
+    opened = second.door.find(going.name)
+    assert opened is not None and opened.state == "open"
+    again = msgspec.structs.replace(ticket(1), attempt=4, min_version=Label(2, 0))
+    second.gateway.accept_tickets([again])
+    asyncio.run(second.ask(opened, b"y", 1))
+    second.score(opened, 1.0)
+    second.gateway.tick(second.door.current_time())
+    (sample,) = second.gateway.outbox.fresh
+    assert sample.attempt == 4 and sample.adopted == [(1, 2)] and sample.calls == 2
+    second.kill()
 
 
 def test_port_and_key_are_kept(config: Config, tmp_path: Path) -> None:
