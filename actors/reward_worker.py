@@ -27,7 +27,7 @@ from actors.scorers.deadline_pause import DeadlinePause, JudgeBudgetSpent, curre
 from actors.scorers.user_function import FailureLog, adapt_function, is_async
 from asyncrl.config.tree import RewardConfig, TaskConfig
 from asyncrl.contract import outcomes
-from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.errors import BadMessage, ConfigError
 from asyncrl.contract.importing import import_function
 from asyncrl.contract.messages import Numbers, Prompt
 from asyncrl.contract.printable import (
@@ -144,7 +144,7 @@ def check_or_explain(value: Any, tokens: int) -> Outcome:
     except Exception as error:
         return get_first_line(
             "the reward function returned an unusable value: "
-            f"{error if type(error) is ValueError else describe_exception(error)}"
+            f"{error if type(error) in (ValueError, BadMessage) else describe_exception(error)}"
         )
 
 

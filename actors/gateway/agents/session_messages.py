@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from actors.reward_worker import check_value
 from asyncrl.config.agents import AgentConfig
+from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import Numbers, Prompt
 from asyncrl.contract.printable import describe_exception, get_first_line
 from asyncrl.records import private
@@ -98,7 +99,9 @@ def parse_outcome(
     try:
         reward, parts, _ = check_value(value, 0)
     except Exception as error:
-        reason = str(error) if type(error) is ValueError else describe_exception(error)
+        reason = (
+            str(error) if type(error) in (ValueError, BadMessage) else describe_exception(error)
+        )
         return SessionResult(
             number, "failed", why=f"gave an invalid reward: {get_first_line(reason)}"
         )
