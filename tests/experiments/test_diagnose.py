@@ -1,7 +1,7 @@
 """`asyncrl diagnose`: healthy logs and planted faults of each framework, token files, odd inputs.
 
-Real files (tests/data/logs) are of runs of TRL's GRPOTrainer, and of verl and prime-rl by
-verl_log.py and prime_rl_tokens.py of benchmarks/; transformers, torch and tinker-cookbook write
+Real files (tests/data/logs) are of runs of TRL's GRPOTrainer, and of verl, prime-rl and NeMo-RL by
+verl_log.py and framework_tokens.py of benchmarks/; transformers, torch and tinker-cookbook write
 others; the rest is by schema.
 """
 
@@ -63,8 +63,8 @@ trl abs=sampling/sampling_logp_difference/mean ratio=sampling/importance_samplin
     reference_kl=kl reward=reward equal=frac_reward_zero_std
     truncated=completions/clipped_ratio;
 prime-rl lag=off_policy/mean k3=mismatch_kl/all/mean clip=is_masked/all/mean
-    reward=train/effective/solver/reward/mean mixed=train/all/solver/solved_some
-    truncated=train/all/solver/is_truncated/mean step_s=time/step wait_s=time/wait_for_batch;
+    reward=train/agg/effective/solver/reward/mean mixed=train/agg/all/solver/solved_some
+    truncated=train/agg/all/solver/is_truncated/mean step_s=time/step wait_s=time/wait_for_batch;
 nemo-rl lag=train/avg_trajectory_age mult=train/token_mult_prob_error k3=train/gen_kl_error
     reference_kl=train/kl_penalty reward=train/reward truncated=train/truncation_rate;
 cookbook lag=async/staleness_mean k3=optim/kl_sample_train_v2 reference_kl=kl_policy_base
@@ -448,9 +448,16 @@ def write_tokens(folder: Path, framework: str, step: int, **settings: float) -> 
 
 @pytest.mark.parametrize("framework", ["nemo-rl", "prime-rl"])
 def test_token_files_show_truncation_mismatch_or_nothing(framework: str, tmp_path: Path) -> None:
-    exported = diagnose(LOGS / "prime_rl_559b447")  # by prime-rl's own exporter
+    folder = "prime_rl_559b447" if framework == "prime-rl" else "nemo_rl_7ea279a"
+    exported = diagnose(LOGS / folder)  # by the framework's own code
     assert names_of(exported) == {"truncated_sampler"}
     assert "over 375 tokens" in exported["findings"][0]["said"]
+    # prime-rl's trainer and orchestrator append to one file, each with steps and seconds of its own
+    assert not [note for note in exported["notes"] if "steps" in note]
+    known = {row["role"]: row for row in exported["numbers"]}
+    for role in ("lag", "k3", "reward", "length", "gradient", "lr", "step_s", "wait_s"):
+        assert known[role]["rows"] == 12, role
+    assert known["step_s"]["median"] == 3
     cases: dict[str, tuple[dict[str, float], set[str]]] = {
         "healthy": ({"shift": 0.02}, set()),
         "exact": ({}, set()),
