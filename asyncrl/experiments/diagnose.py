@@ -186,11 +186,11 @@ def read_columns(path: Path, notes: list[str]) -> dict[str, Column]:
         if number is None or not number.is_integer() or is_thinned(int(number), stride):
             continue
         step = int(number)
-        other = {
-            x for mark in row.keys() & TABLES["shadowed"].keys() for x in TABLES["shadowed"][mark]
+        values = {
+            name: read_number(value)
+            for name, value in row.items()
+            if match_name(name) and TABLES["shadowed"].get(name) not in row
         }
-        names = [name for name in row if match_name(name) and name not in other]
-        values = {name: read_number(row[name]) for name in names}
         known = [column for name in values if (column := columns.get(name))]
         last = max((next(reversed(column)) for column in known), default=step)
         if step < last and step <= min(next(iter(column)) for column in known):
