@@ -64,6 +64,8 @@ LIMITS = {
     "lines": 70_865,
     "modules with one importer": 46,
     "one-call helpers": 127,
+    "lines of tables and pages' code": 6_763,
+    "lines of benchmarks": 27_602,
     "lines of tests, % of the product": 107,
     "words of pages outside the log": 39_944,
 }
@@ -185,12 +187,28 @@ def size_figures(trees: dict[Path, ast.AST], graph: dict[str, dict[str, str]]) -
         if mentions[node.name] == calls[node.name] == definitions[node.name] == 1
     ]
     words = Counter({p: len(p.read_text().split()) for p in pages() if p.parent != ROOT})
-    test_lines = sum(path.read_text().count("\n") for path in (ROOT / "tests").rglob("*.py"))
+    test_lines, program_lines = (
+        sum(path.read_text().count("\n") for path in (ROOT / part).rglob("*.py"))
+        for part in ("tests", "benchmarks")
+    )
+    tables = Counter(
+        {
+            path: path.read_text().count("\n")
+            for part in PRODUCT
+            for path in (ROOT / part).rglob("*")
+            if path.suffix in (".toml", ".js", ".css", ".html")
+        }
+    )
     values: dict[str, tuple[float, list[str]]] = {
         "code tokens": (sum(tokens.values()), [f"{x}: {n}" for x, n in folders.most_common(20)]),
         "lines": (lines, []),
         "modules with one importer": (len(single), single),
         "one-call helpers": (len(helpers), helpers),
+        "lines of tables and pages' code": (
+            sum(tables.values()),
+            [f"{path.relative_to(ROOT)}: {count}" for path, count in tables.most_common(20)],
+        ),
+        "lines of benchmarks": (program_lines, []),
         "lines of tests, % of the product": (math.ceil(100 * test_lines / max(lines, 1)), []),
         "words of pages outside the log": (
             sum(words.values()),

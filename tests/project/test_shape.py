@@ -32,6 +32,8 @@ BEYOND = {
     "modules with one importer": "import part.two",
     "one-call helpers": "def read():\n    '''Text.'''\n    pass\n\n\nread()",
     "lines of tests, % of the product": "value = 1\n",
+    "lines of tables and pages' code": "",
+    "lines of benchmarks": "",
     "words of pages outside the log": "",
     "lines of a function, most": LONG,
     "calls with over 6 arguments by position": "print(\n" + "1,\n" * 7 + ")",
@@ -39,11 +41,18 @@ BEYOND = {
     "class names used twice": "class Row:\n    pass\n\n\nclass Row:\n    pass",
     "bare participles and pronouns as names": "def _held():\n    pass",
 }
+FILES = {
+    "lines of tables and pages' code": "part/table.toml",
+    "lines of benchmarks": "benchmarks/run.py",
+    "lines of tests, % of the product": "tests/test_one.py",
+}
 LIMITS = {
     "code tokens": 6,
     "lines": 8,
     "modules with one importer": 0,
     "one-call helpers": 0,
+    "lines of tables and pages' code": 1,
+    "lines of benchmarks": 1,
     "lines of tests, % of the product": 199,
     "words of pages outside the log": 2,
 }
@@ -61,9 +70,9 @@ def test_what_is_beyond_a_limit_is_found(name: str, tmp_path: Path, monkeypatch:
     (tmp_path / "part" / "two.py").write_text("")
     limits = dict.fromkeys(shape.LIMITS, 1000) | {name: LIMITS.get(name, 1000)}
     monkeypatch.setattr(shape, "LIMITS", {key: limits[key] for key in shape.LIMITS})
-    if name == "lines of tests, % of the product":
-        (tmp_path / "tests").mkdir()
-        (tmp_path / "tests" / "test_one.py").write_text("value = 1\n" * 2)
+    if name in FILES:
+        (tmp_path / FILES[name]).parent.mkdir(exist_ok=True)
+        (tmp_path / FILES[name]).write_text("value = 1\n" * 2)
     if name == "words of pages outside the log":
         (tmp_path / "docs" / "log").mkdir(parents=True)
         for page in ("glossary", "metrics", "log/lag"):  # the second is generated
@@ -77,7 +86,7 @@ def test_what_is_beyond_a_limit_is_found(name: str, tmp_path: Path, monkeypatch:
     assert [figure.name for figure in beyond] == [name]
     if name == "words of pages outside the log":
         assert beyond[0].places == ["docs/glossary.md: 3"]
-    elif name not in ("lines", "lines of tests, % of the product"):
+    elif name not in ("lines", "lines of benchmarks", "lines of tests, % of the product"):
         assert beyond[0].places[0].startswith("part")
 
 
