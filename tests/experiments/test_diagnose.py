@@ -1,8 +1,7 @@
 """`asyncrl diagnose`: healthy logs and planted faults of each framework, token files, odd inputs.
 
-Real files (tests/data/logs) are of runs of TRL's GRPOTrainer, and of verl, prime-rl and NeMo-RL by
-verl_log.py and framework_tokens.py of benchmarks/; transformers, torch and tinker-cookbook write
-others; the rest is by schema.
+Real files (tests/data/logs) are of runs of TRL, and by verl_log.py and framework_tokens.py of
+benchmarks/; transformers, torch and tinker-cookbook write others; the rest is by schema.
 """
 
 import gzip
@@ -394,9 +393,8 @@ def test_wrong_logs_are_refused_or_explained_by_name(tmp_path: Path) -> None:
     rows = [row | {"policy/is_ratio_min": 0.0} for row in make_rows("skyrl")]
     result = diagnose(write_jsonl(tmp_path / "skyrl.jsonl", rows))
     assert any("policy/is_ratio_min is refused" in note for note in result["notes"])
-    rows = make_rows("verl")
-    for row in rows:
-        del row["rollout_corr/k3_kl"], row["rollout_corr/chi2_token"]
+    lost = ("rollout_corr/k3_kl", "rollout_corr/chi2_token")
+    rows = [{x: y for x, y in row.items() if x not in lost} for row in make_rows("verl")]
     result = diagnose(write_jsonl(tmp_path / "verl.jsonl", rows, "verl"))
     assert any("bypass mode" in note for note in result["notes"])
 
@@ -446,18 +444,17 @@ def write_tokens(folder: Path, framework: str, step: int, **settings: float) -> 
     write_jsonl(path, rows)
 
 
-@pytest.mark.parametrize("framework", ["nemo-rl", "prime-rl"])
-def test_token_files_show_truncation_mismatch_or_nothing(framework: str, tmp_path: Path) -> None:
-    folder = "prime_rl_559b447" if framework == "prime-rl" else "nemo_rl_7ea279a"
+@pytest.mark.parametrize("folder", ["nemo_rl_7ea279a", "prime_rl_559b447"])
+def test_token_files_show_truncation_mismatch_or_nothing(folder: str, tmp_path: Path) -> None:
+    framework = folder[:-8].replace("_", "-")
     exported = diagnose(LOGS / folder)  # by the framework's own code
     assert names_of(exported) == {"truncated_sampler"}
     assert "over 375 tokens" in exported["findings"][0]["said"]
     # prime-rl's trainer and orchestrator append to one file, each with steps and seconds of its own
     assert not [note for note in exported["notes"] if "steps" in note]
-    known = {row["role"]: row for row in exported["numbers"]}
-    for role in ("lag", "k3", "reward", "length", "gradient", "lr", "step_s", "wait_s"):
-        assert known[role]["rows"] == 12, role
-    assert known["step_s"]["median"] == 3
+    known = {row["role"]: row["median"] for row in exported["numbers"] if row["rows"] == 12}
+    assert {"lag", "k3", "reward", "length", "gradient", "lr", "wait_s"} < known.keys()
+    assert known["step_s"] == 3
     cases: dict[str, tuple[dict[str, float], set[str]]] = {
         "healthy": ({"shift": 0.02}, set()),
         "exact": ({}, set()),
@@ -502,12 +499,12 @@ def test_the_corrections_table_counts_what_the_learner_excludes(tmp_path: Path) 
 def test_tokens_are_grouped_by_the_lag_of_their_version_or_of_their_step(tmp_path: Path) -> None:
     for step in (1, 2):
         write_tokens(tmp_path, "prime-rl", step, shift=0.05 * step)
-    lags = [{"step": step, "off_policy/mean": 3.0 * step} for step in (1, 2)]
-    write_jsonl(tmp_path / "metrics.jsonl", lags)
+    write_jsonl(
+        tmp_path / "metrics.jsonl", [{"step": x, "off_policy/mean": 3.0 * x} for x in (1, 2)]
+    )
     (table, _) = diagnose(tmp_path)["tokens"]
     assert [row[0] for row in table["rows"]][-2:] == ["lag 3", "lag 6"]
-    lagged = (float(row[1].rstrip("%")) for row in table["rows"][-2:])
-    assert sum(lagged) == pytest.approx(100, abs=0.2)
+    assert sum(float(x[1].rstrip("%")) for x in table["rows"][-2:]) == pytest.approx(100, abs=0.2)
     path = tmp_path / "token_exports" / "step_2" / "rank_0.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     write_jsonl(path, [row | {"versions": [7 - number % 2]} for number, row in enumerate(rows)])
