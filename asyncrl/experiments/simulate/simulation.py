@@ -23,7 +23,7 @@ from math import inf
 from statistics import fmean
 from typing import Any
 
-from actors.delivery import LINGER_S, estimate_size
+from actors.delivery import LINGER_S
 from actors.schedule import Key, TicketSchedule
 from actors.turn import DECODE_STEPS, IDLE_POLL_S, count_samples_to_request
 from asyncrl.config.tree import Config
@@ -669,8 +669,7 @@ class SimulatedGenerator:
     def deliver(self) -> None:
         now = self.run.now
         self.fresh_since = self.fresh_since or now
-        full = sum(map(estimate_size, self.fresh)) >= self.config.wires.frame_bytes
-        if not self.running or now - self.fresh_since > LINGER_S or full:
+        if not self.running or now - self.fresh_since > LINGER_S:
             work = self.times.buffer * len(self.fresh)
             self.run.send(self.run.on_delivery, self, self.fresh, work=work)
             self.fresh = []
@@ -679,7 +678,7 @@ class SimulatedGenerator:
     def request_tickets(self) -> None:
         unfinished = bool(self.unscored or self.fresh)
         free = count_samples_to_request(self.schedule, self.most_open, self.open, unfinished)
-        if free > max(0, self.asked):
+        if free > self.asked:
             self.sequence += 1
             self.asked = free
             self.run.send(self.run.requests.add, self.name, free, (self, self.sequence))
