@@ -314,6 +314,15 @@ def select_valid_rows(lines: Iterable[JsonObject]) -> list[JsonObject]:
     return list(valid.values())
 
 
+def average(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def average_known(values: Iterable[float]) -> float:
+    """Return the mean of the values that are not nan; nan without any."""
+    return average([value for value in values if not math.isnan(value)])
+
+
 def compute_idle_shares(rows: Sequence[Mapping[str, Any]]) -> Numbers:
     """Return each side's idle share: its idle time over all its time, both summed over `rows`.
 

@@ -25,8 +25,8 @@ from asyncrl.experiments.compare.grid import (
     Sweep,
     SweepPlan,
 )
-from asyncrl.experiments.compare.verdict import average, average_known
 from asyncrl.records.jsonl import JsonObject
+from asyncrl.records.metrics import average, average_known
 from buffer import training_log
 from buffer.ledger import sum_tokens
 

@@ -627,7 +627,7 @@ class GridProgress:
             unstable = sum(bool(cell.trouble) for cell in ends)
             count = f" ({len(ends)})" if len(names) > 1 else ""
             mark = f" !{unstable if count else ''}" if unstable else ""
-            seconds = verdict.average([cell.record["wall_s"] for cell in ends])
-            reward = verdict.average([cell.final for cell in ends])
+            seconds = metrics.average([cell.record["wall_s"] for cell in ends])
+            reward = metrics.average([cell.final for cell in ends])
             texts.insert(0, f"{reward:.3f}{count}{mark}, {seconds:.0f} s")
         return " ".join(texts) or "-"

@@ -17,9 +17,9 @@ from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.analysis import KL_BATCHES, Summary
 from asyncrl.experiments.compare.arms import ArmDescription
 from asyncrl.experiments.compare.grid import CellResult
-from asyncrl.experiments.compare.verdict import average
 from asyncrl.records import atomic_write, page_kit
 from asyncrl.records.health_checks import compute_half_interval
+from asyncrl.records.metrics import average
 from asyncrl.records.page_kit import (
     Block,
     ListBlock,

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from typing import Any
@@ -26,15 +26,6 @@ LEVEL = 0.05
 POWER = 0.8
 MOST_SEEDS = 1000  # of a design
 EQUAL = 1e-12  # differences up to this are rounding
-
-
-def average(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else nan
-
-
-def average_known(values: Iterable[float]) -> float:
-    """Return the mean of the values that are not nan; nan without any."""
-    return average([value for value in values if not math.isnan(value)])
 
 
 @dataclass

@@ -23,11 +23,11 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Numbers
 from asyncrl.contract.printable import Say
 from asyncrl.contract.toml_writer import read_table
-from asyncrl.experiments.compare.verdict import average_known
 from asyncrl.experiments.lab.corrections import draw_rewards
 from asyncrl.experiments.lab.findings import LabFindings, make_table
 from asyncrl.experiments.lab.policy import ResponseSpace, compute_cosine
 from asyncrl.records.jsonl import JsonObject
+from asyncrl.records.metrics import average_known
 
 GROUP = 8
 BUDGET = 0.05  # nats a token: the repairs' limit

@@ -25,13 +25,14 @@ from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteErro
 from asyncrl.contract.messages import Numbers
 from asyncrl.contract.printable import Say
 from asyncrl.contract.toml_writer import fill, read_table
-from asyncrl.experiments.compare.verdict import average, list_instabilities, list_values
+from asyncrl.experiments.compare.verdict import list_instabilities, list_values
 from asyncrl.experiments.model_evaluation import OfflineEvaluator
 from asyncrl.experiments.replay import diff
 from asyncrl.experiments.replay.diff import MetricsByStep
 from asyncrl.models import policy
 from asyncrl.records import atomic_write, metrics, stream
 from asyncrl.records.jsonl import JsonObject
+from asyncrl.records.metrics import average
 from asyncrl.records.page_kit import clean
 from learner import checkpoint
 from learner.step import LearnerCore
