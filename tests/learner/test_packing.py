@@ -329,7 +329,7 @@ def test_covariances_and_who_is_chosen_by_them() -> None:
         one = sample_by_covariance(c, m, 0.0, 1.0, 5.0, seed)
         # the bounds themselves are outside
         assert int(one.sum()) == 1 and not bool(one[[0, 1, 2]].any())
-        assert sample_by_covariance(c, m, 0.5, 0.0, 9.0, seed).sum() == 2
+        assert sample_by_covariance(c, m, 0.5, 1.0, 9.0, seed).sum() == 2
     single = [sample_by_covariance(c, m, 0.0, 1.0, 5.0, seed) for seed in range(20)]
     assert {int(one.int().argmax()) for one in single} == {3, 4}
     assert not sample_by_covariance(c, m, 1.0, 6.0, 7.0, 0).any()
