@@ -194,7 +194,9 @@ class Run:
             forks.install(self.board, self.notes, self.config, self.hook)
             os.environ["NO_COLOR"] = "1"
             try:
-                watcher = supervised.HealthWatcher(self.dir, supervised.say)
+                watcher = supervised.HealthWatcher(
+                    self.dir, supervised.say, supervised.collect_facts(self.config)
+                )
                 return supervised.supervise(self.config, self.dir, watcher, ProcessLauncher())
             except AsyncrlError as error:
                 print(f"ended with {error.exit_code}: {error}", file=sys.stderr, flush=True)

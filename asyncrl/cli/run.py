@@ -7,9 +7,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from asyncrl import __version__
 from asyncrl.cli import result
 from asyncrl.cli.base import command, emit, print_progress
 from asyncrl.config import load
+from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import fill, read_table
 from asyncrl.models import devices, fetch
@@ -58,7 +60,7 @@ def run(
     else:
         if gpus is not None:
             # the rules on devices apply to the config with the split, not to this one
-            unchecked = load.load_as(load.UNCHECKED, str(source), sets)
+            unchecked = load.load_as(Config, lambda _: [], str(source), sets)
             split = devices.split_gpus(unchecked, gpus, sets)
             print_progress(f"--gpus {gpus}: {', '.join(split.sets)}: {split.reason}")
             sets = (*sets, *split.sets)
@@ -85,10 +87,10 @@ def run(
             print_progress(outcome.as_line())
         return
     if on == "slurm":
-        from asyncrl.supervise.hosts import slurm
+        from asyncrl.supervise.hosts import cluster
 
         path = Path(f"{run_dir.name}.sbatch")
-        path.write_text(slurm.render_script(config, str(source), sets, run_dir), encoding="utf-8")
+        path.write_text(cluster.render_script(config, str(source), sets, run_dir), encoding="utf-8")
         emit({"script": str(path)})
         return
     with ExitStack() as services:
@@ -166,7 +168,7 @@ def export(run_dir: Path, path: Path, push_to_hub: str, private: bool) -> None:
     missing = ConfigError(f"{run_dir}: has no model and no checkpoint; is it a run directory?")
     if not source.is_dir() and not root.is_dir():
         raise missing
-    from asyncrl.supervise.report import model_card
+    from asyncrl.supervise import summary
     from learner import checkpoint
 
     if not source.is_dir():
@@ -187,7 +189,7 @@ def export(run_dir: Path, path: Path, push_to_hub: str, private: bool) -> None:
         policy.export(adapters.merge_directory(base, source), path)
     else:
         shutil.copytree(source, path)
-    model_card.write(run_dir, path)
+    summary.write_model_card(run_dir, path, __version__)
     exported = {"model": str(path), "from": str(source)}
     if push_to_hub:
         exported["pushed"] = fetch.push_to_hub(path, push_to_hub, private=private)

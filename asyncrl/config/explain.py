@@ -5,7 +5,6 @@ the pages of the docs."""
 
 from __future__ import annotations
 
-import re
 import textwrap
 import typing
 from pathlib import Path
@@ -26,6 +25,7 @@ PAGES, KEYS_BY_UNIT, REASONS, TAGS, REFERENCE, UNIT_ENDINGS = _TABLES.values()
 class KeyExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """The complete explanation of a config key.
 
+    unit: of a number; empty: it is a count or has no dimension.
     read: the conditions under which the key is read; empty: always.
     methods: published methods that set the key -> the value."""
 
@@ -64,13 +64,15 @@ def _explain_key(key: str) -> KeyExplanation:
         values = " or ".join(dict.fromkeys(kinds))
     else:
         meaning = methods.DESCRIPTION if key == "method" else TAGS[key]
-        values = f"one of {', '.join(load.list_choices(key))}"
+        values = layers.describe_values(load.find_type(key))
+    units = [unit for unit, keys in KEYS_BY_UNIT.items() if key in keys.split()]
+    units += [unit for ending, unit in UNIT_ENDINGS.items() if key.endswith(ending)]
     names = key.split(".")
     prefixes = (".".join(names[:count]) for count in range(len(names), -1, -1))
     return KeyExplanation(
         key=key,
         meaning=meaning,
-        unit=find_unit(key) if any(is_number(place.field.type) for place in places) else "",
+        unit=next(iter(units), "") if any(is_number(x.field.type) for x in places) else "",
         values=values,
         default=_describe_default(key, places),
         reason=REASONS.get(key, ""),
@@ -95,39 +97,21 @@ def render_reference() -> str:
 
 def _format_cell(text: str) -> str:
     """Format a text as a cell of a table of Markdown."""
-    text = re.sub(r",\s*\n\]", "]", text)  # a list that TOML writes over several lines
-    text = re.sub(r"\[?\n\s*", lambda m: "[" if m.group().startswith("[") else " ", text)
     return text.replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*")
-
-
-def find_unit(key: str) -> str:
-    """Return the unit of a numeric key; empty: it is a count or has no dimension."""
-    for unit, keys in KEYS_BY_UNIT.items():
-        if key in keys.split():
-            return unit
-    for ending, unit in UNIT_ENDINGS.items():
-        if key.endswith(ending):
-            return unit
-    return ""
 
 
 def is_number(kind: Any) -> bool:
     """Return whether a type accepts numbers, alone, in a list or besides other values."""
     bare, _ = layers.split_annotations(kind)
-    if layers.is_union(bare):
-        return any(is_number(option) for option in typing.get_args(bare))
-    options = typing.get_args(bare) if typing.get_origin(bare) is list else (bare,)
-    return any(layers.split_annotations(option)[0] in (int, float) for option in options)
+    if layers.is_union(bare) or typing.get_origin(bare) is list:
+        return any(map(is_number, typing.get_args(bare)))
+    return bare in (int, float)
 
 
 def _describe_default(key: str, places: list[layers.KeyPlace]) -> str:
     if not places:
         return "" if key == "method" else load.format_value(layers.get_value({}, Config, key))
-    if all(
-        place.field.default is msgspec.NODEFAULT
-        and place.field.default_factory is msgspec.NODEFAULT
-        for place in places
-    ):
+    if all(place.field.required for place in places):
         return "none: it must be given"
     values = {layers.get_tag(place.struct)[1]: layers.get_default(place.field) for place in places}
     texts = {owner: load.format_value(value) for owner, value in values.items()}

@@ -73,10 +73,8 @@ def _is_struct(kind: Any) -> bool:
 def list_structs(kind: Any) -> tuple[Any, ...]:
     """Return the structs of a field: several for a section with methods, none for a value."""
     bare, _ = split_annotations(kind)
-    if _is_struct(bare):
-        return (bare,)
-    options = get_args(bare) if is_union(bare) else ()
-    return options if options and all(_is_struct(option) for option in options) else ()
+    options = get_args(bare) if is_union(bare) else (bare,)
+    return options if all(map(_is_struct, options)) else ()
 
 
 @functools.cache
@@ -138,9 +136,10 @@ def get_tag(struct: Any) -> tuple[str, str]:
 
 def get_default(field: FieldInfo) -> Any:
     """Return the default of a field, or None if it has none."""
-    if field.default_factory is not msgspec.NODEFAULT:
-        return field.default_factory()
-    return None if field.default is msgspec.NODEFAULT else field.default
+    if field.required:
+        return None
+    makes = field.default is msgspec.NODEFAULT
+    return field.default_factory() if makes else field.default
 
 
 @functools.cache
@@ -224,11 +223,7 @@ def map_places(root: Any, prefix: str = "", outer: Conditions = ()) -> dict[str,
 @functools.cache
 def list_keys(root: Any) -> tuple[str, ...]:
     """Return every dotted key of the tree, including those of all methods."""
-    return tuple(
-        key
-        for key, places in map_places(root).items()
-        if not places or not list_structs(places[0].field.type)
-    )
+    return tuple(key for key in map_places(root) if key not in map_sections(root))
 
 
 def flatten(raw: RawTable, root: Any, prefix: str = "") -> FlatTable:

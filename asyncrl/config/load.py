@@ -23,23 +23,12 @@ from asyncrl.contract.printable import Say
 from asyncrl.contract.toml_writer import RawTable, flatten
 
 # earlier and foreign names of keys, with their replacements
-RENAMED, SPLIT, REMOVED, REMOVED_PRESETS, REMOVED_METHODS = tomllib.loads(
+RENAMED, SPLIT, REMOVED, REMOVED_VALUES = tomllib.loads(
     Path(__file__).with_name("renamed.toml").read_text(encoding="utf-8")
 ).values()
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
-
-
-class ConfigSchema(NamedTuple, Generic[Struct]):
-    """A kind of config: its root struct and its rules that span several keys."""
-
-    root: type[Struct]
-    check: Callable[[Struct], list[str]]
-
-
-RUN: ConfigSchema[Config] = ConfigSchema(Config, rules.check)
-# without the rules that span several keys
-UNCHECKED: ConfigSchema[Config] = ConfigSchema(Config, lambda config: [])
+AnyLiteral: Any = Literal  # for values that a type checker cannot evaluate
 
 
 def load(
@@ -57,7 +46,7 @@ def load(
     file:line, `--set ...`, a method or a preset.
 
     Raises ConfigError with file:line, key and remedy."""
-    return load_as(RUN, path, sets, note, origins)
+    return load_as(Config, rules.check, path, sets, note, origins)
 
 
 def load_to_train(source: str, sets: Sequence[str]) -> Config:
@@ -69,22 +58,26 @@ def load_to_train(source: str, sets: Sequence[str]) -> Config:
 
 
 def load_as(
-    tree: ConfigSchema[Struct],
+    root: type[Struct],
+    check: Callable[[Struct], list[str]],
     path: str | Path,
     sets: Sequence[str] = (),
     note: Say | None = None,
     origins: dict[str, str] | None = None,
 ) -> Struct:
-    """Load another kind of config like `load`."""
-    path = bundled_configs.find(path, tree.root is Config)
+    """Load another kind of config like `load`.
+
+    root: its struct. check: lists the violations of the rules that span several keys."""
+    path = bundled_configs.find(path, root is Config)
     text = ""
     try:
         # some editors write a byte order mark
         text = Path(path).read_text(encoding="utf-8-sig")
         raw = bundled_configs.substitute_here(tomllib.loads(text), path.parent)
-        return _apply_layers(tree, raw, _ConfigSource(str(path), text, sets), note, origins)
+        source = _ConfigSource(root, check, str(path), text, sets)
+        return _apply_layers(raw, source, note, origins)
     except FileNotFoundError as error:
-        names = bundled_configs.list_names(tree.root is Config)
+        names = bundled_configs.list_names(root is Config)
         matches = difflib.get_close_matches(path.name.removesuffix(".toml"), names, 1)
         hint = f" did you mean {matches[0]}?" if matches else ""
         raise ConfigError(
@@ -98,16 +91,18 @@ def load_as(
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except (tomllib.TOMLDecodeError, ConfigError) as error:
         problem = "" if isinstance(error, ConfigError) else f"is not valid TOML: {error}"
-        problem = bundled_configs.explain_other_system(text, layers.list_keys(tree.root)) or problem
+        problem = bundled_configs.explain_other_system(text, layers.list_keys(root)) or problem
         raise ConfigError(f"{path}: {problem}" if problem else str(error)) from error
 
 
-class _ConfigSource(NamedTuple):
-    """The file with its text and the --set items of a config, to locate errors."""
+class _ConfigSource(NamedTuple, Generic[Struct]):
+    """The kind of a config, and its file with its text and the --set items, to locate errors."""
 
+    root: type[Struct]
+    check: Callable[[Struct], list[str]]
     path: str
-    text: str
-    sets: Sequence[str]
+    text: str = ""
+    sets: Sequence[str] = ()
 
     def locate(self, key: str) -> str:
         """Return file:line of a key, or the --set item that set it."""
@@ -115,51 +110,48 @@ class _ConfigSource(NamedTuple):
             item_key = key_of(item)
             if key and (is_inside(item_key, [key]) or is_inside(key, [item_key])):
                 return f"--set {item}"
-        section, _, name = key.rpartition(".")
-        current_section = ""
-        heading_place = ""
+        section, place = "", self.path
         for number, line in enumerate(self.text.splitlines(), 1):
+            setting = re.match(r"\s*([\w.-]+)\s*=", line)
             if heading := re.match(r"\s*\[([\w.]+)\]", line):
-                current_section = heading.group(1)
-                heading_place = f"{self.path}:{number}" if current_section == key else heading_place
-            elif (
-                current_section == section and re.match(rf"\s*{re.escape(name)}\s*=", line)
-            ) or re.match(rf"\s*{re.escape(key)}\s*=", line):
+                section = heading[1]
+                place = f"{self.path}:{number}" if section == key else place
+            elif setting and key in (setting[1], f"{section}.{setting[1]}"):
                 return f"{self.path}:{number}"
-        return heading_place or self.path
+        return place
 
 
 def convert(raw: RawTable, source: str, text: str = "", sets: Sequence[str] = ()) -> Config:
     """Convert a raw table to a checked Config, with `sets`, method and presets applied."""
-    return _apply_layers(RUN, raw, _ConfigSource(source, text, sets))
+    return _apply_layers(raw, _ConfigSource(Config, rules.check, source, text, sets))
 
 
 def build(raw: RawTable, source: str = "config") -> Config:
     """Convert a raw table without the rules that span several keys."""
-    return _apply_layers(UNCHECKED, raw, _ConfigSource(source, "", ()))
+    return _apply_layers(raw, _ConfigSource(Config, lambda config: [], source))
 
 
 def _apply_layers(
-    tree: ConfigSchema[Struct],
     raw: RawTable,
-    source: _ConfigSource,
+    source: _ConfigSource[Struct],
     note: Say | None = None,
     origins: dict[str, str] | None = None,
 ) -> Struct:
     """Apply the layers in order: the table, the items of `sets`, then method and presets."""
-    flat = layers.flatten(raw, tree.root)
+    root: Any = source.root
+    flat = layers.flatten(raw, root)
     is_complete = raw.keys() >= _WHOLE
     item_numbers: dict[str, int] = {}  # key -> the last item of `sets` that gave it
     for number, item in enumerate(source.sets):
-        key = apply(flat, item, tree.root)
+        key = apply(flat, item, root)
         item_numbers[key] = number
-        if tree.root is Config and key == "method":
+        if root is Config and key == "method":
             methods.replace(flat)
         if chooser := methods.FUNCTIONS.get(key):
             flat.pop(chooser, None)
             item_numbers[chooser] = number
-    if tree.root is not Config:
-        return _convert(tree, flat, source)
+    if root is not Config:
+        return _convert(flat, source)
     for key, chooser in methods.FUNCTIONS.items():
         if key in flat:
             flat.setdefault(chooser, "function")
@@ -170,16 +162,13 @@ def _apply_layers(
         and flat.get("correction.proximal") == "behavior"
     ):
         flat.pop("correction.preset", None)  # with the behavior policy there are no weights
-    if "method" in flat and (name := str(flat["method"])) not in methods.METHODS:
-        problem = (
-            f"{flat['method']!r} is unknown{methods.suggest_method(name)}; choose one of "
-            f"{', '.join(methods.METHODS)}, or build it of advantage, loss, correction and kl: "
-            "docs/methods.md"
-        )
-        if instead := REMOVED_METHODS.get(name):
-            problem = f"{name} was removed; write {instead}"
-        raise ConfigError(f"{source.locate('method')}: method: {problem}")
     _drop_removed(flat, source)
+    if "method" in flat and (name := str(flat["method"])) not in methods.METHODS:
+        raise ConfigError(
+            f"{source.locate('method')}: method: {flat['method']!r} is unknown"
+            f"{methods.suggest_method(name)}; choose one of {', '.join(methods.METHODS)}, or build "
+            "it of advantage, loss, correction and kl: docs/methods.md"
+        )
     origin_of: dict[str, str] = {}  # filled key -> the preset or method that filled it
     bundles = presets.BUNDLES | {"method": {name: x.keys for name, x in methods.METHODS.items()}}
     for chooser, keys_by_name in bundles.items():
@@ -189,17 +178,14 @@ def _apply_layers(
     if isinstance(path, str) and flat.get("learner.optimizer") != "sgd":
         rate, reason = presets.choose_learning_rate(path, lora=bool(flat.get("lora.rank")))
         _fill(flat, {} if rate is None else {"learner.lr": rate}, reason, origin_of)
-    _check_known(flat, tree.root, source)
-    while unread_keys := layers.find_unread(flat, tree.root):
+    _check_known(flat, source)
+    while unread_keys := layers.find_unread(flat, root):
         for unread_key in unread_keys:
             item_number = item_numbers.get(unread_key.key, -1)
+            preset = f"{unread_key.chooser.partition('.')[0]}.preset"
             is_overridden = any(
-                number > item_number
-                and (
-                    other in (unread_key.chooser, "method")
-                    or (other.endswith(".preset") and unread_key.chooser.startswith(other[:-6]))
-                )
-                for other, number in item_numbers.items()
+                item_numbers.get(other, -1) > item_number
+                for other in (unread_key.chooser, preset, "method")
             )
             if unread_key.key not in origin_of:
                 if not is_overridden and not (is_complete and item_number < 0):
@@ -213,7 +199,7 @@ def _apply_layers(
         origins.update(
             {key: origin_of.get(key) or short_source.locate(key) for key in flatten(flat)}
         )
-    return _convert(tree, flat, source)
+    return _convert(flat, source)
 
 
 def _fill(flat: FlatTable, keys: FlatTable, origin: str, origin_of: dict[str, str]) -> None:
@@ -222,19 +208,18 @@ def _fill(flat: FlatTable, keys: FlatTable, origin: str, origin_of: dict[str, st
         flat[key], origin_of[key] = keys[key], origin
 
 
-def _drop_removed(flat: FlatTable, source: _ConfigSource) -> None:
-    """Drop removed keys with their only value; raise ConfigError for other values."""
+def _drop_removed(flat: FlatTable, source: _ConfigSource[Any]) -> None:
+    """Drop removed keys with their only value; raise ConfigError for other removed values."""
     for key, (only_value, replacement) in REMOVED.items():
         value = flat.pop(key, only_value)
         matters = key != "correction.m2_over" or flat.get("correction.m2")
         if value != only_value and matters:
             raise ConfigError(f"{source.locate(key)}: {key} = {value} was removed; {replacement}")
-    preset = str(flat.get("correction.preset"))
-    if preset in REMOVED_PRESETS:
-        raise ConfigError(
-            f"{source.locate('correction.preset')}: correction.preset = {preset} was removed; "
-            f"write {REMOVED_PRESETS[preset]}"
-        )
+    for key, replacements in REMOVED_VALUES.items():
+        if instead := replacements.get(str(flat.get(key))):
+            raise ConfigError(
+                f"{source.locate(key)}: {key} = {flat[key]} was removed; write {instead}"
+            )
 
 
 # Only a config written by a run has all these sections.  Earlier versions also wrote unread keys,
@@ -242,24 +227,25 @@ def _drop_removed(flat: FlatTable, source: _ConfigSource) -> None:
 _WHOLE = {"runs", "wires", "watchdog", "record", "durability", "weights", "evaluation"}
 
 
-def _convert(tree: ConfigSchema[Struct], flat: FlatTable, source: _ConfigSource) -> Struct:
-    _check_known(flat, tree.root, source)
-    if tree.root is Config:
+def _convert(flat: FlatTable, source: _ConfigSource[Struct]) -> Struct:
+    root = source.root
+    _check_known(flat, source)
+    if root is Config:
         flat.pop("method", None)
-    for section, structs in layers.map_sections(tree.root).items():  # msgspec requires the tags
+    for section, structs in layers.map_sections(root).items():  # msgspec requires the tags
         tag = f"{section}.{layers.get_tag(structs[0])[0]}"
         if len(structs) > 1 and any(key.startswith(f"{section}.") for key in flat):
-            flat[tag] = layers.get_value(flat, tree.root, tag)
+            flat[tag] = layers.get_value(flat, root, tag)
     try:
-        config = msgspec.convert(layers.nest(flat), tree.root)
+        config = msgspec.convert(layers.nest(flat), root)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         key = re.sub(r"\[\.\.\.\]|\[\d+\]", "", path.strip("`").lstrip("."))
         key = key or (match.group(1) if (match := re.search(r"field `(\w+)`", message)) else "")
         raise ConfigError(
-            f"{source.locate(key)}: {key}: {message}{list_allowed_values(key, tree.root)}"
+            f"{source.locate(key)}: {key}: {message}{list_allowed_values(key, root)}"
         ) from error
-    if problems := tree.check(config):
+    if problems := source.check(config):
         key = problems[0].split(":")[0].split(" ")[0]
         raise ConfigError(f"{source.locate(key)}: {problems[0]}")
     return config
@@ -296,27 +282,23 @@ def apply(flat: FlatTable, item: str, root: Any = Config) -> str:
     return key
 
 
-def _check_known(flat: FlatTable, root: Any, source: _ConfigSource) -> None:
-    """Raise ConfigError for an unknown key, a section given as a value or an unknown method."""
+def _check_known(flat: FlatTable, source: _ConfigSource[Any]) -> None:
+    """Raise ConfigError for an unknown key or a section given as a value."""
+    root: Any = source.root
     for key, value in flat.items():
-        section, _, name = key.rpartition(".")
+        section = key.rpartition(".")[0]
         structs = layers.map_sections(root).get(section, ())
-        tag = layers.get_tag(structs[0])[0] if structs else ""
         if key in layers.map_sections(root):
             if value != {}:
                 raise ConfigError(f"{source.locate(key)}: {key}: is a section, not a value")
-        elif name == tag:
-            if layers.choose_struct(flat, root, section) is None:
-                raise ConfigError(
-                    f"{source.locate(key)}: {key}: Invalid value {value!r}"
-                    f"{list_allowed_values(key, root)}"
-                )
         elif key not in layers.map_places(root) and not (root is Config and key == "method"):
             known = RENAMED.keys() | SPLIT.keys()
             leaves = (leaf for leaf in flatten({key: value}) if leaf.rpartition(".")[2] in known)
             key = next(leaves, key)
-            struct = layers.choose_struct(flat, root, section)
-            names = [*filter(None, [tag]), *(layers.map_fields(struct) if struct else ())]
+            # with an unknown method the keys of the first one
+            struct = layers.choose_struct(flat, root, section) or next(iter(structs), None)
+            names = [layers.get_tag(struct)[0], *layers.map_fields(struct)] if struct else []
+            names = [*filter(None, names)]
             raise ConfigError(
                 f"{source.locate(key)}: {key}: {explain_unknown_key(key, root, names)}"
             )
@@ -325,10 +307,11 @@ def _check_known(flat: FlatTable, root: Any, source: _ConfigSource) -> None:
 def explain_unknown_key(key: str, root: Any, fields: Collection[str]) -> str:
     """Return the message for an unknown key, with its replacement if one is known."""
     prefix, _, name = key.rpartition(".")
-    if root is Config and (current := RENAMED.get(key) or RENAMED.get(name)):
-        return f"is called {current} here; write that"
-    if root is Config and (replacement := SPLIT.get(key) or SPLIT.get(name)):
-        return f"was replaced; write {replacement}"
+    if root is Config:
+        if current := RENAMED.get(key) or RENAMED.get(name):
+            return f"is called {current} here; write that"
+        if replacement := SPLIT.get(key) or SPLIT.get(name):
+            return f"was replaced; write {replacement}"
     top = {"method": "method"} | RENAMED if root is Config and not prefix else {}
     similar = difflib.get_close_matches(name, [*fields, *top], 1, 0.5)
     guesses = [other for other in layers.list_keys(root) if f".{other}".endswith(f".{name}")]
@@ -346,21 +329,20 @@ def list_keys() -> tuple[str, ...]:
     return layers.list_keys(Config)
 
 
-def _find_type(key: str, root: Any = Config) -> Any:
-    """Return the type of a key, or the tuple of tags if it chooses a section's struct."""
-    places = layers.map_places(root).get(key)
-    if places:
+def find_type(key: str, root: Any = Config) -> Any:
+    """Return the type of a key, or None for an unknown one."""
+    if key == "method":
+        return AnyLiteral[tuple(methods.METHODS)]
+    if places := layers.map_places(root).get(key):
         return places[0].field.type
     options = layers.map_sections(root).get(key.rpartition(".")[0], ())
-    return None if places is None else tuple(layers.get_tag(option)[1] for option in options)
+    tags = tuple(layers.get_tag(option)[1] for option in options)
+    return None if places is None else AnyLiteral[tags]
 
 
 def list_choices(key: str) -> list[str]:
     """Return the named values of a key of a run's config, or [] if it has none."""
-    kind = tuple(methods.METHODS) if key == "method" else _find_type(key)
-    if isinstance(kind, tuple):
-        return list(kind)
-    kind = layers.split_annotations(kind)[0]
+    kind = layers.split_annotations(find_type(key))[0]
     members = get_args(kind) if layers.is_union(kind) else [kind]
     literals = (get_args(member) for member in members if get_origin(member) is Literal)
     return [str(value) for literal in literals for value in literal]
@@ -368,12 +350,8 @@ def list_choices(key: str) -> list[str]:
 
 def list_allowed_values(key: str, root: Any) -> str:
     """Return the end of a message with the values that a key allows, or ""."""
-    kind = _find_type(key, root)
-    if kind is None:
-        return ""
-    if isinstance(kind, tuple):
-        return f"; choose one of {', '.join(kind)}"
-    return f"; choose {layers.describe_values(kind)}"
+    kind = find_type(key, root)
+    return f"; choose {layers.describe_values(kind)}" if kind else ""
 
 
 def require_same_config(started: Config, current: Config, sets: Sequence[str], path: Path) -> None:
@@ -381,27 +359,20 @@ def require_same_config(started: Config, current: Config, sets: Sequence[str], p
 
     started: the config that the process was started with.  current: the run's config in `path`,
     which applies to all its processes, so that the --set would be ignored."""
-    # the last item of a repeated key applies
-    for key, item in {key_of(item): item for item in sets}.items():
-        values = [msgspec.to_builtins(config) for config in (started, current)]
-        for name in key.split("."):
-            values = [value.get(name) if isinstance(value, dict) else None for value in values]
-        started_value, current_value = values
-        if started_value != current_value:
-            raise ConfigError(
-                f"--set {item}: the run has {key} = {format_value(current_value)}, not "
-                f"{format_value(started_value)} ({path}), and all its processes share one config; "
-                "remove this --set, or start a new run"
-            )
+    differences = toml_writer.find_differences(*map(msgspec.to_builtins, (started, current)))
+    for key, (started_value, current_value) in differences.items():
+        for item in sets:
+            if is_inside(key, [key_of(item)]):
+                raise ConfigError(
+                    f"--set {item}: the run has {key} = {format_value(current_value)}, not "
+                    f"{format_value(started_value)} ({path}), and all its processes share one "
+                    "config; remove this --set, or start a new run"
+                )
 
 
 def format_value(value: Any) -> str:
-    """Format a value as in a config, or a section as a table."""
-    if value is None:
-        return "not set"
-    if isinstance(value, dict):
-        return str(value)
-    return toml_writer.dumps({"x": value}).partition("=")[2].strip()
+    """Format a value as in a config, on one line."""
+    return "not set" if value is None else toml_writer.format_value(value)
 
 
 def dump(config: msgspec.Struct) -> str:

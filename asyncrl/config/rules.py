@@ -134,8 +134,7 @@ def _check_staleness(config: Config) -> Problems:
 def _find_unread_advantage(config: Config) -> Problems:
     """Find keys of [advantage] that have no effect with the supervised loss."""
     advantage = config.advantage
-    by_default = {field.name: field.default for field in msgspec.structs.fields(Config)}
-    keys = ["name"] if advantage.name != by_default["advantage"].name else []
+    keys = [] if isinstance(advantage, settings.RlooAdvantage) else ["name"]
     for field in msgspec.structs.fields(type(advantage)):
         value = getattr(advantage, field.name)
         acts = field.name == "no_spread" or (field.name == "truncated" and value == "mask")
@@ -154,9 +153,7 @@ def _check_advantage(config: Config) -> Problems:
         yield from _find_unread_advantage(config)
     advantage = config.advantage
     size = config.learner.group_size
-    group_baseline = (
-        isinstance(advantage, settings.ReinforcePpAdvantage) and advantage.group_baseline
-    )
+    group_baseline = getattr(advantage, "group_baseline", False)
     by_group = advantage.name in settings.BY_GROUP or group_baseline
     if by_group and size < 2 and config.loss.surrogate != "sft":
         estimator = (

@@ -80,4 +80,4 @@ class SftConfig(Section, kw_only=True):
 
 def read(path: str, sets: tuple[str, ...] = ()) -> SftConfig:
     """Load the config in `path` with `sets` applied.  Raises ConfigError like `load.load`."""
-    return load.load_as(load.ConfigSchema(SftConfig, rules.check_name_and_device), path, sets)
+    return load.load_as(SftConfig, rules.check_name_and_device, path, sets)

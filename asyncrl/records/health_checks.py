@@ -11,9 +11,7 @@ health_checks.toml has the advice of findings, and the rules that only compare v
 
 >>> one = {"reward/mean": 0.0, "reward/no_spread_share": 1.0, "reward/min": 0.0, "reward/max": 0.0}
 >>> stuck = [{"step": n} | one for n in range(8)]
->>> [s.name for s in apply_rules(stuck)]
-['constant_rewards']
->>> apply_rules(stuck)[0].said
+>>> check_constant_rewards(stuck).said
 'every completion of the last 8 batches has the reward 0, so no group gives a learning signal'
 """
 
@@ -200,7 +198,7 @@ def check_constant_rewards(rows: Rows, least: int = LEAST) -> Finding | None:
     share = average(batches, "reward/no_spread_share")
     if share is None or share < NEARLY_ALL:
         return None
-    values = set(_list_rewards(batches))
+    values = {r[k] for r in batches for k in ("reward/min", "reward/max") if k in r}
     window = "newest batch" if least == 1 else f"last {len(batches)} batches"
     if len(values) == 1:
         observation = (
@@ -230,10 +228,9 @@ def find_reward_range(values: Iterable[float]) -> tuple[float, float]:
     return min([0.0, *values]), max([1.0, *values])
 
 
-def _list_rewards(rows: Rows, points: Points = ()) -> list[float]:
+def list_rewards(rows: Rows) -> list[float]:
     """List the least and the largest reward of each batch, and the means of evaluations."""
-    extremes = [float(r[k]) for r in rows for k in ("reward/min", "reward/max") if k in r]
-    return [*extremes, *(mean for mean, _ in points)]
+    return [r[name] for r in rows for name in REWARDS if name in r]
 
 
 def list_evaluations(rows: Rows, split: str) -> Points:
@@ -258,7 +255,7 @@ def check_unmoved_reward(rows: Rows) -> Finding | None:
     if len(points) < 2 or not batches:
         return None
     ends = points[0], points[-1]
-    lo, hi = find_reward_range(_list_rewards(batches, ends))
+    lo, hi = find_reward_range(list_rewards(rows))
     half = compute_margin(ends, lo, hi, Z_95)
     (before, first_prompts), (after, last_prompts) = ends
     if abs(after - before) > half:
@@ -283,9 +280,9 @@ def check_generalization(rows: Rows) -> Finding | None:
     batches = select_recent_rows(rows, window=len(rows))
     if len(ood) < 2 or len(heldout) < 2 or not batches:
         return None
+    bounds = find_reward_range(list_rewards(rows))
     chance, margin = (
-        compute_margin(ends, *find_reward_range(_list_rewards(batches, ends)))
-        for ends in ((ood[0], ood[-1]), (heldout[0], heldout[-1]))
+        compute_margin(points, *bounds) for points in ((ood[0], ood[-1]), (heldout[0], heldout[-1]))
     )
     if not ood[-1][0] < ood[0][0] - chance:
         return None
@@ -328,10 +325,10 @@ def choose_alarm(values: int) -> float:
     return min(max(ALARM, least), MOST_ALARM)
 
 
-def check_growing_mismatch(rows: Rows, facts: RunFacts | None = None) -> Finding | None:
+def check_growing_mismatch(rows: Rows, facts: RunFacts) -> Finding | None:
     """Find a growing mismatch of engine and learner at equal weights, a sign of collapse."""
     for name in MISMATCHES:
-        chance = ALARM if facts is None else choose_alarm(count_possible_values(facts.config, name))
+        chance = choose_alarm(count_possible_values(facts.config, name))
         medians = find_growth(list_values(rows, name), chance)
         if medians is not None and medians[1] >= HARMLESS:
             return make_finding(
@@ -485,11 +482,9 @@ def report_truncation(said: str, facts: RunFacts, unknown: str = "truncated_samp
     generator = facts.config.generator
     cuts = " and ".join(
         f"generator.{name} = {value:g}"
-        for name, value, unrestricted in (
-            ("top_p", generator.top_p, 1),
-            ("top_k", generator.top_k, 0),
-        )
-        if value != unrestricted and not generator.abilities.records_support
+        for name, unrestricted in (("top_p", 1), ("top_k", 0))
+        if (value := getattr(generator, name)) != unrestricted
+        and not generator.abilities.records_support
     )
     if not cuts:
         return make_finding(unknown, said, "restricted_by_client")
@@ -600,7 +595,7 @@ def check_oscillating_reward(rows: Rows) -> Finding | None:
     points = list_evaluations(rows, "heldout")
     if len(points) < SWINGS + 2:
         return None
-    lo, hi = find_reward_range(_list_rewards(rows, points))
+    lo, hi = find_reward_range(list_rewards(rows))
     turns: list[float] = []  # the reward at each
     direction = 0  # 1: up, -1: down, since `extreme`
     extreme = points[0]
@@ -642,12 +637,13 @@ RULES: tuple[Callable[[Rows], Finding | None], ...] = (
 END_RULES: tuple[Callable[[Rows], Finding | None], ...] = (check_unmoved_reward,)
 
 KNOWN_RULES: tuple[Callable[[Rows, RunFacts], Finding | None], ...] = (
+    check_growing_mismatch,
     check_engine_mismatch,
     check_truncated_sampling,
 )
 
 
-def apply_rules(rows: Rows, facts: RunFacts | None = None, *, ended: bool = False) -> list[Finding]:
+def apply_rules(rows: Rows, facts: RunFacts, *, ended: bool = False) -> list[Finding]:
     """Apply the rules to a run's rows so far.
 
     facts: the run's settings.  ended: also apply the rules for finished runs."""
@@ -659,11 +655,10 @@ def apply_rules(rows: Rows, facts: RunFacts | None = None, *, ended: bool = Fals
     recent |= {"batches": len(batches), "excluded": sum(shares.values())}
     recent["parts"] = ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share)
     findings = [rule(rows) for rule in (*RULES, *(END_RULES if ended else ()))]
-    findings.append(check_growing_mismatch(rows, facts))
-    findings += [rule(rows, facts) for rule in KNOWN_RULES] if facts is not None else []
+    findings += [rule(rows, facts) for rule in KNOWN_RULES]
     return [
         *match_rules("latest", newest),
         *match_rules("recent", add_reward_wait(recent)),
-        *(s for s in findings if s is not None),
-        *(match_rules("kl", collect_kl(rows, facts)) if facts is not None else ()),
+        *filter(None, findings),
+        *match_rules("kl", collect_kl(rows, facts)),
     ]

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records.append_log import AppendLog
 
@@ -64,7 +66,10 @@ def decode_lines(lines: Iterable[bytes], damaged: list[int]) -> Iterator[JsonObj
             continue
         row = None
         with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
+            try:
+                row = msgspec.json.decode(line)  # several times as fast
+            except msgspec.DecodeError:
+                row = json.loads(line)  # accepts NaN
         if isinstance(row, dict):
             yield row
         else:
@@ -82,6 +87,7 @@ class GrowingFile:
         self.offset = offset  # of the bytes that were read
         self.inode = 0
         self.begins = True
+        self.damaged = 0  # number of lines that `read_rows` left out
 
     def read_new(self) -> bytes:
         """Return the lines since the last call; one that is still being written waits."""
@@ -102,8 +108,11 @@ class GrowingFile:
         return data
 
     def read_rows(self) -> list[JsonObject]:
-        """Return the rows of steps since the last call, without damaged ones."""
-        return [row for row in decode_lines(self.read_new().split(b"\n"), []) if "step" in row]
+        """Return the rows of steps since the last call; other lines are left out and counted."""
+        lines = [*filter(bytes.strip, self.read_new().split(b"\n"))]
+        rows = [row for row in decode_lines(lines, []) if isinstance(row.get("step"), int)]
+        self.damaged = len(lines) - len(rows) + (0 if self.begins else self.damaged)
+        return rows
 
 
 def encode(rows: Iterable[JsonObject]) -> bytes:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +55,7 @@ def is_known_metric(name: str) -> bool:
 
 
 def format_markdown() -> str:
-    """Format the page of metrics.  Raises KeyError if a family has no section."""
+    """Format the page of metrics."""
     first = [(name, x.format_map(vars(health_checks)), y) for name, (x, y) in FIRST_LOOK.items()]
     values = {
         "lags": ", ".join(BUCKETS),
@@ -68,9 +67,6 @@ def format_markdown() -> str:
     for pattern, entry in PATTERNS.items():
         name = re.sub(r"\[a-z\]\[a-z0-9-\]\*|\.\+", "NAME", pattern)
         rows[name.replace(r"\d+", "K").replace("(low|high)", "low, high")] = entry
-    families = dict.fromkeys(name.partition("/")[0] for name in rows)
-    if homeless := [x for x in families if x not in chain(*SECTIONS.values())]:
-        raise KeyError(f"families without a section: {', '.join(homeless)}")
     return fill(PAGE["text"], first=first, sections=SECTIONS, rows=rows)
 
 
@@ -109,7 +105,6 @@ class EventFile:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.failed = False
-        self.records: Any = None
         try:
             record_writer, self.events, self.summaries = import_protocol()
         except ImportError as error:
@@ -169,12 +164,10 @@ class EventFile:
         )
 
     def close(self) -> None:
-        if self.records is None:
-            return
-        try:
-            self.records.close()
-        except OSError as error:
-            if not self.failed:
+        if not self.failed:
+            try:
+                self.records.close()
+            except OSError as error:
                 self._give_up(error)
 
 
@@ -213,12 +206,9 @@ class MetricsWriter:
             raise AsyncrlError(f"metrics not in asyncrl/records/metrics.toml: {', '.join(unknown)}")
         if not_finite := {n for n, x in values.items() if not math.isfinite(x)}:
             values = {n: x for n, x in values.items() if n not in not_finite}
-            if not_finite - self.not_finite:
-                print(
-                    f"step {step}: not finite, left out of the metrics: "
-                    f"{', '.join(sorted(not_finite - self.not_finite))}",
-                    file=sys.stderr,
-                )
+            if new := sorted(not_finite - self.not_finite):
+                note = f"step {step}: not finite, left out of the metrics: {', '.join(new)}"
+                print(note, file=sys.stderr)
                 self.not_finite |= not_finite
         row: JsonObject = {"step": step, "t": round(seconds, 4)} | values
         counts = {name: Counter(numbers) for name, numbers in (histograms or {}).items()}

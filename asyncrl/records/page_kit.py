@@ -182,9 +182,9 @@ def render(title: str, subtitle: str, blocks: Sequence[Block], data: Mapping[str
     files = {path.name: path.read_text(encoding="utf-8") for path in FILES.iterdir()}
     plots = [plot for block in blocks if isinstance(block, PlotBlock) for plot in block.plots]
     samples = [block for block in blocks if isinstance(block, SamplesBlock) and block.rows]
-    sample_data = {block.id: {"rows": block.rows, "shades": block.shades} for block in samples}
     script = files["plot.js"] + (files["samples.js"] if samples else "")
-    values = {**data, **{f"{name}-rows": rows for name, rows in sample_data.items()}}
+    values = dict(data)
+    values |= {f"{x.id}-rows": {"rows": x.rows, "shades": x.shades} for x in samples}
     return fill(
         "page.html",
         title=title,

@@ -23,23 +23,22 @@ STATE: str = read_table(__file__)["state"]
 SHOWN = ("reward/mean", "eval/heldout", "lag/mean", "optim/grad_norm")
 
 
-def describe_process(
-    name: str, event: JsonObject | None, pid: object, log: Path | None
-) -> JsonObject:
+def describe_process(name: str, event: JsonObject, pid: object, log: Path | None) -> JsonObject:
     """Describe whether a process runs, how it ended, and the last line of its log.
 
-    event: its latest. pid: its process id, or None if it does not run. log: None without one."""
+    event: its latest, or {}. pid: its process id, or None if it does not run. log: None without
+    one."""
     if pid is not None:
         state = f"{name} is running (process {pid})"
     else:
-        state = f"{name} has not been started" if event is None else process_log.describe_end(event)
+        state = process_log.describe_end(event) if event else f"{name} has not been started"
     has_log = log is not None and log.exists()
     return {
         "name": name,
         "alive": pid is not None,
-        "known": event is not None,
+        "known": bool(event),
         "said": state,
-        "code": None if pid is not None or event is None else event.get("code"),
+        "code": None if pid is not None else event.get("code"),
         "log": str(log) if has_log else "",
         # the last one that it wrote about itself
         "last_line": escape_line(find_last_words(read_last_lines(log, 100))) if log else "",
@@ -54,10 +53,9 @@ def describe_processes(
     peers: names that are connected to the buffer, perhaps from another machine."""
     events = process_log.read_latest_events(run_dir)
     logs = [*rundir.list_numbered(run_dir / "logs", r"attempt_(\d+)").values()]
-    started = [name for name in dict.fromkeys((*events, *peers)) if name.startswith("generator-")]
+    started = {name for name in (*events, *peers) if name.startswith("generator-")}
     numbered = (f"generator-{i}" for i in range(config.generators + len(started)))
-    generators = [*started, *(name for name in numbered if name not in started)]
-    generators = generators[: max(len(started), config.generators)]
+    generators = [*dict.fromkeys((*started, *numbered))][: max(len(started), config.generators)]
     names = ["buffer", "learner", *sorted(generators, key=lambda name: (len(name), name))]
     names += ["gateway-0"] if config.uses_sessions else []
     names += sorted(
@@ -66,12 +64,12 @@ def describe_processes(
     )
     described = []
     for name in names:
-        event, pid = events.get(name), None
+        event, pid = events.get(name, {}), None
         if process_log.is_alive(run_dir, name):
             pid = process_log.get_lock(run_dir, name).read_text(encoding="utf-8").strip()
-        own_log = logs and (event is None or event.get("supervised") is not False)
+        own_log = logs and event.get("supervised") is not False
         process = describe_process(name, event, pid, logs[-1] / f"{name}.log" if own_log else None)
-        described.append(process | {"connected": event is None and name in peers})
+        described.append(process | {"connected": not event and name in peers})
     return described
 
 
@@ -92,7 +90,7 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> Json
     rows = [r for r in metrics.read(run_dir) if "reward/mean" in r]
     process_states = describe_processes(config, run_dir, status.peers if status else ())
     # a buffer knows the number of steps from its learner's hello on
-    committed = max((int(r["step"]) for r in rows), default=-1) + 1
+    committed = rows[-1]["step"] + 1 if rows else 0
     if status is not None and "learner" in status.peers:
         committed = status.committed
     settings = config.watchdog

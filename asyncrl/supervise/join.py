@@ -12,6 +12,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,8 +84,8 @@ def request_join(
             raise timeout
     if status.finished:
         raise NothingToDo(f"the run at {address} has ended")
-    socket = PeerSocket(address, curve_dir, name or keys.VIEWER, run=status.run)
-    try:
+    connection = PeerSocket(address, curve_dir, name or keys.VIEWER, run=status.run)
+    with closing(connection) as socket:
         while time.monotonic() < deadline:
             socket.send(m.JoinRequest(name))
             reply = socket.recv(ASK_S)
@@ -95,8 +96,6 @@ def request_join(
             if isinstance(reply, m.JoinReply):
                 time.sleep(ASK_S / 2)  # no learner yet
             notice.report(f"the learner of run {status.run} at {address}")
-    finally:
-        socket.close()
     raise timeout
 
 
@@ -146,8 +145,8 @@ def localize_config(
     table: JsonObject = tomllib.loads(reply.config)
     mixture = load.convert(table, f"the config of the run at {address}").task.mixture
     sections = {
-        f"mixture.{section.title}.": table["task"]["mixture"][i]
-        for i, section in enumerate(mixture)
+        f"mixture.{part.title}.": section
+        for part, section in zip(mixture, table["task"].get("mixture", ()), strict=True)
     }
     table["model"]["path"] = str(folders["model"])
 
@@ -249,11 +248,8 @@ def prepare(
     """Prepare everything that a generator needs to start.  Raises AsyncrlError."""
     reply = request_join(address, curve_dir, find_own_key(curve_dir, index), patience_s, say)
     weights = reachable_address(reply.weights, address)
-    client = ChunkClient(weights, patience_s, curve_dir, reply.producer)
-    try:
+    with closing(ChunkClient(weights, patience_s, curve_dir, reply.producer)) as client:
         folders, files = fetch_run_files(client, reply.config, cache, say, trust)
-    finally:
-        client.close()
     config = localize_config(reply, address, curve_dir, folders, files, trust)
     for judge in [] if config.uses_sessions else file_server.list_judges(config).values():
         say(f"judge.url = {judge.url!a}: this machine sends prompts and answers there")

@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -158,14 +159,13 @@ class TaskTable:
             yield Text(table)
             return
         for title, *cells in self.rows:
-            lines = [title]
-            for column, cell in zip(columns[1:], cells, strict=True):
-                longer = f"{lines[-1]}  {column} {cell}"
-                if len(longer) <= options.max_width:
-                    lines[-1] = longer
-                else:
-                    lines.append(f"  {column} {cell}")
-            yield Text("\n".join(lines))
+            # a space that does not end a line joins a column with its cell
+            pairs = (f"{column}\xa0{cell}" for column, cell in zip(columns[1:], cells, strict=True))
+            text = "  ".join([title, *pairs])
+            lines = textwrap.wrap(
+                text, options.max_width, subsequent_indent="  ", break_on_hyphens=False
+            )
+            yield Text("\n".join(lines).replace("\xa0", " "))
 
 
 def format_tasks(metrics: Metrics) -> str:
@@ -367,9 +367,8 @@ def follow(
 ) -> None:
     """Show the run until `tick`, which is called about 10 times per second, returns True."""
     socket = PeerSocket(address, curve_dir)
-    fancy = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     live: Any = None
-    if fancy:
+    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         from rich.console import Console
         from rich.live import Live
 

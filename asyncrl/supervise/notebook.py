@@ -14,12 +14,10 @@ import subprocess
 import symtable
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
@@ -222,12 +220,19 @@ def run(
             source = Path(config)
         else:
             source = Path(folder) / "notebook.toml"
-            source.write_text(_format_toml(config), encoding="utf-8")
+            if isinstance(config, Config):
+                text = load.dump(config)
+            else:
+                table = bundled_configs.substitute_here(dict(config), Path.cwd())
+                runs = Path(table.get("runs", "runs")).resolve()
+                row_objects.write_objects(table, runs / row_objects.FOLDER)
+                text = toml_writer.dumps(table)
+            source.write_text(text, encoding="utf-8")
         options = [word for item in sets for word in ("--set", item)]
         argv = importing.make_command("asyncrl.cli", "run", str(source), "--json", *options)
         follower = RunFollower(on_step, on_evaluation, on_checkpoint)
         with (Path(folder) / "answer").open("w+", encoding="utf-8") as stdout:
-            code, message = _run_command(argv, stdout.fileno(), show, follower)
+            code, message = _run_command(argv, stdout, Path(folder) / "log", show, follower)
             stdout.seek(0)
             try:  # the JSON object in the last line, if any
                 result = dict(json.loads(stdout.read().strip().rpartition("\n")[2]))
@@ -329,42 +334,29 @@ def _export_function(function: Callable[..., Any], folder: Path) -> str:
     return f"{row_objects.write_content(source, folder, '.py')}:{name}"
 
 
-def _format_toml(config: Mapping[str, Any] | Config) -> str:
-    """Format a config or a table as TOML that does not depend on the working directory."""
-    if isinstance(config, Config):
-        return load.dump(config)
-    table = bundled_configs.substitute_here(dict(config), Path.cwd())
-    row_objects.write_objects(table, Path(table.get("runs", "runs")).resolve() / row_objects.FOLDER)
-    return toml_writer.dumps(table)
-
-
 def _run_command(
-    argv: Sequence[str], stdout: int, show: bool, follower: RunFollower
+    argv: Sequence[str], stdout: IO[str], log: Path, show: bool, follower: RunFollower
 ) -> tuple[int, str]:
     """Run a command; return its exit code and the last line of its stderr.
 
-    stdout: file descriptor for its stdout.  The command has its own session, so that an interrupt
-    of this process's group reaches it once.  If this process is killed, the command ends at its
-    next write to stderr.  An error of a callback is raised after the end of the command."""
-    process = subprocess.Popen(
-        argv,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stderr
-    stderr: IO[str] = process.stderr
-    lines: SimpleQueue[str] = SimpleQueue()
-    reader = threading.Thread(target=lambda: [*map(lines.put, stderr)], daemon=True)
-    reader.start()
+    log: file for its stderr.  The command has its own session, so that an interrupt of this
+    process's group reaches it once.  It is killed if this process is.  An error of a callback is
+    raised after the end of the command."""
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=importing.end_with_parent(),
+        )
+    output = jsonl.GrowingFile(log)
     last_line, callback_error, interrupted = "", None, False
     while True:
         try:
-            is_ended = not reader.is_alive()
-            while not lines.empty():
-                line = lines.get()
+            code = process.poll()
+            for line in output.read_new().decode(errors="replace").splitlines(keepends=True):
                 last_line = line.strip() or last_line
                 if start_line := START_LINE.match(line):
                     follower.run_dir = Path(start_line[1])
@@ -374,13 +366,13 @@ def _run_command(
                 follower.read_new()
             except Exception as error:
                 callback_error, follower.stopped = error, True
-            if follower.stopped and not interrupted and not is_ended:
+            if code is not None:
+                break
+            if follower.stopped and not interrupted:
                 interrupted = True
                 process.send_signal(signal.SIGINT)
-            if is_ended:
-                code = process.wait()
-                break
-            reader.join(POLL_S)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(POLL_S)
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
     if callback_error:

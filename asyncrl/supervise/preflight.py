@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
@@ -120,15 +121,13 @@ class Subject:
     @property
     def kv_cache(self) -> int:
         """Bytes of a generator's KV cache with all slots full; 0 without shapes in config.json."""
-        generator, raw = self.config.generator, self.raw
-        if generator.kv_cache_mib:
-            return generator.kv_cache_mib << 20
-        heads = raw.get("num_key_value_heads") or raw.get("num_attention_heads") or 0
-        if not (heads and raw.get("hidden_size") and raw.get("num_hidden_layers")):
+        from actors.engine_vllm import count_cache_bytes
+
+        try:
+            shape = SimpleNamespace(**self.raw)
+            return count_cache_bytes(self.config, shape, self.config.generator.slots)
+        except AttributeError:
             return 0
-        head = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-        row = 2 * WIDTHS[self.config.model.dtype] * raw["num_hidden_layers"] * heads * head
-        return int(generator.slots * generator.context * row)
 
 
 def fetch_data_sets(config: Config) -> Config:
@@ -213,8 +212,13 @@ def check_task(subject: Subject) -> str:
 
 
 def check_functions(subject: Subject) -> str:
-    """Call `loss.function` and `advantage.function` on two small rows."""
+    """Find the files of agents; call `loss.function` and `advantage.function` on two small rows."""
     config = subject.config
+    for agent in config.agents.values():
+        for path in (agent.function, agent.env, *agent.tools):
+            file = path.rpartition(":")[0]
+            if file.endswith(".py") and not Path(file).is_file():
+                raise ConfigError(f"{agent.source_name}: there is no file {file}; correct the path")
     if "function" not in (config.loss.surrogate, config.advantage.name):
         return "loss and advantage are built in"
     from asyncrl import losses  # which imports torch
@@ -646,20 +650,16 @@ def check_exact(subject: Subject) -> None:
 def preflight(config: Config) -> None:
     """Check `config` before a run.  Raises the ConfigError of the first check that fails."""
     subject = Subject(config)
-    check_packages(subject)
-    check_devices(subject)
-    check_task(subject)
-    check_functions(subject)
-    build_model(subject)
-    check_images(subject)
-    for check in (check_versions, check_template, check_prompts, check_characters):
+    for check in (
+        *(check_packages, check_devices, check_task, check_functions, build_model, check_images),
+        *(check_versions, check_template, check_prompts, check_characters, call_reward),
+    ):
         try:
             check(subject)
         except DoubtfulCheck as doubt:
             say(f"warning: {doubt}")
     for note in subject.notes:
         say(f"model: {note}")
-    call_reward(subject)
     check_exact(subject)
 
 

@@ -1,17 +1,27 @@
-"""The summary of a run that has ended (`asyncrl run --json`), or a partial one of any other run."""
+"""The summary of a run (`asyncrl run --json`), and the model card of its exported model."""
 
 import json
 import math
+import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.config.tree import Config
+import msgspec
+
+from asyncrl.config import load
+from asyncrl.config.tree import Config, TaskSource
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Numbers
+from asyncrl.contract.toml_writer import fill, read_table
 from asyncrl.records import atomic_write, health_checks, jsonl, metrics
 from asyncrl.records.health_checks import Rows, compute_half_interval
 from asyncrl.records.jsonl import JsonObject
+from asyncrl.records.page_kit import format_number
 
+CARD: str = read_table(__file__)["card"]
+# a path in the cache of the hub's client
+SNAPSHOT = re.compile(r"(?:models|datasets)--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)/?(.*)")
 PARTIAL = (
     "the buffer could not write its summary: the numbers come from metrics.jsonl and "
     "trained.jsonl, and the ledger has only the trained tokens"
@@ -42,8 +52,8 @@ def collect_facts(config: Config) -> health_checks.RunFacts:
     keys = jsonl.read_object(Path(config.model.path) / "config.json")
     experts = {"num_experts", "num_local_experts", "n_routed_experts"} & set(keys)
     diverges = experts and not config.learner.replay_routing
-    facts = health_checks.RunFacts(config)
-    return facts._replace(mismatch=HEALTHY_EXPERTS) if diverges else facts
+    healthy = HEALTHY_EXPERTS if diverges else health_checks.HEALTHY_MISMATCH
+    return health_checks.RunFacts(config, healthy)
 
 
 def find_task_signs(config: Config) -> list[health_checks.Finding]:
@@ -146,9 +156,7 @@ def compose(config: Config, run_dir: Path) -> JsonObject:
     for split in ("heldout", "ood"):
         if totals[f"{split}_start"] is None:
             totals[f"{split}_start"] = find_evaluation(all_rows, split, "start")
-    bounds = health_checks.find_reward_range(
-        row[name] for row in all_rows for name in health_checks.REWARDS if name in row
-    )
+    bounds = health_checks.find_reward_range(health_checks.list_rewards(all_rows))
     summary = {
         "run_dir": str(run_dir),
         **{name: totals[name] for name in COPIED},
@@ -172,8 +180,8 @@ def compose(config: Config, run_dir: Path) -> JsonObject:
             for reward, n in health_checks.list_evaluations(all_rows, split)[-1:]
         },
         "signs": [
-            s._asdict()
-            for s in (
+            finding._asdict()
+            for finding in (
                 *find_task_signs(config),
                 *health_checks.apply_rules(
                     all_rows, collect_facts(config), ended=totals["steps"] >= config.learner.steps
@@ -210,3 +218,83 @@ def write(config: Config, run_dir: Path) -> JsonObject:
     summary = compose(config, run_dir)
     atomic_write.write(run_dir / "summary.json", json.dumps(summary, indent=1))
     return summary
+
+
+# ---- the model card: README.md with data, settings, results, lag and ledger ----------------------
+
+
+def write_model_card(run_dir: Path, model: Path, version: str) -> None:
+    """Write `model`/README.md: metadata for the hub, then Markdown.
+
+    version: of this package."""
+    from huggingface_hub import ModelCardData
+
+    config = load.load(run_dir / "config.toml")
+    summary, rows = read(config, run_dir), metrics.read(run_dir)
+    base = format_hub_name(config.model.path)
+    prompts = (task.prompts for _, task, _ in _list_sources(config))
+    data = dict.fromkeys(format_hub_name(path) for path in prompts if SNAPSHOT.search(path))
+    card = ModelCardData(
+        base_model=base.partition("@")[0] if "/" in base else None,
+        datasets=[name.partition("@")[0] for name in data] or None,
+        library_name="peft"
+        if config.lora.rank and config.export.lora == "adapter"
+        else "transformers",
+        pipeline_tag="text-generation",
+        tags=["asyncrl", "reinforcement-learning", config.loss.surrogate],
+    )
+    text = fill(
+        CARD,
+        metadata=card.to_yaml(),
+        name=run_dir.name,
+        base=base,
+        version=version,
+        summary=summary,
+        sets=dict.fromkeys(
+            name.removeprefix("eval/").removesuffix("_n")
+            for row in rows
+            for name in row
+            if name.startswith("eval/") and name.endswith("_n")
+        ),
+        rows=rows,
+        find_evaluation=find_evaluation,
+        list_evaluations=health_checks.list_evaluations,
+        number=format_number,
+        sources=_list_sources(config),
+        format_hub_name=format_hub_name,
+        config=config,
+        sections={
+            name: msgspec.to_builtins(getattr(config, name))
+            for name in ("advantage", "correction", "loss")
+        },
+        text=(run_dir / "config.toml").read_text(encoding="utf-8").strip(),
+    )
+    (model / "README.md").write_text(text, encoding="utf-8")
+
+
+def format_hub_name(path: str) -> str:
+    """Return ORG/NAME@REVISION of a path in the hub's cache, and any other path's last part.
+
+    >>> format_hub_name("/home/x/hub/models--org--name/snapshots/0123abcd")
+    'org/name@0123abcd'
+    >>> format_hub_name("models/sort")
+    'sort'
+    """
+    match = SNAPSHOT.search(path)
+    if match is None:
+        return Path(path).name
+    owner, name, revision, inside = match.groups()
+    return f"{owner}/{name}@{revision[:12]}" + (f"/{inside}" if inside else "")
+
+
+def _list_sources(config: Config) -> Iterator[tuple[str, TaskSource, str]]:
+    """Yield (title, task, reward) of the task, or of each part of a mixture."""
+    reward = config.reward
+    judge = reward.function or ", ".join(reward.functions)
+    judge = judge or reward.judge.model or reward.model.path or config.agent.env
+    agents = config.agents
+    if not config.task.mixture:
+        yield config.task.name, config.task, judge
+    for part in config.task.mixture:
+        env = agents[part.title].env if part.title in agents else ""
+        yield part.title, part, part.reward or env or judge

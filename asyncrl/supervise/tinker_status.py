@@ -17,11 +17,6 @@ from asyncrl.supervise.doctor import describe_process
 from asyncrl.supervise.report.run_view import RunView, format_item, read_settings
 from buffer import training_log
 
-RULES = (
-    health_checks.check_growing_mismatch,
-    health_checks.check_engine_mismatch,
-    health_checks.check_truncated_sampling,
-)
 STATE: str = read_table(__file__)["state"]
 ADVICE = "sample for training at temperature 1, with top_p = 1 and without top_k"
 CONFIG = "tinker.toml"
@@ -85,13 +80,11 @@ def describe_processes(server: Path) -> list[JsonObject]:
     events = process_log.read_latest_events(server)
     described = []
     for name in PROCESSES:
-        event = events.get(name)
+        event = events.get(name, {})
         # a server records how its workers end, and they do not outlive it
-        runs = server_runs and event is not None and event["event"] == "began"
+        runs = server_runs and event.get("event") == "began"
         log = server / "logs" / f"{name}.log"
-        described.append(
-            describe_process(name, event, event["pid"] if event and runs else None, log)
-        )
+        described.append(describe_process(name, event, event["pid"] if runs else None, log))
     return described
 
 
@@ -136,8 +129,8 @@ def run_health_checks(model: Path) -> list[Finding]:
     Only checks that compare sampling and training apply, because only the client has rewards."""
     rows = metrics.read(model)
     about = health_checks.RunFacts(load.load(model / "config.toml"))
-    results = [rule(rows, about) for rule in RULES]
-    return [finding._replace(try_this=ADVICE) for finding in results if finding is not None]
+    findings = filter(None, (rule(rows, about) for rule in health_checks.KNOWN_RULES))
+    return [finding._replace(try_this=ADVICE) for finding in findings]
 
 
 # ---- a model on the pages of `asyncrl watch` -----------------------------------------------------

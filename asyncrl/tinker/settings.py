@@ -142,7 +142,7 @@ def check(config: TinkerConfig) -> list[str]:
 
 def read(path: str, sets: tuple[str, ...] = ()) -> TinkerConfig:
     """Load the config in `path` with `sets` applied.  Raises ConfigError as `load.load` does."""
-    return load.load_as(load.ConfigSchema(TinkerConfig, check), path, sets)
+    return load.load_as(TinkerConfig, check, path, sets)
 
 
 def build_run_config(config: TinkerConfig, rank: int) -> Config:

@@ -208,9 +208,7 @@ def test_the_report_shows_each_length_with_its_shares() -> None:
         kept.add(length, 1, length, 1.0, faded=length / 2 if length == 9 else 0.0)
     lost.add(7, 1, 16, 0.0)
     lines = {"trained": kept, "masked_stale": lost, "filtered": LedgerSums()}
-    rows = run_view.build_length_ledger(
-        {"ledger_lines": {name: sums.as_dict() for name, sums in lines.items()}}
-    )
+    rows = run_view.build_length_ledger({name: sums.as_dict() for name, sums in lines.items()})
     assert rows == [
         ("completion length", "tokens", "trained", "masked_stale", "faded"),
         ("3 to 4", "8", "100.00%", "0.00%", "0.00%"),
@@ -238,6 +236,6 @@ def test_real_runs_keep_what_each_choice_promises(
             assert sum(read_bins(x, "upto_").values()) <= x["tokens"]
             assert name != "trained" or sum(read_bins(x, "upto_").values()) == x["tokens"]
     run_dir = Path(s["run_dir"])
-    rows = run_view.build_length_ledger(json.loads((run_dir / "summary.json").read_text()))
+    rows = run_view.build_length_ledger(s["ledger_lines"])
     report = (run_dir / "report.html").read_text()
     assert len(rows) > 1 and all(f">{row[0]}</td>" in report for row in rows[1:])

@@ -22,8 +22,9 @@ from asyncrl.contract.waits import (
     find_blocking_process,
     find_blocking_session,
 )
-from asyncrl.supervise import launch, live
-from asyncrl.supervise.launch import SupervisedProcess, Supervisor
+from asyncrl.supervise import live
+from asyncrl.supervise import run as runner
+from asyncrl.supervise.run import SupervisedProcess, Supervisor
 
 ONE = OpenSession(
     17, 3, "17.3.41", "prompt 5 'ab='", 6, "environment", "its tool add", 209.0, 212.0
@@ -170,13 +171,14 @@ def test_the_watchdog_leaves_a_session_to_its_own_deadline(
     said: list[str] = []
     now = 1e7
     # it stands still: a supervisor that did itself blames nobody
-    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now))
     supervisor = Supervisor(load.load(ROOT / "configs" / "calc.toml"), tmp_path, said.append)
     supervisor.logs = tmp_path
     gateway = Killed()
     for name, process in (("buffer", Killed()), ("learner", Killed()), ("gateway-0", gateway)):
         # type: ignore[arg-type]
-        supervisor.children.append(SupervisedProcess(name, [], 1, True, process))
+        supervisor.children.append(child := SupervisedProcess(name, [], 1, True))
+        child.process = process
     supervisor.observe(status(kind, limit))
     supervisor.progress_check = now
     supervisor.watchdog.since = now - 1e6

@@ -77,10 +77,7 @@ def test_a_prompt_longer_than_the_context(asyncrl: Call, tmp_path: Path) -> None
     assert "set generator.context to at least" in done.err and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    TEXTS["a_bad_prompts_file"],
-)
+@pytest.mark.parametrize(("lines", "said"), TEXTS["a_bad_prompts_file"])
 def test_a_bad_prompts_file(lines: list[str], said: str, asyncrl: Call, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(lines))
@@ -106,8 +103,7 @@ def rewards(tmp_path: Path, body: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("at_import", "said"),
-    TEXTS["a_reward_module_that_cannot_be_imported_is_said_before_the_start"],
+    ("at_import", "said"), TEXTS["a_reward_module_that_cannot_be_imported_is_said_before_the_start"]
 )
 def test_a_reward_module_that_cannot_be_imported_is_said_before_the_start(
     at_import: str, said: str, tmp_path: Path, sort_model: Path
@@ -382,20 +378,17 @@ def test_every_prompt_of_a_file_is_tried_before_the_start(tmp_path: Path) -> Non
         preflight(load.load(ROOT / "configs" / "demo.toml", words))
 
 
-def test_a_prompt_and_messages_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "1="}\n' + json.dumps({"prompt": "2=", "messages": TURNS}))
-    with pytest.raises(ConfigError, match=r"p.jsonl:2: has both `prompt` and `messages`"):
-        read_prompts(str(path), "train")
-
-
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+def test_a_byte_order_mark_and_two_forms_of_a_prompt_in_one_line(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_bytes(codecs.BOM_UTF8 + (ROOT / "configs" / "demo.toml").read_bytes())
     assert load.load(config) == load.load(ROOT / "configs" / "demo.toml")
     path = tmp_path / "p.jsonl"
     path.write_bytes(codecs.BOM_UTF8 + b'{"prompt": "1="}')
     assert [p.text for p in read_prompts(str(path), "train")] == ["1="]
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "1="}\n' + json.dumps({"prompt": "2=", "messages": TURNS}))
+    with pytest.raises(ConfigError, match=r"p.jsonl:2: has both `prompt` and `messages`"):
+        read_prompts(str(path), "train")
 
 
 @pytest.mark.parametrize("name", ["../escape", "a/b", "..", "/tmp/x", "a\\b"])
@@ -441,10 +434,7 @@ def test_a_run_directory_that_is_removed_ends_the_run(tmp_path: Path, small_mode
     assert not any(p.exists() for p in outside)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    TEXTS["commands"],
-)
+@pytest.mark.parametrize(("words", "said"), TEXTS["commands"])
 def test_an_error_is_json_too(words: str, said: str) -> None:
     done = run_cli(*words.split(), "--json")
     refused(done, 2, said)

@@ -44,10 +44,7 @@ def test_mistakes_in_a_file(more: str, said: str, tmp_path: Path) -> None:
     assert said in str(e.value) and "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize(
-    ("item", "said"),
-    TEXTS["items"],
-)
+@pytest.mark.parametrize(("item", "said"), TEXTS["items"])
 def test_mistakes_on_the_command_line(item: str, said: str, tmp_path: Path) -> None:
     sets = (f"runs={str(tmp_path / 'runs')!r}", item)
     done = run_cli("run", str(written(tmp_path, "")), sets=sets)
@@ -132,17 +129,16 @@ def test_presets_fill_only_what_is_not_given(tmp_path: Path) -> None:
     assert (c.level, c.bound, c.reject, c.veto) == ("none", "truncate", "none", "none")
 
 
-def test_the_page_of_metrics_names_each_once_and_first_those_that_exist() -> None:
+def test_the_pages_of_metrics_and_of_keys_name_each_once() -> None:
     first, _, rest = metrics.format_markdown().partition("\n## Rewards and completions\n")
     names = re.findall(r"(?m)^- `(\S+)`[ :]", rest)
     plain = {name for name in metrics.METRICS if not name.startswith(("by_", "ledger/"))}
     assert plain <= set(names) and len(names) == len(set(names))
+    listed = metrics.METRICS | metrics.FOR_MANY | metrics.PATTERNS
+    families = {family for section in metrics.SECTIONS.values() for family in section}
+    assert {name.partition("/")[0] for name in listed} <= families
     looked_at = re.findall(r"(?m)^\| `(\S+)` \|", first)
     assert len(looked_at) > 10 and set(looked_at) <= plain and "below 0.1" in first
-
-
-def test_the_configuration_reference_is_whole() -> None:
-    """Every key is there once, in a row of five cells, with its meaning and its default."""
     page = explain.render_reference()
     rows = [re.split(r"(?<!\\)\|", line) for line in page.splitlines() if line.startswith("| `")]
     assert [cells[1].strip(" `") for cells in rows] == ["method", *load.list_keys()]
@@ -269,20 +265,14 @@ def test_text_needs_no_quotes_on_the_command_line() -> None:
             load.apply({}, f"{key}=a b")
 
 
-@pytest.mark.parametrize(
-    ("item", "said"),
-    TEXTS["what_is_neither_text_nor_toml_is_refused"],
-)
+@pytest.mark.parametrize(("item", "said"), TEXTS["what_is_neither_text_nor_toml_is_refused"])
 def test_what_is_neither_text_nor_toml_is_refused(item: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         load.load("demo", [item])
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    TEXTS["unread"],
-)
+@pytest.mark.parametrize(("text", "said"), TEXTS["unread"])
 def test_an_unread_key_is_refused_at_its_line(tmp_path: Path, text: str, said: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError, match=said) as caught:
@@ -402,9 +392,6 @@ def test_a_reshape_without_a_repair_is_warned_of() -> None:
         said = [line for line in rules.find_warnings(made) if line.startswith("reshape:")]
         assert bool(said) == (item in ("", "reshape.budget=global")), item
         assert all(x.startswith("reshape: controls variance and not drift") for x in said)
-
-
-def test_every_biased_estimator_in_the_reward_is_warned_of() -> None:
     kinds = {
         "k1": "",
         "k1+": "a + changes nothing",
@@ -508,10 +495,7 @@ def test_methods_are_listed_with_source_and_evidence() -> None:
         assert f"`{name}`" not in logs, f"{name} was measured"
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    TEXTS["removed"],
-)
+@pytest.mark.parametrize(("sections", "said"), TEXTS["removed"])
 def test_a_removed_method_is_refused_by_name(sections: dict[str, Any], said: str) -> None:
     raw = {"model": {"path": "m"}, "task": {"name": "sort"}, **sections}
     with pytest.raises(ConfigError, match=f"^c.toml.*: {re.escape(said)}"):
@@ -641,9 +625,6 @@ def test_terms_of_bare_sections_have_the_defaults_of_the_configuration() -> None
     assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
     assert found[0][1] == found[1][1]
     assert found[0][1]["loss/kl"] > 0 and found[0][1]["loss/value"] > 0
-
-
-def test_a_stop_of_a_limit_alone_skips_from_the_start() -> None:
     for stop in (settings.Stop(kl_max=0.5), config(stop={"kl_max": 0.5}).stop):
         prep = sl.prepare(batch(3), bare({"name": "rloo", "whiten": False}, stop=stop))
         assert prep.budget is None and not sl.needs_current(prep)
@@ -652,9 +633,6 @@ def test_a_stop_of_a_limit_alone_skips_from_the_start() -> None:
         weight = (prep.start - prep.batch.behavior).exp().clamp(max=2.0)
         assert float(a) == pytest.approx(float((weight * (x.exp() - 1 - x))[prep.valid].sum()))
         assert float(w) == pytest.approx(float(weight[prep.valid].sum()))
-
-
-def test_draws_of_bare_sections_are_those_of_the_configuration() -> None:
     loss = settings.ClipCovLoss(cov_share=0.3, cov_lo=-1.0, cov_hi=1.0)
     whole = config(
         loss={"surrogate": "clip_cov", "cov_share": 0.3, "cov_lo": -1.0, "cov_hi": 1.0}, seed=0

@@ -37,22 +37,17 @@ def typed(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
     return int(ended.value.code or 0), shown.out, shown.err
 
 
-def test_every_key_has_a_meaning_values_a_default_and_a_page_that_exists() -> None:
+def test_every_key_has_a_meaning_values_a_default_a_unit_and_a_page() -> None:
     for key in KEYS:
         (shown,) = explain.explain(key)
         assert len(shown.meaning) > 10 and shown.meaning[-1] in ".)", key
         assert shown.values and shown.default, key
         assert (ROOT / shown.page).is_file(), f"{key}: {shown.page}"
-
-
-def test_every_number_has_a_unit_or_is_known_to_have_none() -> None:
     for key in KEYS:
         places = layers.map_places(Config)[key]
-        if any(explain.is_number(x.field.type) for x in places) and not explain.find_unit(key):
+        (shown,) = explain.explain(key)
+        if any(explain.is_number(x.field.type) for x in places) and not shown.unit:
             assert key in NO_DIMENSION.split() or key.startswith(MATHEMATICS), key
-
-
-def test_units_and_reasons_name_keys_that_exist() -> None:
     known = set(KEYS)
     named = {key for keys in explain.KEYS_BY_UNIT.values() for key in keys.split()}
     assert named <= known, named - known
@@ -60,7 +55,9 @@ def test_units_and_reasons_name_keys_that_exist() -> None:
     assert set(explain.TAGS) == {key for key in known if not layers.map_places(Config)[key]}
 
 
-def test_a_key_is_explained_on_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_key_and_a_section_are_explained_on_the_terminal(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     code, out, _ = typed(capfd, "config", "explain", "correction.hi")
     assert code == 0
     assert "only if correction.proximal = recompute or interpolate" in " ".join(out.split())
@@ -73,9 +70,6 @@ def test_a_key_is_explained_on_the_terminal(capfd: pytest.CaptureFixture[str]) -
     assert shown["read"] == []
     code, out, _ = typed(capfd, "config", "explain", "loss.pull")
     assert "loss.surrogate = ipo or band" in out
-
-
-def test_a_section_lists_its_keys(capfd: pytest.CaptureFixture[str]) -> None:
     code, out, _ = typed(capfd, "config", "explain", "durability")
     assert code == 0 and 'durability.mode = "memory"' in out
     code, out, _ = typed(capfd, "config", "explain", "kl.reward", "--json")
@@ -85,10 +79,7 @@ def test_a_section_lists_its_keys(capfd: pytest.CaptureFixture[str]) -> None:
     assert "keyword arguments" in str(shown) and "[env] block" in str(shown)
 
 
-@pytest.mark.parametrize(
-    ("key", "said"),
-    TEXTS["an_unknown_key_gets_the_nearest"],
-)
+@pytest.mark.parametrize(("key", "said"), TEXTS["an_unknown_key_gets_the_nearest"])
 def test_an_unknown_key_gets_the_nearest(key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: .*") as error:
         explain.explain(key)
@@ -107,9 +98,6 @@ def test_show_names_each_values_source(tmp_path: Path, capfd: pytest.CaptureFixt
     shown = tomllib.loads(out)
     keys = layers.read_keys(load.load(path, [words[1], words[3], "task.name=file"]))
     assert shown == layers.nest(keys)
-
-
-def test_show_tells_a_method_from_set(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "c.toml"
     path.write_text('method = "gmpo"\n' + BARE + '\n[loss]\nreduction = "token-mean"\n')
     origins: dict[str, str] = {}
@@ -149,10 +137,7 @@ def complete(*words: str) -> list[str]:
     return [line.partition(",")[2] for line in done.out.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    TEXTS["the_shell_completes_any_kind_of_word"],
-)
+@pytest.mark.parametrize(("words", "expected"), TEXTS["the_shell_completes_any_kind_of_word"])
 def test_the_shell_completes_any_kind_of_word(words: tuple[str, ...], expected: list[str]) -> None:
     found = complete(*words)
     assert set(expected) <= set(found), found
@@ -176,10 +161,6 @@ METHODS = DEFAULTS.with_name("method_defaults.toml")
 def test_every_default_is_the_one_that_is_written_down() -> None:
     least = {"model": {"path": "m"}, "task": {"name": "sort"}}
     assert load.dump(load.build(least)) == DEFAULTS.read_text()
-
-
-def test_the_defaults_of_every_method_are_written_down() -> None:
-    """Of each advantage, surrogate and proximal policy, and of what its keys read besides."""
     found = {
         kind.__name__.lower(): {
             struct.__struct_config__.tag: {
@@ -194,10 +175,6 @@ def test_the_defaults_of_every_method_are_written_down() -> None:
     sections = (settings.Reshape, settings.Value, settings.KLReward, settings.KLLoss, settings.Stop)
     found |= {kind.__name__.lower(): msgspec.to_builtins(kind()) for kind in sections}
     assert tomli_w.dumps(found) == METHODS.read_text()
-
-
-def test_a_bare_config_trains_as_the_demo_does() -> None:
-    """Model and task alone are the demo's algorithm and limit, whatever size the demo has."""
     bare = load.convert({"model": {"path": "m"}, "task": {"name": "sort"}}, "bare.toml")
     demo = load.load("demo")
     for section in ("advantage", "correction", "loss", "kl", "stop", "staleness"):
@@ -217,8 +194,7 @@ def write_header(path: Path, *sizes: int) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "sets", "rate", "reason"),
-    TEXTS["the_learning_rate_is_that_of_the_models_size"],
+    ("sizes", "sets", "rate", "reason"), TEXTS["the_learning_rate_is_that_of_the_models_size"]
 )
 def test_the_learning_rate_is_that_of_the_models_size(
     sizes: tuple[int, ...], sets: tuple[str, ...], rate: float, reason: str, tmp_path: Path
@@ -246,9 +222,6 @@ def test_a_tiny_models_rate_on_a_large_one_is_warned_of(tmp_path: Path) -> None:
     assert warning == f"learner.lr: 0.0002 is that of a tiny model; {usual}"
     of_hub = load.build({"model": {"path": "hf://org/name"}, "task": {"name": "sort"}})
     assert of_hub.learner.lr == 1e-6
-
-
-def test_a_damaged_weight_file_has_no_size(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 40)
     assert presets.count_parameters(tmp_path) == 0
 

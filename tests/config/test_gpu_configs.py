@@ -162,9 +162,6 @@ def test_gpus_are_divided_among_ranks_and_generators(
     assert reason in split.reason
     config = load.load("gpu_many", [*more, *split.sets])  # the rules take it
     assert [config.learner.gpus, config.generator.gpus, config.generators] == sets
-
-
-def test_a_learner_of_one_rank_is_told_how_it_gets_more_gpus() -> None:
     one = load.load("gpu_one")
     assert "(more with learner.ranks)" in devices.split_gpus(one, 8).reason
     assert "fsdp2" not in devices.split_gpus(one, 2).reason

@@ -53,13 +53,18 @@ def at(project: Path, path: str | Path, *sets: str) -> Config:
     return load.load(project / "config.toml", [f"model.path='{path}'", *sets])
 
 
-def test_a_name_of_the_hub_is_not_warm_started(project: Path) -> None:
+def test_a_name_of_the_hub_and_a_run_directory_are_not_warm_started(project: Path) -> None:
     with pytest.raises(ConfigError) as error:
         preflight.preflight(at(project, "Qwen/Qwen2.5-0.5B"))
     said = str(error.value)
     assert "Qwen/Qwen2.5-0.5B is not a directory" in said
     assert "`asyncrl model get hf://Qwen/Qwen2.5-0.5B models/Qwen2.5-0.5B`" in said
     assert 'model.path = "hf://Qwen/Qwen2.5-0.5B"' in said and not list(Path.cwd().iterdir())
+    run_dir = project / "runs" / "r"
+    (run_dir / "logs").mkdir(parents=True)
+    (run_dir / "config.toml").write_text("")
+    with pytest.raises(ConfigError, match="is not a model directory"):
+        preflight.preflight(at(project, run_dir / "model"))
 
 
 @pytest.mark.parametrize(
@@ -72,14 +77,6 @@ def test_a_misspelled_place_of_a_model_is_not_warm_started(project: Path, place:
     assert "is not a model directory" in str(error.value) and not Path(path).exists()
     assert f'"models/{Path(path).name}"' in str(error.value)
     assert str(Path(path) / preflight.MARKER) in str(error.value)
-
-
-def test_a_run_directory_without_its_model_is_not_filled(project: Path) -> None:
-    run_dir = project / "runs" / "r"
-    (run_dir / "logs").mkdir(parents=True)
-    (run_dir / "config.toml").write_text("")
-    with pytest.raises(ConfigError, match="is not a model directory"):
-        preflight.preflight(at(project, run_dir / "model"))
 
 
 @pytest.mark.parametrize("place", ["{here}/model", "{here}/models/small", "models/small", "marked"])
@@ -134,8 +131,9 @@ def test_a_config_with_a_model_is_checked_whole(project: Path, small_model: Path
 
     loaded = policy.load_policy(small_model, "float32", "cpu")
     assert count == sum(p.numel() for p in loaded.hf.parameters())
-    # two layers, two key/value heads of 8 dimensions, keys and values, float32
-    assert preflight.Subject(config).kv_cache == config.generator.slots * 64 * 2 * 2 * 2 * 8 * 4
+    # two layers, two key/value heads of 8 dimensions, keys and values, float32; and a probe
+    tokens = (config.generator.slots + 1) * 64 + 16 * 32
+    assert preflight.Subject(config).kv_cache == tokens * 2 * 2 * 2 * 8 * 4
 
 
 CHAT = "client.chat.completions.create(model='policy', messages=[])"
@@ -265,10 +263,7 @@ def test_the_check_and_the_run_call_a_function_of_lists_with_several_prompts(
         preflight.preflight(config)
 
 
-@pytest.mark.parametrize(
-    ("name", "state", "said"),
-    TEXTS["an_empty_completion_gets_less"],
-)
+@pytest.mark.parametrize(("name", "state", "said"), TEXTS["an_empty_completion_gets_less"])
 def test_an_empty_completion_gets_less(name: str, state: str, said: str, project: Path) -> None:
     (project / "r.py").write_text(LISTS)
     function = f"{project}/r.py:{name}" if name else ""

@@ -71,7 +71,7 @@ def test_what_is_shown_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(line.isprintable() for line in WaitLog(1.0).make_lines([wait]))
     log = tmp_path / "log"
     log.write_bytes(EVIL.encode("utf-8", "replace") + b"\n")
-    assert doctor.describe_process("learner", None, None, log)["last_line"].isprintable()
+    assert doctor.describe_process("learner", {}, None, log)["last_line"].isprintable()
     assert all(line.isprintable() for line in hosts.read_last_lines(log, 9))
     row = {"at": 0.0, "name": "gateway-0", "pid": 7, "event": "ended", "code": 1, "why": EVIL}
     assert process_log.describe_end(row).isprintable()
@@ -158,9 +158,6 @@ def test_a_config_without_tomli_w_loads_back_equal(monkeypatch: pytest.MonkeyPat
     assert toml_writer.read_table(engines.__file__)["vllm"]
     assert load.build(tomllib.loads(plain)) == load.build(tomllib.loads(usual)) == config
     assert load.format_value(["a", 2]) == '["a", 2]'
-
-
-def test_values_on_one_line() -> None:
     shown = toml_writer.format_value({"a b": [1, "x\x7f"], "c": True})
     assert shown == '{"a b" = [1, "x\\u007f"], c = true}'
     assert tomllib.loads(f"v = {shown}") == {"v": {"a b": [1, "x\x7f"], "c": True}}

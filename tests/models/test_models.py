@@ -479,7 +479,7 @@ while engine.active:
 """  # noqa: E501
 SUPERVISOR = """
 import sys
-import asyncrl.cli, asyncrl.supervise.launch, asyncrl.supervise.cleanup
+import asyncrl.cli, asyncrl.supervise.run, asyncrl.supervise.cleanup
 from asyncrl.config import load
 from asyncrl.supervise import run
 run.preflight(load.load("configs/demo.toml", [f"model.path={sys.argv[1]!r}"]))

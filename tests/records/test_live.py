@@ -33,10 +33,7 @@ def test_what_is_left_follows_the_last_batches() -> None:
     assert pace.estimate_seconds(30, now) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    TEXTS["durations_for_a_reader"],
-)
+@pytest.mark.parametrize(("seconds", "said"), TEXTS["durations_for_a_reader"])
 def test_durations_for_a_reader(seconds: float, said: str) -> None:
     assert live.format_duration(seconds) == said
 

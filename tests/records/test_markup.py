@@ -68,7 +68,7 @@ def test_the_check_can_fail(tmp_path: Path) -> None:
         assert ran(dom(page, tmp_path / "profile")), text
 
 
-def test_the_page_of_a_run_shows_markup_and_runs_none(run: Path, tmp_path: Path) -> None:
+def test_the_pages_show_markup_and_run_none(run: Path, tmp_path: Path) -> None:
     done = run_cli("report", str(run))
     assert done.code == 0 and "\x1b" not in done.out + done.err, done.err
     document = dom(run / "report.html", tmp_path / "profile")
@@ -78,18 +78,12 @@ def test_the_page_of_a_run_shows_markup_and_runs_none(run: Path, tmp_path: Path)
     assert "<h1>run &lt;img" in document.replace("\n", ""), "the directory's name"
     inside = document.partition('id="summary">')[2].partition("</script>")[0]
     assert json.loads(inside)["planted"] == ALL, "the element holds all that was put in it"
-
-
-def test_the_page_of_two_runs_runs_none(run: Path, tmp_path: Path) -> None:
     other = shutil.copytree(run, tmp_path / f"b {IMAGE}".replace("/", ""))
     page = tmp_path / "diff.html"
     done = run_cli("diff", str(run), str(other), "--html", str(page))
     assert done.code in (0, 1) and "\x1b" not in done.out + done.err, done.err
     document = dom(page, tmp_path / "profile")
     assert not ran(document) and "&lt;img src=x" in document
-
-
-def test_the_pages_of_a_simulation_and_of_a_comparison_run_none(tmp_path: Path) -> None:
     simulated = tmp_path / "simulate.html"
     empty = {"times": ALL, "limited_by": ALL, "sweep": [], "answers": [{"sentence": ALL}]}
     what_if.write_page(simulated, ALL, empty, f"# {ALL}")
@@ -105,8 +99,5 @@ def test_the_pages_of_a_simulation_and_of_a_comparison_run_none(tmp_path: Path) 
         document = dom(page, tmp_path / "profile")
         assert not ran(document), page
         assert html.escape(IMAGE, quote=False) in document, page
-
-
-def test_json_inside_a_page_cannot_leave_its_element() -> None:
     inside = str(page_kit.embed_json({"a": ALL}))
     assert "<" not in inside and json.loads(inside) == {"a": ALL}

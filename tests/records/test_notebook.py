@@ -79,9 +79,6 @@ def test_a_run_without_summary_is_read_to_its_end(first: asyncrl.LoadedRun, tmp_
     assert cut.summary["partial"] and cut.summary["steps"] == 6
     assert cut.ledger["trained"] == first.ledger["trained"]
     assert cut.metrics.keys() == first.metrics.keys()
-
-
-def test_a_loaded_run_prints_short(first: asyncrl.LoadedRun) -> None:
     text = repr(first)
     assert len(text) < 500 and "\n" not in text
     end = first.summary["heldout_end"]
@@ -89,9 +86,6 @@ def test_a_loaded_run_prints_short(first: asyncrl.LoadedRun) -> None:
         assert fact in text
     accuracy = first.metrics["eval/heldout"]
     assert repr(accuracy) == f"MetricSeries(3 values, steps 0 to 6, last {accuracy.values[-1]:.4g})"
-
-
-def test_a_notebook_shows_a_run_s_text_as_text(first: asyncrl.LoadedRun) -> None:
     shown = msgspec.structs.replace(first, path=Path("<script>alert(1)</script>&"))._repr_html_()
     assert "<script>" not in shown and "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in shown
     assert f"<td>6 of 6</td></tr><tr><th>held-out</th><td>{first.facts()['held-out']}" in (

@@ -163,10 +163,7 @@ def test_nothing_that_is_read_is_run() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    "source",
-    TEXTS["the_search_finds_what_it_looks_for"],
-)
+@pytest.mark.parametrize("source", TEXTS["the_search_finds_what_it_looks_for"])
 def test_the_search_finds_what_it_looks_for(source: str) -> None:
     assert offences(source, "m") != []
 

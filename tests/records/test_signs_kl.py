@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from models_kit import model_fixture
 from process_kit import SMALL, demo_command, run_command, write_lines
-from signs_kl_kit import LOST, Row, config, evals, fired, names, rows, split_share
+from signs_kl_kit import LOST, Row, apply_rules, config, evals, fired, names, rows, split_share
 from trajectory_kit import trajectory
 
 from asyncrl.config import bundled_configs, load
@@ -23,7 +23,7 @@ from asyncrl.contract.messages import Batch, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 from asyncrl.records import health_checks, metrics
-from asyncrl.records.health_checks import apply_rules, compute_chance_above, find_growth
+from asyncrl.records.health_checks import compute_chance_above, find_growth
 from asyncrl.supervise import doctor
 from asyncrl.supervise import run as runner
 from asyncrl.supervise.report import advice
@@ -126,9 +126,6 @@ def test_both_measures_of_the_mismatch_are_looked_at() -> None:
     for first in (noise(3, 60), grows, holes):
         found = rows(60, mismatch__k3_at_lag_0=first, split__mismatch_k3=grows)
         assert names(apply_rules(found)) == ["growing_mismatch"], "said once"
-
-
-def test_an_engine_that_differs() -> None:
     (sign,) = apply_rules(rows(6, mismatch__k3_at_lag_0=[1e-4, 2e-3, 3e-3]), config())
     assert sign.name == "engine_mismatch" and "by k3 = 2.0e-03" in sign.said
     assert "above 0.001" in sign.said and "generator.dtype" in sign.try_this
@@ -255,10 +252,6 @@ def test_good_in_distribution_and_poor_out_of_distribution() -> None:
     worse = evals("heldout", 512, (0, 0.38), (60, 0.2))
     # a run that gets worse at everything is another matter
     assert apply_rules([*worse, *far, *rows()]) == []
-
-
-def test_a_checker_that_is_fooled_shows_out_of_distribution() -> None:
-    """`rlehack` without KL: training reward 0.5 to 0.83, exact held-out 0.38 to 0.13."""
     ends = [
         *evals("heldout", 512, (0, 0.38), (50, 0.13)),
         *evals("ood", 256, (0, 0.14), (50, 0.01)),
@@ -307,7 +300,7 @@ def test_a_coefficient_without_effect() -> None:
 def test_a_watcher_knows_the_settings(tmp_path: Path) -> None:
     told: list[str] = []
     write_lines(tmp_path / "metrics.jsonl", *rows(kl__target_ref_k3=LOST))
-    runner.HealthWatcher(tmp_path, told.append).check(50)
+    runner.HealthWatcher(tmp_path, told.append, config(*K3_LOSS)).check(50)
     assert told == []
     watcher = runner.HealthWatcher(
         tmp_path, told.append, runner.collect_facts(load.load("configs/demo.toml", K1_LOSS))
@@ -372,9 +365,6 @@ def test_kl_that_runs_away_in_a_batch() -> None:
     assert "stop.kl_max" not in alone.try_this, "it would not act"
     spike = rows(kl__start_target_k3=[0.004] * 48 + [0.9] * 2, optim__steps=[8.0] * 50)
     assert apply_rules(spike, config()) == []
-
-
-def test_a_correction_that_throws_most_of_the_batch_away() -> None:
     (sign,) = apply_rules(
         rows(8, is__rejected_share=[0.3] * 8, is__vetoed_share=[0.4] * 8), config()
     )
@@ -577,7 +567,7 @@ def plain(n: int, **keys: Any) -> list[dict[str, Any]]:
     return [row | {k.replace("_", "/", 1): v for k, v in keys.items()} for row in rows(n)]
 
 
-def test_all_answers_truncated() -> None:
+def test_all_answers_truncated_and_constant_rewards() -> None:
     assert apply_rules(plain(30)) == [] and apply_rules([], ended=True) == []
     assert apply_rules(plain(30), ended=True) == [], "a healthy run"
     (sign,) = apply_rules(plain(6, answer_truncated_share=1.0))
@@ -585,18 +575,11 @@ def test_all_answers_truncated() -> None:
     assert "100% of the completions of the last 6 batches" in sign.said
     assert "generator.max_new_tokens" in sign.said
     assert apply_rules(plain(6, answer_truncated_share=0.9)) == []
-
-
-def test_constant_rewards_are_said_from_the_fifth_batch_on() -> None:
     flat = {"reward_no_spread_share": 1.0, "reward_min": 0.25, "reward_max": 0.25}
     assert apply_rules(plain(4, **flat)) == []
     (sign,) = apply_rules(plain(5, **flat))
     assert sign.name == "constant_rewards" and "last 5 batches has the reward 0.25" in sign.said
     assert "task try" in sign.try_this and sign.as_line() == f"{sign.said}; {sign.try_this}"
-
-
-def test_rewards_without_spread_in_most_groups() -> None:
-    """95 % is the limit, over the last 20 batches only; groups may differ among each other."""
     (sign,) = apply_rules(plain(8, reward_no_spread_share=0.95))
     expected = "in 95% of the groups of the last 8 batches all completions have the same reward"
     assert expected in sign.said and apply_rules(plain(8, reward_no_spread_share=0.94)) == []
@@ -648,10 +631,6 @@ def test_accuracy_that_moves_less_than_its_interval() -> None:
         (sign,) = apply_rules(evaluated(level, level, 1000), ended=True)
         assert sign.name == "unmoved_accuracy" and told in sign.try_this, level
         assert ("train more steps" in sign.try_this) == (level == 0.5)
-
-
-def test_the_interval_follows_the_range_of_the_rewards() -> None:
-    """Rewards of -10 to 10 around 0 vary by up to 10: 1.96 sqrt(2 x 100 / 100) = 2.77."""
     wide = {"reward_min": -10.0, "reward_max": 10.0}
     assert names(apply_rules(evaluated(0.0, 2.7, 100, **wide), ended=True)) == ["unmoved_accuracy"]
     assert apply_rules(evaluated(0.0, 2.8, 100, **wide), ended=True) == []
@@ -662,7 +641,7 @@ def test_the_interval_follows_the_range_of_the_rewards() -> None:
 def test_signs_are_said_once_while_a_run_goes_on(tmp_path: Path) -> None:
     """Each on one line, at the first look that finds it; ever fewer looks at the file."""
     told: list[str] = []
-    watcher = runner.HealthWatcher(tmp_path, told.append)
+    watcher = runner.HealthWatcher(tmp_path, told.append, config())
     for n in range(1, 40):
         with (tmp_path / "metrics.jsonl").open("a") as f:
             flat = {"reward_no_spread_share": 1.0, "reward_min": 0.0, "reward_max": 0.0}
@@ -682,7 +661,7 @@ def test_signs_are_said_once_while_a_run_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("largest", "lines"), [(0.0, 2), (1.0, 1)])
 def test_equal_rewards_are_said_early_and_late(largest: float, lines: int, tmp_path: Path) -> None:
     told: list[str] = []
-    watcher = runner.HealthWatcher(tmp_path, told.append)
+    watcher = runner.HealthWatcher(tmp_path, told.append, config())
     watcher.check(0, {})
     (batch,) = plain(1, reward_no_spread_share=1.0, reward_min=0.0, reward_max=largest)
     for n in range(1, 9):
@@ -703,7 +682,7 @@ def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_pat
         "log-probability or temperature; 1 samples with tokens that the model does not have"
     )
     told: list[str] = []
-    watcher = runner.HealthWatcher(tmp_path, told.append)
+    watcher = runner.HealthWatcher(tmp_path, told.append, config())
     watcher.check(0, {"reward/mean": 0.5})
     assert not told
     watcher.check(0, {"refused/limit": 1.0})
@@ -715,11 +694,8 @@ def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_pat
     assert seen["refused"] == {"frame": 4}
     said = "refused: 4 frames that do not decode, have a value out of its range, or are too large"
     assert said in doctor.format_state(load.load("configs/demo.toml"), tmp_path, None, seen)
-
-
-def test_calls_with_lists_that_always_fail_are_said_at_once(tmp_path: Path) -> None:
     told: list[str] = []
-    watcher = runner.HealthWatcher(tmp_path, told.append)
+    watcher = runner.HealthWatcher(tmp_path, told.append, config())
     watcher.check(0, {"reward/failed_batch_share": 0.75})
     assert not told
     watcher.check(1, {"reward/failed_batch_share": 1.0})

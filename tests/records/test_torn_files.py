@@ -48,7 +48,9 @@ BATCHES = [
 ]
 
 
-def test_trained_batches_cut_at_any_byte_are_read_and_gone_on_with(tmp_path: Path) -> None:
+def test_trained_batches_and_metrics_cut_at_any_byte_are_read_and_gone_on_with(
+    tmp_path: Path,
+) -> None:
     path, text = tmp_path / "trained.jsonl", "".join(json.dumps(r) + "\n" for r in BATCHES[:3])
     for cut in range(len(text) + 1):
         path.write_text(text[:cut])
@@ -57,9 +59,6 @@ def test_trained_batches_cut_at_any_byte_are_read_and_gone_on_with(tmp_path: Pat
         rows._write(msgspec.convert(BATCHES[3], training_log.TrainedBatch, strict=False))
         rows.close()
         assert [*training_log.read(path)] == [*range(text[:cut].count("]}")), 3]
-
-
-def test_metrics_cut_at_any_byte_are_read_and_gone_on_with(tmp_path: Path) -> None:
     lines = [
         json.dumps({"step": n, "t": 1.0 + n, "reward/mean": 0.5, "lag/samples": {"0": 3}})
         for n in range(3)
@@ -667,9 +666,6 @@ def test_before_anything_has_started_it_says_what_to_start(run_dir: Path) -> Non
     text = said(run_dir)
     assert text.startswith("step 0/4\n") and "buffer has not been started" in text
     assert "generator-1 has not been started" in text and "none of its processes is running" in text
-
-
-def test_an_error_that_ended_several_processes_is_shown_once(run_dir: Path) -> None:
     (run_dir / "logs" / "attempt_1").mkdir(parents=True)
     for number, name in enumerate(("buffer", "learner", "generator-0")):
         log = run_dir / "logs" / "attempt_1" / f"{name}.log"
@@ -768,8 +764,7 @@ def test_of_a_run_that_has_ended_it_says_where_its_results_are(run_dir: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("item", "said"),
-    TEXTS["a_set_that_differs_from_the_run_is_refused_with_both_values"],
+    ("item", "said"), TEXTS["a_set_that_differs_from_the_run_is_refused_with_both_values"]
 )
 def test_a_set_that_differs_from_the_run_is_refused_with_both_values(item: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

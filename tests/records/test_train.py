@@ -39,9 +39,6 @@ def test_a_function_brings_what_it_uses(monkeypatch: pytest.MonkeyPatch, tmp_pat
     again = importing.import_function(paths[0], "reward")
     assert again("", "12ab") == made["reward"]("", "12ab") > 0
     assert notebook._export_function(made["reward"], kept) == paths[0]
-
-
-def test_the_newest_cell_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cells = ["", "LIMIT = 1", "not python", "def reward(prompt, text): return LIMIT", "LIMIT = 3"]
     made = in_main(monkeypatch, "\n".join([cells[3], cells[4]]), In=cells)
     path = notebook._export_function(made["reward"], tmp_path)

@@ -108,16 +108,14 @@ def test_metrics_are_read_as_they_grow(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write(': 1.0, "reward/mean": 0.75}\nnot json\n{"step": 3, "reward/mean": "text"}\n')
     series.refresh()
-    assert steps(series) == [0, 1, 2, 3] and series.damaged == 1
+    series.refresh()
+    assert steps(series) == [0, 1, 2, 3] and series.file.damaged == 1
     assert series.sample_line("reward/mean") == ([0.0, 1.0, 2.0], [0.5, 0.501, 0.75])
     assert series.sample_line("reward/mean", "time")[0] == [0.0, 0.5, 1.0]
     assert series.get_latest("reward/mean") == 0.75 and series.get_latest("no/such") is None
     more = {"throughput/learner_tokens_per_s": 100.0, "time/step": 2.0}
     series = read_series(tmp_path / "m", [metric_row(step, **more) for step in range(3)])
     assert series.sample_line("reward/mean", "tokens")[0] == [200.0, 400.0, 600.0]
-
-
-def test_a_replaced_or_shortened_file_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     series = read_series(path, [metric_row(step) for step in range(5)])
     new = tmp_path / "new"
@@ -131,9 +129,6 @@ def test_a_replaced_or_shortened_file_is_read_anew(tmp_path: Path) -> None:
     path.unlink()
     series.refresh()
     assert steps(series) == []
-
-
-def test_a_resumed_run_shows_the_later_row_of_a_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     series = read_series(path, [metric_row(step) for step in range(5)])
     with path.open("a") as file:
@@ -151,9 +146,6 @@ def test_downsampling_keeps_extremes_and_order() -> None:
     few_x, few_y = downsample(x, y, 1000)
     assert len(few_x) <= 1000 and few_y.max() == 50.0 and (np.diff(few_x) > 0).all()
     assert np.array_equal(y[few_x.astype(int)], few_y)
-
-
-def test_the_lag_histogram_over_time_is_of_shares() -> None:
     rows = [{"batch": n, "lags": {"0": 3, "2": 1}} for n in range(240)]
     seen = plots.plot_lag_over_time([{"batch": -1}, *rows])
     assert [line.label for line in seen.lines] == ["lag 0", "lag 2"] and seen.kind == "areas"
@@ -258,9 +250,6 @@ def test_every_answer_is_json_and_nothing_is_written(client: TestClient, run_dir
         assert client.get(f"/static/{name}").status_code == 200
     client.get("/api/runs")
     assert {p: p.stat().st_mtime_ns for p in run_dir.rglob("*")} == before
-
-
-def test_the_learner_s_page_shows_each_optimizer_step(client: TestClient, run_dir: Path) -> None:
     path = run_dir / "optimizer_steps.jsonl"
     for batch in range(2):  # of a run in progress
         rows = [{"step": batch, "update": i, "optim/grad_norm": 1.0} for i in range(2)]
@@ -272,10 +261,7 @@ def test_the_learner_s_page_shows_each_optimizer_step(client: TestClient, run_di
         assert norm["lines"][0]["run"] == "first"
 
 
-@pytest.mark.parametrize(
-    ("query", "message"),
-    TEXTS["a_wrong_question_gets_one_line"],
-)
+@pytest.mark.parametrize(("query", "message"), TEXTS["a_wrong_question_gets_one_line"])
 def test_a_wrong_question_gets_one_line(client: TestClient, query: str, message: str) -> None:
     reply = client.get(f"/api/{query}")
     assert reply.status_code == 400 and message in reply.json()["error"]
@@ -349,15 +335,12 @@ def test_advice_names_its_window_and_weights_shares_by_their_time(tmp_path: Path
         for step in range(30)
     ]
     series = read_series(tmp_path / "m", rows)
-    facts = advice.Facts(series, 4, 2)
-    values = advice.collect_values(facts)
+    window = advice.Facts(series, 4, 2)
+    values = advice.collect_values(window)
     assert values["learner"] == pytest.approx(0.81)
     assert values["generator"] == 0.25, "two reports in the window suffice"
-    (line,) = advice.apply_rules(facts)
+    (line,) = advice.apply_rules(window)
     assert line.name == "both_wait" and line.said.endswith(" (steps 10 to 29)")
-
-
-def test_a_generator_that_would_share_cores_is_proposed_with_them(tmp_path: Path) -> None:
     known = facts(tmp_path, dict(zip(WAITS, (0.4, 0.05, 0.0), strict=True)))
     for cores, told in ((None, ""), (4, ""), (3, "4 threads would share 3 cores")):
         (line,) = advice.apply_rules(known._replace(cores=cores, threads=(1, 1)))
@@ -402,10 +385,7 @@ def test_ledger_lines_are_stacked_on_one_grid(tmp_path: Path) -> None:
     assert titles == [f"{plot.title}: {run}" for run in "ab"]
 
 
-@pytest.mark.parametrize(
-    ("rule", "ess", "stale", "engine"),
-    TEXTS["whether_staleness_hurts"],
-)
+@pytest.mark.parametrize(("rule", "ess", "stale", "engine"), TEXTS["whether_staleness_hurts"])
 def test_whether_staleness_hurts(
     rule: str, ess: float, stale: float, engine: float, tmp_path: Path
 ) -> None:
@@ -553,13 +533,18 @@ def test_a_run_in_progress_is_summed_up(run_dir: Path, monkeypatch: pytest.Monke
     until(lambda: run.read_summary()["wall_s"] >= 15)
 
 
-def test_what_a_run_wrote_at_its_end_is_its_summary_unless_it_lacks_keys(run_dir: Path) -> None:
+def test_the_summary_of_a_run(run_dir: Path) -> None:
     written = write_summary(run_dir, heldout_end=0.5)
     assert RunView("first", run_dir).read_summary() == written
 
     (run_dir / "summary.json").write_text('{"heldout_end": 0.5}')
     found = wait_for_summary(RunView("first", run_dir))
     assert found["wall_s"] == 14.5 and found["heldout_end"] is None
+    run = RunView("first", run_dir)
+    run._summary = {"signs": [{"name": "odd", "said": "it was odd", "try_this": "nothing"}]}
+    run._next_summary = math.inf
+    (fired,) = run.list_advice(run.read_summary()["signs"])[1]
+    assert fired.name == "check odd"
 
 
 def test_a_run_that_cannot_be_summed_up_has_no_summary(run_dir: Path) -> None:
@@ -573,14 +558,6 @@ def test_a_run_that_cannot_be_summed_up_has_no_summary(run_dir: Path) -> None:
     assert run._next_summary <= now + max(
         run_view.COMPOSE_S, (now - began) / run_view.COMPOSE_SHARE
     )
-
-
-def test_health_checks_of_a_run_in_progress_are_of_its_summary(run_dir: Path) -> None:
-    run = RunView("first", run_dir)
-    run._summary = {"signs": [{"name": "odd", "said": "it was odd", "try_this": "nothing"}]}
-    run._next_summary = math.inf
-    (fired,) = run.list_advice(run.read_summary()["signs"])[1]
-    assert fired.name == "check odd"
 
 
 def test_the_last_batches_of_a_finished_run_give_no_advice(run_dir: Path) -> None:
@@ -675,9 +652,6 @@ def test_processes_with_restarts_host_and_memory(client: TestClient, run_dir: Pa
     learner.end(0)
     rows = {row["name"]: row for row in answer(client, "processes")["first"]}
     assert rows["learner"]["memory_mb"] is None and rows["learner"]["pid"] == os.getpid()
-
-
-def test_the_memory_of_a_process_that_is_not_here_is_unknown() -> None:
     own = run_view.measure_resident_mb(os.getpid())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     assert own == pytest.approx(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, rel=0.2)
@@ -899,9 +873,6 @@ def test_every_reply_carries_the_policy_that_runs_no_foreign_script(client: Test
     assert rules["connect-src"] == rules["font-src"] == ["'self'"]
     assert rules["style-src"] == ["'self'", "'unsafe-inline'"]
     assert rules["img-src"] == ["'self'", "data:", "blob:"]
-
-
-def test_a_file_that_is_not_the_page_s_is_not_there(client: TestClient) -> None:
     reply = client.get("/static/none")
     assert (reply.status_code, reply.text) == (404, "no such file")
     assert reply.headers["content-type"].startswith("text/plain")
@@ -1008,10 +979,7 @@ def serving(
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize(
-    ("host", "is_local"),
-    TEXTS["which_addresses_are_this_machine_s_alone"],
-)
+@pytest.mark.parametrize(("host", "is_local"), TEXTS["which_addresses_are_this_machine_s_alone"])
 def test_which_addresses_are_this_machine_s_alone(host: str, is_local: bool) -> None:
     assert sockets.is_loopback(host) is is_local
 

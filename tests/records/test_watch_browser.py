@@ -229,10 +229,6 @@ def test_the_report_of_a_long_run_is_one_small_file(gain: Ended, tmp_path: Path)
     for plots_of in plots.PAGES.values():
         for plot in plots_of:
             assert json.dumps(plot.title) in page, plot.title
-
-
-def test_both_sides_were_busy_at_once(gain: Ended) -> None:
-    """The timeline's claim, from the spans: the learner trained while the generator decoded."""
     events = json.loads((Path(gain.json["run_dir"]) / "trace.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
 

@@ -49,12 +49,6 @@ def wrong(history: checker.History, **more: Any) -> dict[str, int]:
     return {name: found[name] for name in WRONG if found[name]}
 
 
-def test_a_sound_history_has_nothing_wrong() -> None:
-    assert wrong(sound()) == {}
-    assert checker.lag(sound(), (1, 3), (2, 3)) == 0, "the same weights, whatever their name"
-    assert checker.lag(sound(), (2, 3), (2, 5)) == 2 and checker.ancestors(sound(), 2) == {1}
-
-
 def test_each_kind_of_wrong_is_counted_apart() -> None:
     history = sound()
     row = history.witness.pop()
@@ -78,44 +72,21 @@ def test_each_kind_of_wrong_is_counted_apart() -> None:
     history = sound()
     history.lives[3] = (1, 2)
     assert "foreign" in wrong(history), "the newest life does not come from what was trained"
+    assert wrong(sound()) == {}
+    assert checker.lag(sound(), (1, 3), (2, 3)) == 0, "the same weights, whatever their name"
+    assert checker.lag(sound(), (2, 3), (2, 5)) == 2 and checker.ancestors(sound(), 2) == {1}
 
 
-def test_an_acknowledged_answer_that_was_written_anew_must_be_accounted_for() -> None:
+def test_each_answer_must_be_accounted_for() -> None:
     history = sound()
     history.made[2, 0, 9] = 5
     history.acks[2, 0, 9] = {"accepted"}
     assert wrong(history) == {"lost": 1}
     history.ledger["orphaned"] = 5
     assert wrong(history) == {}
-
-
-def test_an_answer_that_was_taken_and_then_called_a_duplicate_counts_twice() -> None:
     history = sound()
     history.acks[1, 0, 11] = {"accepted", "duplicate"}
     assert wrong(history) == {"duplicated": 1}
-
-
-def test_a_group_whose_answers_failed_three_times_leaves_the_plan_and_no_other() -> None:
-    history = sound()
-    moved = [(row[0], row[1], row[2] + (row[2] >= 3), *row[3:]) for row in history.witness]
-    history.witness = moved
-    history.acks = {key: said for key, said in history.acks.items() if key[0] < 3}
-    history.acks |= {(3, 0, 50): {"failed"}, (3, 1, 50): {"failed"}}
-    assert wrong(history)["lost"] == SIZE, "two failures are no reason"
-    history.acks[3, 0, 51] = {"failed"}
-    assert wrong(history) == {}
-
-
-def test_a_batch_that_was_set_aside_leaves_the_plan_and_no_other() -> None:
-    history = sound()
-    history.witness = [(*row[:2], row[2] + (row[2] >= 3), *row[3:]) for row in history.witness]
-    history.acks = {key: said for key, said in history.acks.items() if key[0] < 3}
-    assert wrong(history)["lost"] == SIZE
-    history.set_aside = {3, 4}
-    assert wrong(history) == {}, "what is in the file and was trained was not set aside"
-
-
-def test_an_answer_that_nobody_acknowledged_is_lost_if_its_generator_lived() -> None:
     history = sound()
     history.made[1, 0, 9] = 5
     assert wrong(history) == {}
@@ -124,6 +95,23 @@ def test_an_answer_that_nobody_acknowledged_is_lost_if_its_generator_lived() -> 
     history = sound()
     del history.acks[1, 0, 11]
     assert wrong(history) == {}, "trained, and the run ended before the word came a second time"
+
+
+def test_a_group_that_failed_and_a_batch_set_aside_leave_the_plan_and_no_other() -> None:
+    history = sound()
+    moved = [(row[0], row[1], row[2] + (row[2] >= 3), *row[3:]) for row in history.witness]
+    history.witness = moved
+    history.acks = {key: said for key, said in history.acks.items() if key[0] < 3}
+    history.acks |= {(3, 0, 50): {"failed"}, (3, 1, 50): {"failed"}}
+    assert wrong(history)["lost"] == SIZE, "two failures are no reason"
+    history.acks[3, 0, 51] = {"failed"}
+    assert wrong(history) == {}
+    history = sound()
+    history.witness = [(*row[:2], row[2] + (row[2] >= 3), *row[3:]) for row in history.witness]
+    history.acks = {key: said for key, said in history.acks.items() if key[0] < 3}
+    assert wrong(history)["lost"] == SIZE
+    history.set_aside = {3, 4}
+    assert wrong(history) == {}, "what is in the file and was trained was not set aside"
 
 
 def test_a_slow_recovery_is_told_with_its_seed_and_what_else_went_on() -> None:
@@ -232,9 +220,6 @@ def chaos_run(*words: str) -> dict[str, Any]:
 def test_kills_and_stops_at_points_of_the_work_lose_and_double_nothing() -> None:
     found = chaos_run("--seed", "5")
     assert found["trained"] > 100 and len(found["victims"]) >= 3
-
-
-def test_kills_of_gateways_lose_and_double_nothing() -> None:
     found = chaos_run("--topology", "sessions", "--kinds", "gateway", "--actions", "kill")
     assert list(found["victims"]) == ["gateway"] and found["trained"] > 100
 
@@ -271,14 +256,6 @@ def steady(batches: int, every: float = 10.0, begin: float = 0.0) -> History:
     return history
 
 
-def test_a_run_that_nobody_kills_is_useful_but_for_its_start() -> None:
-    found = measure(steady(11), [], -100.0, 100.0)
-    assert (found["effective"], found["effective_starts_apart"]) == (1.0, 1.0)
-    assert found["effective_start_included"] == 0.5
-    assert found["tokens_per_s_undisturbed"] == found["tokens_per_s"] == 10.0
-    assert (found["kills"], found["trained_again"], found["tokens_kept"]) == (0, 0, 1000)
-
-
 def test_what_is_trained_again_and_the_time_of_the_restart_are_lost() -> None:
     history = steady(6)  # to 50 s, the last checkpoint is of 3 batches
     history.add({"from": 3}, 70.0)
@@ -294,6 +271,11 @@ def test_what_is_trained_again_and_the_time_of_the_restart_are_lost() -> None:
         {"victim": "learner", "state": "step", "back_s": 17.0, "start_s": 6.0, "cost_s": 50.0}
     ]
     assert found["tokens_per_s_undisturbed"] == 10.0
+    found = measure(steady(11), [], -100.0, 100.0)
+    assert (found["effective"], found["effective_starts_apart"]) == (1.0, 1.0)
+    assert found["effective_start_included"] == 0.5
+    assert found["tokens_per_s_undisturbed"] == found["tokens_per_s"] == 10.0
+    assert (found["kills"], found["trained_again"], found["tokens_kept"]) == (0, 0, 1000)
 
 
 def test_two_kills_of_a_real_run(sort_model: Path) -> None:

@@ -28,9 +28,10 @@ from asyncrl.contract.messages import RunStatus
 from asyncrl.contract.printable import LONGEST_LINE
 from asyncrl.contract.waits import ProcessWait
 from asyncrl.records import process_log
-from asyncrl.supervise import doctor, launch
+from asyncrl.supervise import doctor
+from asyncrl.supervise import run as runner
 from asyncrl.supervise.hosts import TAIL_BYTES, read_last_lines
-from asyncrl.supervise.launch import SupervisedProcess, Supervisor
+from asyncrl.supervise.run import SupervisedProcess, Supervisor
 
 
 def test_what_a_maker_is_asked_to_start(supervisor: Supervisor, tmp_path: Path) -> None:
@@ -57,17 +58,17 @@ def test_generators_come_back_to_a_run_that_goes_on_after_its_end(
     supervisor: Supervisor, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it waits for evaluations that no process writes."""
-    now = launch.time.monotonic()
-    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
+    now = runner.time.monotonic()
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now))
     status = RunStatus("r", 9, 9, 1, {}, {}, [], {}, True)
     for name in ("generator-0", "generator-1"):
         maker(supervisor).newest(name).code = 0
     before = len(maker(supervisor).made)
-    for finished, later in ((True, 60.0), (False, 0.0), (False, launch.LATE_S)):
+    for finished, later in ((True, 60.0), (False, 0.0), (False, runner.LATE_S)):
         supervisor.observe(msgspec.structs.replace(status, finished=finished))
         supervisor.status_time = now + later
         assert not supervisor.poll() and len(maker(supervisor).made) == before
-    supervisor.status_time = now + launch.LATE_S + 1
+    supervisor.status_time = now + runner.LATE_S + 1
     assert not supervisor.poll() and len(maker(supervisor).made) == before + 2
     assert "the run resumed from an earlier step: starting generator-1 again" in said
     assert not supervisor.poll() and len(maker(supervisor).made) == before + 2
@@ -82,9 +83,9 @@ def test_generators_come_back_to_a_run_that_goes_on_after_its_end(
 def test_who_holds_the_run_up_is_ended_and_started_again(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = launch.time.monotonic()
+    now = runner.time.monotonic()
     # a supervisor that was away for seconds blames nobody: its clock stands still here
-    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now))
     waits = [ProcessWait("learner", "a batch", "generator-0", 900.0)]
     peers = {"generator-0": 900.0, "generator-1": 0.1, "learner": 0.1}
     supervisor.observe(RunStatus("r", 1, 9, 1, {}, {}, waits, peers, False))
@@ -104,7 +105,7 @@ def test_who_holds_the_run_up_is_ended_and_started_again(
 def test_a_run_ends_in_order_and_who_does_not_hear_is_killed(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "END_S", 0.05)
+    monkeypatch.setattr(runner, "END_S", 0.05)
     maker(supervisor).newest("generator-1").deaf = True
     supervisor.end(gently=True)
     assert maker(supervisor).events == [
@@ -132,7 +133,7 @@ def test_a_learner_has_as_long_for_its_end_as_for_a_step(
     def sleep(seconds: float) -> None:
         clock[0] += seconds
 
-    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     learner, generator = (maker(supervisor).newest(n) for n in ("learner", "generator-0"))
     learner.deaf = generator.deaf = True
     killed: dict[str, float] = {}
@@ -143,8 +144,8 @@ def test_a_learner_has_as_long_for_its_end_as_for_a_step(
         )
     patience = supervisor.watchdog.deadline
     supervisor.end(gently=True)
-    assert patience > 2 * launch.END_S and killed["learner"] == pytest.approx(patience, abs=0.1)
-    assert killed["generator-0"] == pytest.approx(killed["learner"] + launch.END_S, abs=0.1)
+    assert patience > 2 * runner.END_S and killed["learner"] == pytest.approx(patience, abs=0.1)
+    assert killed["generator-0"] == pytest.approx(killed["learner"] + runner.END_S, abs=0.1)
 
 
 def test_the_last_lines_of_a_log(tmp_path: Path) -> None:
@@ -265,8 +266,8 @@ LATE_S, END_S = 5000.0, 30000.0  # longer than any test stands still
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     made: list[Supervisor] = []
     # who is late for a run's end is late by what a test says, not by how long it took
-    monkeypatch.setattr(launch, "LATE_S", LATE_S)
-    monkeypatch.setattr(launch, "END_S", END_S)
+    monkeypatch.setattr(runner, "LATE_S", LATE_S)
+    monkeypatch.setattr(runner, "END_S", END_S)
 
     def supervisor(restarts: int = 1, **codes: str) -> Supervisor:
         s = Supervisor(
@@ -275,12 +276,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
             lambda x: s.said.append(x),
         )  # type: ignore[attr-defined]
         s.said, s.logs = [], tmp_path  # type: ignore[attr-defined]
-        s.children = [
-            SupervisedProcess(name.replace("_", "-"), [sys.executable, "-c", code], 1, True)
-            for name, code in codes.items()
-        ]
-        for child in s.children:
-            s.spawn(child)
+        for name, code in codes.items():
+            argv = [sys.executable, "-c", code]
+            s.spawn(SupervisedProcess(name.replace("_", "-"), argv, 1, True))
         s.watchdog.restart(time.monotonic())
         made.append(s)
         return s
@@ -325,7 +323,7 @@ def test_a_crash_is_started_again_as_often_as_may_be(make: Make, name: str, how:
         f".*{name.replace('_', '-')}.log",
     ):
         run(s)
-    assert s.children[0].restarts == 2
+    assert [child.restarts for child in s.children] == [2]
 
 
 @pytest.mark.parametrize(
@@ -337,13 +335,6 @@ def test_a_refusal_ends_the_run_at_once_in_its_own_words(make: Make, kind: str, 
     with pytest.raises(AsyncrlError, match=r"^learner\.lr: not today$") as e:
         run(s)
     assert e.value.exit_code == code and s.children[0].restarts == 0
-
-
-def test_a_buffer_that_may_not_be_started_again_is_lost(make: Make) -> None:
-    s = make(buffer=CRASHES["a traceback"])
-    s.children[0].restartable = False
-    with pytest.raises(ProcessLost, match="buffer exited"):
-        run(s)
 
 
 def test_a_child_of_a_child_cannot_speak_for_it(make: Make) -> None:
@@ -361,27 +352,37 @@ def test_a_death_after_the_end_is_no_loss(make: Make, name: str) -> None:
     """The model was exported before the buffer could end: who dies now leaves nothing undone."""
     s = make(restarts=0, buffer="pass", **{name: WAIT})
     run(s, lambda: s.is_ended)
-    assert s.children[1].process is not None
     s.children[1].process.kill()
     # type: ignore[attr-defined]
     assert run(s) and "ended (SIGKILL) after the end of the run" in s.said[-1]
 
 
-def test_a_generator_that_has_heard_of_the_end_is_not_started_again(make: Make) -> None:
+def test_who_is_not_started_again(make: Make) -> None:
     s = make(generator_0=REFUSE.format(kind="NothingToDo", words="the run is over"))
     assert run(s) and s.children[0].restarts == 0 and NothingToDo.exit_code == 6
+    s = make(buffer=CRASHES["a traceback"])
+    s.children[0].restartable = False
+    with pytest.raises(ProcessLost, match="buffer exited"):
+        run(s)
 
 
-def test_what_starts_too_late_is_ended_soon_and_a_learner_that_is_closing_late(make: Make) -> None:
+@pytest.mark.parametrize("longer", [1, 10])
+def test_what_starts_too_late_is_ended_soon_and_a_learner_that_is_closing_late(
+    make: Make, longer: int
+) -> None:
+    """The learner finishes its batch: with ten times the usual floor, ten times the patience."""
     s = make(buffer="pass", learner=WAIT, generator_0=WAIT)
+    watchdog = msgspec.structs.replace(s.config.watchdog, floor_s=60.0 * longer)
+    s.config = msgspec.structs.replace(s.config, watchdog=watchdog)
     run(s, lambda: s.is_ended)
     codes = lambda: [c.code for c in s.children]  # noqa: E731
     s.end_remaining(LATE_S - 0.1)
     assert codes() == [0, None, None]
-    s.status = RunStatus("r", 1, 1, 1, {}, {}, [], {"learner": 0.1}, True)
+    s.observe(RunStatus("r", 1, 1, 1, {}, {}, [], {"learner": 0.1}, True))
     s.end_remaining(LATE_S + 0.1)
+    s.end_remaining(longer * END_S - 0.1)
     assert codes() == [0, None, 0]
-    s.end_remaining(END_S + 0.1)
+    s.end_remaining(longer * END_S + 0.1)
     assert codes() == [0, 0, 0] and run(s)
 
 
@@ -419,23 +420,9 @@ def test_the_last_words_of_a_process_are_its_own(make: Make, tmp_path: Path) -> 
         run(s)
     (row,) = [row for row in process_log.read_events(s.run_dir) if row["event"] == "died"]
     assert row["why"] == "error: the last words"
-    assert doctor.describe_process("buffer", None, None, s.children[0].log)["last_line"] == (
+    assert doctor.describe_process("buffer", {}, None, s.children[0].log)["last_line"] == (
         "error: the last words"
     )
-
-
-def test_who_is_asked_to_end_has_longer_where_steps_may_take_longer(make: Make) -> None:
-    """The learner finishes its batch: ten times the usual floor, ten times the patience."""
-    s = make(buffer="pass", learner=WAIT)
-    assert s.end_s == END_S
-    watchdog = msgspec.structs.replace(s.config.watchdog, floor_s=600.0)
-    s.config = msgspec.structs.replace(s.config, watchdog=watchdog)
-    run(s, lambda: s.is_ended)
-    s.status = RunStatus("r", 1, 1, 1, {}, {}, [], {"learner": 0.1}, True)
-    s.end_remaining(10 * END_S - 0.1)
-    assert [c.code for c in s.children] == [0, None]
-    s.end_remaining(10 * END_S + 0.1)
-    assert [c.code for c in s.children] == [0, 0]
 
 
 def test_a_checkpoint_read_at_a_resume_is_no_pace(make: Make) -> None:

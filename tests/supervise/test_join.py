@@ -20,8 +20,9 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.contract.messages import JoinReply, RunStatus
 from asyncrl.models.policy import build_model
 from asyncrl.records import rundir
-from asyncrl.supervise import join, launch, live, scaling
-from asyncrl.supervise.launch import Supervisor
+from asyncrl.supervise import join, live, scaling
+from asyncrl.supervise import run as runner
+from asyncrl.supervise.run import Supervisor
 from asyncrl.tasks import get_task
 from asyncrl.tasks.calc import CalcTask
 from asyncrl.transport import file_server
@@ -289,7 +290,7 @@ def test_generators_come_and_leave_without_loss(supervisor: Supervisor, said: li
 
 
 def test_who_stays_is_killed(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "END_S", -1.0)
+    monkeypatch.setattr(runner, "END_S", -1.0)
     maker(supervisor).newest("generator-1").deaf = True
     supervisor.resize(1)
     # its name is taken until it has gone
@@ -327,7 +328,6 @@ def test_a_request_is_answered_once_and_by_its_id(
 
     def turn(_seconds: float) -> None:
         turns.append(1)
-        supervisor.scale_check = 0.0
         supervisor.scale()
 
     monkeypatch.setattr(scaling.time, "sleep", turn)

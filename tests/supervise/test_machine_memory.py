@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.config.tree import Config, ModelConfig, TaskConfig
 from asyncrl.records import machine_memory, process_log, rundir
-from asyncrl.supervise.launch import SupervisedProcess, Supervisor
+from asyncrl.supervise.run import SupervisedProcess, Supervisor
 
 
 @pytest.mark.parametrize(

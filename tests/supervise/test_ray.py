@@ -235,9 +235,6 @@ def test_no_room_is_said_with_both_numbers(cluster: Any, tmp_path: Path) -> None
     assert said.startswith("error: --on ray: not placed within 1 s (placement.deadline_s), PACK;")
     assert "wanted: 1 CPU; 1 CPU 1 GPU; 1 CPU 1 GPU; hosts: 1 CPU; 1 CPU" in said
     assert "free in all: " in said and not (tmp_path / "runs").exists()
-
-
-def test_what_is_asked_of_the_cluster() -> None:
     sets = ["placement.learner={cpus=4, gpus=2}", "placement.generator={count=3, cpus=2, gpus=0.5}"]
     config = on_ray.adapt_config(load.load(DEMO, sets))
     assert config.generators == 3
@@ -271,7 +268,6 @@ def test_the_cluster_of_a_job_is_the_one_that_ray_names(monkeypatch: pytest.Monk
 
 
 def test_a_host_tells_of_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_ray, "LOG_BYTES", 10)
     monkeypatch.setattr(
         on_ray.importing, "make_command", lambda module, *words: [sys.executable, "-c", *words]
     )
@@ -287,13 +283,13 @@ def test_a_host_tells_of_what_it_started(tmp_path: Path, monkeypatch: pytest.Mon
     host.start(7, order, {"client.key_secret": b"secret"})
     said: list[ProcessState] = []
     while not said or said[-1].code is None:
-        said += host.poll_processes()
+        said.append(host.poll(7))
         time.sleep(0.01)
     text = b"".join(each.log for each in said).decode()
     assert text == "x" * 24 + f"\n['--keys', '{host.folder / 'generator-0'}'] secret\n"
     refused = pickle.loads(pickle.dumps(said[-1].refusal))  # as Ray sends it
     assert (said[-1].code, refused.exit_code, str(refused)) == (2, 2, "no")
-    assert said[0].incarnation == 7 and host.poll_processes() == []
+    assert not host.running
     assert (host.folder / "generator-0" / "client.key_secret").stat().st_mode & 0o777 == 0o600
     process = RayProcess(RayHostHandle(None), 7, order)
     for each in said:
@@ -323,20 +319,19 @@ def test_a_process_that_waits_for_a_host_ends_at_once_and_a_deaf_host_with_all(
 ) -> None:
     order = ProcessSpec("generator-0", [], 1, tmp_path / "log")
     waiting = RayHostHandle(Actor())
-    process = waiting.processes[1] = RayProcess(waiting, 1, order)
+    process = RayProcess(waiting, 1, order)
     process.signal(signal.SIGTERM)
     assert waiting.gone
     assert process.code == -signal.SIGTERM and "before its start" in process.tail(1)[0]
     up = RayHostHandle(actor := Actor(), up=True)
-    process = up.processes[1] = RayProcess(up, 1, order)
-    other = up.processes[2] = RayProcess(up, 2, order)
+    process = RayProcess(up, 1, order)
     process.signal(signal.SIGTERM)
     process.kill()
     process.kill()
     assert actor.calls == [(1, signal.SIGTERM), (1, signal.SIGKILL)] and not up.gone
     monkeypatch.setattr(on_ray, "CLOSE_S", -1.0)
     process.kill()
-    assert up.gone and (process.code, other.code) == (-signal.SIGKILL, -signal.SIGKILL)
+    assert up.gone and process.code == -signal.SIGKILL
 
 
 def test_a_joiner_has_its_key_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from process_kit import ROOT, run_cli
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.supervise.hosts import slurm
+from asyncrl.supervise.hosts import cluster
 
 DEMO = ROOT / "configs" / "demo.toml"
 WAIT_S = 600.0
@@ -43,7 +43,7 @@ SLOW = """kill() {
 
 
 def text(tmp_path: Path, *sets: str) -> str:
-    return slurm.render_script(load.load(DEMO, sets), str(DEMO), sets, tmp_path / "runs" / "r")
+    return cluster.render_script(load.load(DEMO, sets), str(DEMO), sets, tmp_path / "runs" / "r")
 
 
 def test_the_script_starts_a_run_and_who_joins_it_and_ends_in_time(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_the_script_starts_a_run_and_who_joins_it_and_ends_in_time(tmp_path: Pat
 def test_sessions_have_an_address_for_their_gateway(tmp_path: Path) -> None:
     """The generators of the other hosts take its calls there."""
     config = load.load(ROOT / "configs" / "calc.toml", ["placement.generator.count=2"])
-    body = slurm.render_script(config, "calc", [], tmp_path / "runs" / "r")
+    body = cluster.render_script(config, "calc", [], tmp_path / "runs" / "r")
     lines = body[body.index("ip=$(") : body.index("[ -e ")]
     shown = subprocess.run(
         ["bash", "-uc", f'{lines}printf "%s\\n" "${{wires[@]}}"'],
@@ -121,9 +121,6 @@ def test_sessions_have_an_address_for_their_gateway(tmp_path: Path) -> None:
         "wires.weights_address": "22017",
         "wires.gateway_address": "22018",
     }
-
-
-def test_what_no_script_can_be_made_of_is_said(tmp_path: Path) -> None:
     for sets, why in (
         (("generators=1",), "one generator needs one machine"),
         (("placement.generator={count=2, gpus=0.5}",), "0.5 GPUs; Slurm needs whole numbers"),

@@ -7,7 +7,7 @@ from process_kit import ROOT
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.supervise.hosts import ProcessSpec
-from asyncrl.supervise.launch import Supervisor
+from asyncrl.supervise.run import Supervisor
 
 
 class Pretended:

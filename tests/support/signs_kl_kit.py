@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 from asyncrl.config import load
@@ -9,6 +10,14 @@ Row = dict[str, Any]
 
 def config(*sets: str) -> health_checks.RunFacts:
     return health_checks.RunFacts(load.load("configs/demo.toml", sets))
+
+
+def apply_rules(
+    given: list[Row],
+    facts: health_checks.RunFacts = config()._replace(mismatch=math.inf),
+    **ended: bool,
+) -> list[health_checks.Finding]:
+    return health_checks.apply_rules(given, facts, **ended)
 
 
 LOST = [0.008 * n for n in range(50)]  # and under one that does not: 0.39 at the end

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from process_kit import write_lines
+from signs_kl_kit import apply_rules
 
 from asyncrl.config import load
 from asyncrl.config.tree import TaskConfig
@@ -15,7 +16,8 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.serial import run_serial
 from asyncrl.records import health_checks, metrics
 from asyncrl.supervise import live
-from asyncrl.supervise.report import model_card, run_view
+from asyncrl.supervise import summary as summaries
+from asyncrl.supervise.report import run_view
 from asyncrl.tasks import get_task
 
 
@@ -132,7 +134,8 @@ def test_run_in_processes(file: str, forked: Callable[..., dict[str, Any]], tmp_
     for shown in ("Ledger by task", "Tasks, at the last step", "Tasks: effective sample size"):
         assert shown in page
     assert "mine: share 25%, reward 0." in live.format_tasks(rows[-1])
-    card = model_card.render(load.load(run["run_dir"] / "config.toml"), run["run_dir"])
+    summaries.write_model_card(run["run_dir"], run["run_dir"], "1.0")
+    card = (run["run_dir"] / "README.md").read_text()
     assert f"| mine | - | {last['eval/mine']:.3f} | 2 |" in card or "| mine | 0" in card
     assert "| mine | `mine.jsonl` | a part of them | `mixture_reward:reward` |" in card
 
@@ -152,6 +155,6 @@ def test_a_run_by_turns(file: str, small_model: Path) -> None:
 
 def test_a_dry_task_is_a_finding() -> None:
     row = {"reward/mean": 0.5, "task/a_dry": 0.0, "task/b_dry": 1.0, "task/b_removed": 40.0}
-    (found,) = [s for s in health_checks.apply_rules([row | {"step": 3}]) if s.name == "dry_tasks"]
+    (found,) = [s for s in apply_rules([row | {"step": 3}]) if s.name == "dry_tasks"]
     assert "no more groups to train from b (removed so far: b 40)" in found.said
     assert health_checks.check_dry_tasks([row | {"task/b_dry": 0.0}]) is None

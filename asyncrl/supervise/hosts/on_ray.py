@@ -25,7 +25,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +45,6 @@ from asyncrl.supervise.hosts import LocalProcess, ProcessHandle, ProcessLauncher
 from asyncrl.transport import keys
 
 POLL_S = 0.2  # between two polls of a host
-LOG_BYTES = 1 << 18  # of a log, in one poll
 CLOSE_S = 10.0
 KEY_FILES = ("server.key", "client.key_secret")
 
@@ -53,7 +52,6 @@ KEY_FILES = ("server.key", "client.key_secret")
 class ProcessState(NamedTuple):
     """The state of a process as its host reports it."""
 
-    incarnation: int
     pid: int
     code: int | None
     refusal: AsyncrlError | None
@@ -68,7 +66,7 @@ class RayHost:
             os.chdir(directory)
         self.folder = Path(tempfile.mkdtemp(prefix="asyncrl-host-"))
         self.running: dict[int, LocalProcess] = {}
-        self.sent: dict[int, int] = {}  # bytes of a log on its own disk that were sent
+        self.logs: dict[int, jsonl.GrowingFile] = {}  # logs on its own disk
 
     def describe_host(self, ports: int) -> JsonObject:
         """Return address, version and `ports` free ports of this host."""
@@ -104,31 +102,18 @@ class RayHost:
             command = [*spec.argv, "--keys", str(key)]
             log = self.folder / f"{spec.name}-{incarnation}.log"
             spec = spec._replace(argv=importing.make_command("asyncrl.cli", *command), log=log)
-            self.sent[incarnation] = 0
+            self.logs[incarnation] = jsonl.GrowingFile(log)
         self.running[incarnation] = LocalProcess(spec)
 
-    def poll_processes(self) -> list[ProcessState]:
-        return [
-            self._poll_process(incarnation, process)
-            for incarnation, process in list(self.running.items())
-        ]
-
-    def _poll_process(self, incarnation: int, process: LocalProcess) -> ProcessState:
-        code = process.poll()
-        log = b""
-        if incarnation in self.sent:
-            with process.spec.log.open("rb") as file:
-                file.seek(self.sent[incarnation])
-                log = file.read(LOG_BYTES)
-            self.sent[incarnation] += len(log)
-        if len(log) == LOG_BYTES:
-            code = None  # reported together with the end of the log
-        refusal = None
+    def poll(self, incarnation: int) -> ProcessState:
+        process = self.running[incarnation]
+        code, refusal = process.poll(), None
+        log = self.logs[incarnation].read_new() if incarnation in self.logs else b""
         if code is not None:
             refusal = process.read_refusal()
             process.close()
             del self.running[incarnation]
-        return ProcessState(incarnation, process.pid, code, refusal, log)
+        return ProcessState(process.pid, code, refusal, log)
 
     def signal(self, incarnation: int, number: int) -> None:
         if incarnation in self.running:
@@ -145,28 +130,60 @@ class RayHost:
 
 
 @dataclass
+class RayHostHandle:
+    """The supervisor's handle of an actor."""
+
+    actor: Any
+    gone: bool = False
+    up: bool = False  # the actor has replied
+
+
+@dataclass
 class RayProcess(ProcessHandle):
-    """The supervisor's handle of a process, with the last state that its host reported."""
+    """The supervisor's handle of a process, which it polls without blocking."""
 
     host: RayHostHandle
     incarnation: int
     spec: ProcessSpec
+    pending: Any = None  # the call in progress: the start, then a poll
+    polled: float = 0.0
     pid: int = 0
     code: int | None = None
     refusal: AsyncrlError | None = None
-    killed: float = 0.0  # time of the first request to kill it
-    kill_next: float = 0.0
+    killed: float = 0.0  # time of the request to kill it
 
     def poll(self) -> int | None:
-        if self.code is None:
-            self.host.poll()
+        """Process the reply of the last poll; start another one every POLL_S seconds."""
+        import ray
+
+        if self.code is not None:
+            return self.code
+        try:
+            if self.pending is None and time.monotonic() - self.polled > POLL_S:
+                self.polled = time.monotonic()
+                self.pending = self.host.actor.poll.remote(self.incarnation)
+            if self.pending is not None and ray.wait([self.pending], timeout=0)[0]:
+                state = ray.get(self.pending)
+                self.pending, self.host.up = None, True
+                if state is not None:
+                    self.update_state(state)
+        except ray.exceptions.ActorUnavailableError:
+            self.pending = None  # a network problem; Ray raises another error if the actor is lost
+        except ray.exceptions.RayError as error:
+            self.drop_host(str(error).strip().splitlines()[0])
         return self.code
+
+    def update_state(self, state: ProcessState) -> None:
+        self.pid, self.code, self.refusal = state.pid, state.code, state.refusal
+        if state.log:
+            with self.spec.log.open("ab") as log:
+                log.write(state.log)
 
     def signal(self, number: int) -> None:
         if number == signal.SIGKILL:
             self.kill()
         elif self.code is None and not self.host.up:  # its actor still waits for a host
-            self.host.drop(f"{self.spec.name} was ended before its start")
+            self.drop_host(f"{self.spec.name} was ended before its start")
             self.code = -number
         elif self.code is None:
             self.host.actor.signal.remote(self.incarnation, number)
@@ -174,80 +191,31 @@ class RayProcess(ProcessHandle):
     def kill(self) -> None:
         """Kill the process; drop a host with all its processes if it does not reply in CLOSE_S."""
         now = time.monotonic()
-        self.killed = self.killed or now
-        if self.code is None and (not self.host.up or now - self.killed > CLOSE_S):
-            self.host.drop(f"{self.spec.name} was killed")
-        elif self.code is None and now > self.kill_next:
-            self.kill_next = now + 1.0
+        if self.code is not None:
+            return
+        if not self.host.up or (self.killed and now - self.killed > CLOSE_S):
+            self.drop_host(f"{self.spec.name} was killed")
+        elif not self.killed:
+            self.killed = now
             self.host.actor.signal.remote(self.incarnation, signal.SIGKILL)
+
+    def drop_host(self, reason: str) -> None:
+        """Kill the actor; the process is lost, and the others of its host at their next poll."""
+        import ray
+
+        self.host.gone = True
+        if ray.is_initialized():  # otherwise ray.kill would start a new cluster
+            with contextlib.suppress(Exception):
+                ray.kill(self.host.actor)
+        with self.spec.log.open("a", encoding="utf-8") as log:
+            log.write(f"the host of {self.spec.name} was lost: {reason}\n")
+        self.code = -signal.SIGKILL
 
     def read_refusal(self) -> AsyncrlError | None:
         return self.refusal
 
     def close(self) -> None:
         """Do nothing: this handle holds no resources."""
-
-    def update_state(self, state: ProcessState) -> None:
-        self.pid = state.pid
-        if state.log:
-            with self.spec.log.open("ab") as log:
-                log.write(state.log)
-        self.code = self.code if state.code is None else state.code
-        self.refusal = state.refusal or self.refusal
-
-
-@dataclass
-class RayHostHandle:
-    """The supervisor's handle of an actor, which it polls without blocking."""
-
-    actor: Any
-    processes: dict[int, RayProcess] = field(default_factory=dict)
-    gone: bool = False
-    up: bool = False  # the actor has replied
-    pending: Any = None  # the poll in progress
-    polled: float = 0.0
-    calls: list[Any] = field(default_factory=list)  # starts that have not returned
-
-    def poll(self) -> None:
-        """Process the reply of the last poll; start another one every POLL_S seconds."""
-        import ray
-
-        if self.gone:
-            return
-        try:
-            ready, self.calls = ray.wait(self.calls, timeout=0) if self.calls else ([], [])
-            ray.get(ready)
-            if self.pending is None and time.monotonic() - self.polled > POLL_S:
-                self.polled = time.monotonic()
-                self.pending = self.actor.poll_processes.remote()
-            if self.pending is None or not ray.wait([self.pending], timeout=0)[0]:
-                return
-            states: list[ProcessState] = ray.get(self.pending)
-        except ray.exceptions.ActorUnavailableError:
-            self.pending = None  # a network problem; Ray raises another error if the actor is lost
-            return
-        except ray.exceptions.RayError as error:
-            self.drop(str(error).strip().splitlines()[0])
-            return
-        self.pending = None
-        self.up = True
-        for state in states:
-            if state.incarnation in self.processes:
-                self.processes[state.incarnation].update_state(state)
-
-    def drop(self, reason: str) -> None:
-        """Kill the actor and mark its processes as lost."""
-        import ray
-
-        self.gone = True
-        if ray.is_initialized():  # otherwise ray.kill would start a new cluster
-            with contextlib.suppress(Exception):
-                ray.kill(self.actor)
-        for process in self.processes.values():
-            if process.code is None:
-                with process.spec.log.open("a", encoding="utf-8") as log:
-                    log.write(f"the host of {process.spec.name} was lost: {reason}\n")
-                process.code = -signal.SIGKILL
 
 
 def list_bundles(config: Config) -> list[Numbers]:
@@ -342,9 +310,8 @@ class RayLauncher(ProcessLauncher):
             secret = {name: (key_dir / name).read_bytes() for name in KEY_FILES}
         self.incarnations += 1
         host = self.ensure_host(bundle)
-        process = host.processes[self.incarnations] = RayProcess(host, self.incarnations, spec)
-        host.calls.append(host.actor.start.remote(self.incarnations, spec, secret))
-        return process
+        call = host.actor.start.remote(self.incarnations, spec, secret)
+        return RayProcess(host, self.incarnations, spec, call)
 
     def close(self) -> None:
         """End every actor with its processes and free the cluster's resources."""
@@ -387,10 +354,8 @@ def place_on_cluster(
     connect(on)
     try:
         config, launcher = place_bundles(config, run_dir, on, say)
-        try:
+        with contextlib.closing(launcher):
             yield config, launcher
-        finally:
-            launcher.close()
     finally:
         ray.shutdown()
 

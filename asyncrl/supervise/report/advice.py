@@ -45,8 +45,7 @@ class Facts(NamedTuple):
 
 def select_batches(facts: Facts) -> np.ndarray:
     """Return the row numbers of the newest WINDOW batches, int64 [n]; none for fewer than LEAST."""
-    trained = facts.series.columns.get("reward/mean")
-    rows = trained.rows if trained is not None else np.zeros(0, np.int64)
+    rows = facts.series.get_column("reward/mean").rows
     if facts.ended:
         rows = rows[: max(0, len(rows) - 1 - (facts.max_lag or 0))]
     return rows[-WINDOW:] if len(rows) >= LEAST else rows[:0]

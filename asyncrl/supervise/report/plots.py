@@ -23,7 +23,6 @@ AXES: tuple[Axis, ...] = ("step", "time", "tokens")
 TRAINED = "reward/mean"  # in every row of a batch, in no row of an evaluation
 POINTS = 1200  # most points of a line that is sent to a page
 NUMBER = (int, float)  # faster in a loop than int | float
-_decoder = msgspec.json.Decoder(JsonObject)
 
 
 @dataclass
@@ -50,7 +49,6 @@ class Series:
     path: Path
     columns: dict[str, Column] = field(default_factory=dict)
     axes: dict[Axis, Column] = field(default_factory=lambda: {axis: Column() for axis in AXES})
-    damaged: int = 0  # number of skipped lines
     _newest: int = -1  # step of training
 
     def __post_init__(self) -> None:
@@ -58,10 +56,9 @@ class Series:
 
     def refresh(self) -> None:
         """Read new rows. A missing file counts as empty."""
-        data = self.file.read_new()
+        rows = self.file.read_rows()
         if self.file.begins:
             self._forget()
-        rows = self._decode_lines(data)
         trained = [self._newest, *(row["step"] for row in rows if TRAINED in row)]
         if any(next_step <= step for step, next_step in itertools.pairwise(trained)):
             self._forget()
@@ -78,19 +75,7 @@ class Series:
     def _forget(self) -> None:
         self.columns.clear()
         self.axes = {axis: Column() for axis in AXES}
-        self.damaged, self._newest = 0, -1
-
-    def _decode_lines(self, data: bytes) -> list[JsonObject]:
-        """Return the rows of complete lines; damaged lines are skipped and counted."""
-        rows = []
-        for line in filter(bytes.strip, data.splitlines()):
-            try:
-                row = _decoder.decode(line)
-                row["step"], row["t"] = int(row["step"]), float(row.get("t", 0.0))
-                rows.append(row)
-            except (msgspec.DecodeError, KeyError, TypeError, ValueError):
-                self.damaged += 1
-        return rows
+        self._newest = -1
 
     def _add(self, rows: list[JsonObject]) -> None:
         """Append rows column by column."""
@@ -109,6 +94,10 @@ class Series:
                 name = metrics.OLD_NAMES.get(recorded_name, recorded_name)
                 self.columns.setdefault(name, Column()).extend(numbers[finite], values[finite])
 
+    def get_column(self, name: str) -> Column:
+        """Return a metric with the numbers of its rows, or an empty column."""
+        return self.columns.get(name, Column())
+
     def get_latest(self, name: str) -> float | None:
         """Return the newest value of a metric, or None."""
         values = self.get_values(name)
@@ -116,12 +105,11 @@ class Series:
 
     def get_values(self, name: str) -> ndarray:
         """Return all values of a metric, float64 [n]."""
-        column = self.columns.get(name)
-        return np.zeros(0) if column is None else column.values
+        return self.get_column(name).values
 
     def align(self, name: str, missing: float = math.nan) -> ndarray:
         """Return a metric's value in each row, float64 [rows]; `missing` in rows without it."""
-        column, dense = self.columns.get(name, Column()), np.full(self.rows, missing)
+        column, dense = self.get_column(name), np.full(self.rows, missing)
         dense[column.rows] = column.values
         return dense
 
@@ -131,7 +119,7 @@ class Series:
 
     def select_rows(self, name: str) -> list[Numbers]:
         """Return the rows that have a metric: their steps and their metrics of its family."""
-        column = self.columns.get(name, Column())
+        column = self.get_column(name)
         family = [x for x in self.columns if x.partition("/")[0] == name.partition("/")[0]]
         table = {"step": self.axes["step"].values} | {x: self.align(x) for x in family}
         rows = zip(*(values[column.rows].tolist() for values in table.values()), strict=True)
@@ -163,9 +151,7 @@ class Series:
             axis: the x axis: batches, seconds of the run, or trained tokens.
             smooth: weight of the past in an exponential moving average, 0 to 0.99.
         """
-        column = self.columns.get(name)
-        if column is None:
-            return [], []
+        column = self.get_column(name)
         across = self.axes[axis].values[column.rows]
         kept_x, kept_y = downsample(across, smooth_values(column.values, smooth), points)
         return kept_x.tolist(), kept_y.tolist()
@@ -357,12 +343,12 @@ def _merge_equal(lines: Sequence[PlotLine]) -> list[PlotLine]:
 
 
 def _are_equal(line: PlotLine, other: PlotLine) -> bool:
-    if not len(line.ys) == len(other.ys) > 0:
-        return False
     points, other_points = (
-        np.array([either.xs, either.ys], dtype=np.float64) for either in (line, other)
+        np.array([*either.xs, *either.ys], np.float64) for either in (line, other)
     )
-    return np.allclose(points, other_points, rtol=1e-6, atol=1e-12)
+    return len(points) == len(other_points) > 0 and np.allclose(
+        points, other_points, rtol=1e-6, atol=1e-12
+    )
 
 
 def plot_lag_over_time(rows: health_checks.Rows) -> PagePlot:

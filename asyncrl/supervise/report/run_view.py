@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -57,6 +57,7 @@ STEPS_SHOWN = 4
 POINTS = 600  # most points of a line: a report stays below 2 MB
 KINDS: dict[str, int] = TABLES["kinds"]
 OTHER_KIND = 3
+FADED = "faded"  # the column of what `downweight` took from the trained tokens
 SAMPLES_SHOWN = 16  # number of first and newest samples whose tokens a report colors
 SAMPLE_BYTES = 500_000  # most bytes of them in a report
 
@@ -168,7 +169,7 @@ class RunView:
             "rows": rows,
             "samples": len(self.samples.heads),
             "summed_up": bool(self._summary),
-            "damaged": self.series.damaged + self.samples.damaged,
+            "damaged": self.series.file.damaged + self.samples.damaged,
         }
 
     def read_progress(self) -> tuple[str, int, int]:
@@ -178,10 +179,8 @@ class RunView:
 
     def count_steps(self) -> int:
         """Count trained batches, whose rows are numbered from 0."""
-        trained = self.series.columns.get("reward/mean")
-        if trained is None:
-            return 0
-        return int(self.series.axes["step"].values[trained.rows[-1]]) + 1
+        trained = self.series.get_column("reward/mean").rows
+        return int(self.series.axes["step"].values[trained[-1]]) + 1 if len(trained) else 0
 
     def list_overview(self, summary: JsonObject) -> list[Block]:
         """Return advice, waits, the health checks that fired, and the main figures."""
@@ -206,13 +205,17 @@ class RunView:
         """Return the ledger: tokens by their end, by task and by length, and failures."""
         if not summary:
             return []
-        latest = self.series.read_latest()
+        latest, lines = self.series.read_latest(), summary["ledger_lines"]
+        tasks = {
+            title: {name: line["tokens"] for name, line in part.items()}
+            for title, part in summary.get("ledger_by_task", {}).items()
+        }
         tables: list[tuple[list[TableRow], str, str]] = [
             ([HEADS["ledger"], *_build_ledger(summary)], "", "ledger"),
             ([HEADS["tasks"], *live.build_task_rows(latest)], "Tasks, at the last step", "tasks"),
-            (build_task_ledger(summary), "Ledger by task", "ledger-by-task"),
+            (_build_shares("task", lines, tasks), "Ledger by task", "ledger-by-task"),
             (
-                build_length_ledger(summary),
+                build_length_ledger(lines),
                 "By completion length: what the staleness rule took",
                 "by-length",
             ),
@@ -321,7 +324,7 @@ def list_differences(runs: list[RunView]) -> list[JsonObject]:
     return [
         {"key": key, "values": {name: values.get(key) for name, values in settings.items()}}
         for key in keys
-        if len({json.dumps(values.get(key), default=str) for values in settings.values()}) > 1
+        if len({repr(values.get(key)) for values in settings.values()}) > 1
     ]
 
 
@@ -414,46 +417,34 @@ def _build_ledger(summary: JsonObject) -> list[TableRow]:
     return rows
 
 
-def build_task_ledger(summary: Mapping[str, Any]) -> list[TableRow]:
-    """Return a header, then a row per task of a mixture with its tokens in each ledger line."""
-    tables: dict[str, JsonObject] = summary.get("ledger_by_task", {})
-    line_names = [
-        line
-        for line in next(iter(tables.values()), {})
-        if any(table[line]["tokens"] for table in tables.values())
-    ]
-    rows: list[TableRow] = [("task", "tokens", *line_names)]
-    for title, table in tables.items():
-        total = sum(line["tokens"] for line in table.values())
-        shares = (f"{table[line]['tokens'] / max(total, 1):.2%}" for line in line_names)
+def _build_shares(
+    name: str, lines: Iterable[str], table: Mapping[str, Mapping[str, float]]
+) -> list[TableRow]:
+    """Return a header, then a row per title with its tokens and their share in each ledger line.
+
+    table: title -> tokens by line; `lines` without tokens are left out."""
+    columns = [x for x in (*lines, FADED) if any(tokens.get(x) for tokens in table.values())]
+    rows: list[TableRow] = [(name, "tokens", *columns)]
+    for title, tokens in table.items():
+        total = sum(n for line, n in tokens.items() if line != FADED)
+        shares = (f"{tokens.get(line, 0) / max(total, 1):.2%}" for line in columns)
         rows.append((title, f"{total:,.0f}", *shares))
     return rows
 
 
-def build_length_ledger(summary: JsonObject) -> list[TableRow]:
+def build_length_ledger(lines: Mapping[str, Mapping[str, float]]) -> list[TableRow]:
     """Return a header, then a row per range of completion lengths.
 
-    A row has the number of tokens and their share in each non-empty ledger line.
     `faded` is the loss of trained tokens to `downweight`: tokens times (1 - weight)."""
-    lines: dict[str, dict[int, float]] = {}
-    for name, line in summary["ledger_lines"].items():
+    table: dict[int, dict[str, float]] = {}
+    for name, line in lines.items():
         for key, tokens in line.items():
             prefix, found, bound = key.rpartition("upto_")
             if found:
-                lines.setdefault("faded" if prefix else name, {})[int(bound)] = tokens
-    faded = lines.pop("faded", {})
-    columns = lines | ({"faded": faded} if faded else {})
-    rows: list[TableRow] = [("completion length", "tokens", *columns)]
-    for bound in sorted({k for line in lines.values() for k in line}):
-        total = sum(line.get(bound, 0) for line in lines.values())
-        rows.append(
-            (
-                f"{bound // 2 + 1} to {bound}" if bound > 2 else f"{bound}",
-                f"{total:,.0f}",
-                *(f"{line.get(bound, 0) / max(total, 1):.2%}" for line in columns.values()),
-            )
-        )
-    return rows
+                table.setdefault(int(bound), {})[FADED if prefix else name] = tokens
+    titles = {x: f"{x // 2 + 1} to {x}" if x > 2 else f"{x}" for x in sorted(table)}
+    titled = {title: table[bound] for bound, title in titles.items()}
+    return _build_shares("completion length", lines, titled)
 
 
 # ---- report.html: a self-contained page with plots, the ledger and numbers as JSON ---------------
@@ -491,8 +482,7 @@ def plot_timeline(spans: Mapping[str, Sequence[trace.TraceSpan]]) -> tuple[PageP
     shown_s = TIMELINE_S
     if trains:
         shown_s = max(shown_s, STEPS_SHOWN * statistics.median(x.end - x.start for x in trains))
-    starts = sorted(x.start for x in trains or all_spans)
-    start = starts[len(starts) // 2]
+    start = statistics.median_high(x.start for x in trains or all_spans)
     kinds = {x.name for x in all_spans}
     for name in [*(kind for kind in KINDS if kind in kinds), *sorted(kinds - set(KINDS))]:
         visible = [
@@ -617,9 +607,9 @@ def list_runs(directory: Path) -> list[JsonObject]:
         raise ConfigError(
             f"{directory}: no such directory; give the one that the config names as `runs`"
         )
-    configs = [path for path in directory.glob("*/config.toml") if _is_run(path.parent)]
+    configs = [x for x in directory.glob("*/config.toml") if (x.parent / "run_id").is_file()]
     if not configs:
-        is_run = _is_run(directory) and (directory / "config.toml").is_file()
+        is_run = (directory / "run_id").is_file() and (directory / "config.toml").is_file()
         raise ConfigError(
             f"{directory} is a run itself; give the directory that it is in"
             if is_run
@@ -630,10 +620,6 @@ def list_runs(directory: Path) -> list[JsonObject]:
         return (config.parent / "run_id").stat().st_mtime, config.parent.name
 
     return [describe_run(path.parent) for path in sorted(configs, key=begun_at)]
-
-
-def _is_run(run_dir: Path) -> bool:
-    return (run_dir / "run_id").is_file()
 
 
 def describe_run(run_dir: Path) -> JsonObject:

@@ -154,7 +154,7 @@ def reward(hook: Hook, role: str) -> None:
 
 
 def supervisor(hook: Hook, role: str) -> None:
-    from asyncrl.supervise.launch import Supervisor
+    from asyncrl.supervise.run import Supervisor
 
     def looked(*_args: Any) -> None:
         hook.worked(role)

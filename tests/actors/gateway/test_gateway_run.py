@@ -29,8 +29,8 @@ from asyncrl.tasks.calc import CalcTask
 
 # The run, with as much patience as a busy machine may need with a harness that ends.
 PATIENT = (
-    f"{FORKED}import sys; from asyncrl.supervise import launch; "
-    "launch.LATE_S = launch.END_S = 600.0; from asyncrl.cli import main; main(sys.argv[1:])"
+    f"{FORKED}import sys; from asyncrl.supervise import run; "
+    "run.LATE_S = run.END_S = 600.0; from asyncrl.cli import main; main(sys.argv[1:])"
 )
 
 SETS = tuple(
