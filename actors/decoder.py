@@ -147,38 +147,14 @@ def _rotate(x: Tensor, turns: Turns) -> Tensor:
 class ColumnCache:
     """Keys and values of all rows, and an additive bias [rows, 1, columns].
 
-    The bias hides the columns that a row may not see. joined_heads: for exact mode, the heads per
-    product (`exact_operators.count_heads_per_product`). These heads are stored as one wider head,
-    and the keys of a column are contiguous in memory, which is faster to read for a product of few
-    queries.
+    The bias hides the columns that a row may not see.
     """
 
     def __init__(
-        self,
-        lay: ModelLayout,
-        layers: int,
-        rows: int,
-        columns: int,
-        like: Tensor,
-        *,
-        joined_heads: int | None = None,
+        self, lay: ModelLayout, layers: int, rows: int, columns: int, like: Tensor
     ) -> None:
-        heads_per_group = joined_heads or 1
-        shape = (
-            layers,
-            rows,
-            lay.kv_heads // heads_per_group,
-            columns,
-            heads_per_group * lay.head_dim,
-        )
-        self.v = like.new_zeros(shape)
-        if joined_heads is None:
-            self.k = like.new_zeros(shape)
-            self.stored = self.k, self.v
-        else:
-            across = like.new_zeros(*shape[:3], shape[4], columns)
-            self.k = across.transpose(3, 4)
-            self.stored = across, self.v
+        shape = layers, rows, lay.kv_heads, columns, lay.head_dim
+        self.stored = self.k, self.v = like.new_zeros(shape), like.new_zeros(shape)
         self.bias = like.new_full((rows, 1, columns), MASKED, dtype=torch.float32)
 
 
@@ -390,13 +366,11 @@ def decode(
     Returns logits fp32 [n * m, V].
     """
     n, m = tokens.shape
-    lay = w.lay
     pad = exact_operators.pad_rows if w.exact else Tensor.contiguous
     columns = cache.bias.shape[2]
     width = min(exact_operators.round_up(end, exact_operators.KEYS if w.exact else 1), columns)
     place: tuple[Any, ...]
     attend_own: Callable[[Tensor, int], Tensor] | None = None
-    groups, wide = cache.v.shape[2], cache.v.shape[4]
     if column is None:
         positions = positions.clamp(max=columns - 1)
         attend_own = _plan_own_keys(cache, positions) if w.flash else None
@@ -410,41 +384,48 @@ def decode(
         place = slice(n), slice(None), column
     turns = w.compute_rotations(pad(positions.flatten().clamp(max=w.positions - 1)))
     x = w.top["embed"].index_select(0, pad(tokens.flatten()))
-    space = exact_operators.allocate_query_space(lay, n * m, x) if w.exact else None
     for i in range(w.layers):
         q, k, v = w.project(i, x, turns)
         for stored, new in ((cache.k, k), (cache.v, v)):
-            stored[i, *place] = new[: n * m].reshape(n * m, groups, wide)
-        keys, values = (
-            t[i, :n, :, :width].reshape(n * groups, width, wide) for t in (cache.k, cache.v)
-        )
-        if space is not None:
-            attended = exact_operators.attend_cached(q[: n * m], keys, values, bias, space)
-        elif attend_own is not None:
+            stored[i, *place] = new[: n * m]
+        if attend_own is not None:
             attended = attend_own(q, i)
         else:
-            attended = _attend_causally(q, keys, values, bias)
+            keys, values = (t[i, :n, :, :width].flatten(0, 1) for t in (cache.k, cache.v))
+            attended = _attend_causally(q[: n * m], keys, values, bias, exact=w.exact)
         x = w.finish(i, x, pad(attended), routed)
     return w.compute_logits(x)[: n * m]
 
 
-def _attend_causally(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+def _attend_causally(
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, exact: bool = False
+) -> Tensor:
     """Compute attention [n * m, heads * d] of the m queries of each of n rows.
 
     Args:
         q: [n * m, heads, d], scaled.
         keys, values: [n * kv heads, W, d].
         bias: [n, m, W].
+        exact: use the operators of exact mode; W is a multiple of KEYS.
     """
     (n, m, width), (_, heads, dim) = bias.shape, q.shape
     kv_heads = len(keys) // n
     share = heads // kv_heads
     by_key = q.reshape(n, m, kv_heads, share, dim).transpose(1, 2)
-    scores = torch.bmm(by_key.reshape(n * kv_heads, m * share, dim), keys.transpose(1, 2))
-    scores = scores.view(n, kv_heads, m, share, width).float().add_(bias[:, None, :, None])
-    p = torch.softmax(scores, -1).to(q.dtype)
-    attended = torch.bmm(p.view(n * kv_heads, m * share, width), values)
-    attended = attended.view(n, kv_heads, m, share * dim).transpose(1, 2)
+    if exact:
+        of_queries = bias[:, None, :, None].expand(n, 1, m, share, width)
+        attended = exact_operators.attend(
+            by_key.reshape(n, kv_heads, m * share, dim),
+            keys,
+            values,
+            of_queries.reshape(n, 1, m * share, width),
+        )
+    else:
+        scores = torch.bmm(by_key.reshape(-1, m * share, dim), keys.transpose(1, 2))
+        scores = scores.view(n, kv_heads, m, share, width).float().add_(bias[:, None, :, None])
+        p = torch.softmax(scores, -1).to(q.dtype)
+        attended = torch.bmm(p.view(-1, m * share, width), values)
+    attended = attended.reshape(n, kv_heads, m, share * dim).transpose(1, 2)
     return attended.reshape(n * m, heads * dim)
 
 
@@ -548,8 +529,7 @@ def encode(
     """Compute keys and values [B, kv heads, L, d] of every layer for ids [B, L].
 
     Rows are padded at the right. They start at position 0 or, with `prefix`, behind its keys. In
-    exact mode L is a multiple of `exact_operators.KEYS`, and heads lie side by side, as in the
-    cache.
+    exact mode L is a multiple of `exact_operators.KEYS`.
     The experts of each sparse layer but a last one, int64 [B * L, k], are appended to `routed`.
     replayed: int64 [sparse layers, B * L, k], see `expert_layers.route`.
     """
@@ -592,15 +572,11 @@ def run_layers(
     # the experts to replay in each layer; None in dense layers, and in all without `replayed`
     to_replay = iter(() if replayed is None else replayed)
     replay = [next(to_replay, None) if "router" in layer else None for layer in w.per_layer]
-    groups = lay.kv_heads // (exact_operators.count_heads_per_product(lay) if w.exact else 1)
     x = w.top["embed"].index_select(0, ids.flatten())
     for i in range(w.layers):
         q, k, v = (t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in w.project(i, x, turns))
         if layers is not None:
-            beside, values = (
-                t.transpose(1, 2).reshape(b, n, groups, -1).transpose(1, 2) for t in (k, v)
-            )
-            layers.append((beside, values))
+            layers.append((k, v))
             if i + 1 == w.layers:
                 return x
         if prefix is not None:
@@ -692,17 +668,6 @@ def sample(
     return tokens[:, 0], logs.gather(1, tokens)[:, 0], kept_mask
 
 
-def list_kept_ids(kept: Tensor) -> list[ndarray]:
-    """List the kept tokens of each row, int32; an empty array if all were kept.
-
-    kept: bool [n, V].
-    """
-    partial_mask = kept & ~kept.all(-1, keepdim=True)
-    sizes = partial_mask.sum(-1).cpu().numpy()
-    ids = partial_mask.nonzero()[:, 1].to(torch.int32).cpu().numpy()
-    return np.split(ids, np.cumsum(sizes)[:-1])
-
-
 def _attend_exactly(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """Compute `_attend` without a prefix with the operators of exact mode, a block at a time."""
     (b, heads, n, dim), groups = q.shape, k.shape[1]
@@ -719,34 +684,3 @@ def _attend_exactly(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
         )
         attended.append(of_block.view(b, heads, queries, dim))
     return cat(attended, 2)
-
-
-# ---- scoring -------------------------------------------------------------------------------------
-
-
-def score_states(
-    states: Tensor,
-    targets: Tensor,
-    most_likely: int,
-    logits: Callable[[Tensor], Tensor],
-    vocabulary: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Score the token after each state, with at most SCORES logits in memory.
-
-    Returns log-probabilities [n] fp32 of `targets`, and ids and log-probabilities [n, most_likely]
-    of the most likely tokens, best first.
-
-    Args:
-        states: [n, H].
-        targets: [n], token ids.
-        logits: maps states [m, H] to logits fp32 [m, vocabulary].
-    """
-    step = exact_operators.round_up(SCORES // vocabulary, exact_operators.ROWS)
-    picked, ids, best = [], [], []
-    for start in range(0, max(1, len(states)), step):
-        logs = torch.log_softmax(logits(states[start : start + step]), -1)
-        picked.append(logs.gather(1, targets[start : start + step, None])[:, 0])
-        values, indices = logs.topk(most_likely)
-        best.append(values)
-        ids.append(indices)
-    return cat(picked), cat(ids), cat(best)

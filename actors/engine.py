@@ -1,31 +1,38 @@
 """The engine interface: requests in, completions out, weight swaps between steps.
 
-asyncrl/config/engines.py lists the engines.
+asyncrl/config/engines.py lists the engines. `RowEngine` is what those in torch have in common.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 from numpy import ndarray, uint64
+from torch import Tensor
 
 from actors.decoding.constraints import TokenConstraint
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import IntPair, Numbers, VersionSpan
+from asyncrl.contract.messages import IntPair, Numbers, RoutingShape, VersionSpan
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
+from asyncrl.models import exact_operators
+from asyncrl.models.adapters import AdapterBase
 from asyncrl.models.policy import PolicyModel, compute_weights_digest, list_named_weights
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
 TokenCounts = dict[Key, int]
 VersionMark = tuple[int, Label, str]  # the first token, label and digest of a span
 Finish = Literal["stop", "length"]
+SCORED = 1 << 24  # logits in memory while prompts are scored: 64 MiB, plus copies
 
 
 @dataclass(frozen=True)
@@ -173,13 +180,6 @@ def require_room(request: CompletionRequest, context: int) -> None:
         )
 
 
-def mark_version(marks: list[VersionMark], position: int, label: Label, digest: str) -> None:
-    """Record that a live row has `position` tokens when a version is loaded."""
-    if marks and marks[-1][0] == position:
-        marks.pop()
-    marks.append((position, label, digest))
-
-
 def build_spans(marks: Sequence[VersionMark], length: int, in_flight: str) -> list[VersionSpan]:
     """Return the version spans of a response of `length` tokens.
 
@@ -214,6 +214,162 @@ def build_completion(
         support=support,
         routed=routed,
     )
+
+
+@dataclass
+class EngineRow:
+    """Host-side state of a live row."""
+
+    request: CompletionRequest
+    marks: list[VersionMark]
+    # int32, the tokens that were kept at each position, where the request has a support; empty: all
+    kept: list[ndarray] = field(default_factory=list)
+    # uint16 [tokens, layers, k], the experts of the tokens read so far, in parts
+    routed: list[ndarray] = field(default_factory=list)
+    sampled: int = 0  # tokens so far
+
+
+class RowEngine(Engine):
+    """An engine in torch, whose requests wait for one of its rows.
+
+    in_flight: how `load` treats live rows. base: the adapter base to which `load` adds each
+    version; None: versions are full weights. routing: the shape of the experts that completions
+    carry; None: they carry none.
+    """
+
+    rows: dict[int, Any]  # the live ones by slot, ascending
+
+    def __init__(
+        self,
+        slots: int,
+        context: int,
+        in_flight: str,
+        base: AdapterBase | None,
+        routing: RoutingShape | None,
+    ) -> None:
+        self.slots = slots
+        self.context = context
+        self.in_flight = in_flight
+        self.base = base
+        self.routing = routing
+        self.queue: deque[CompletionRequest] = deque()
+        self.rows = {}
+        self.label = Label(0, 0)
+        self.digest = ""
+        self.steps_made = 0
+        self.vocabulary = 0  # tokens that a row with a support was sampled from
+
+    @property
+    def active(self) -> int:
+        return len(self.rows) + len(self.queue)
+
+    def load(
+        self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
+    ) -> None:
+        if self.base is not None:
+            weights = self.base.merge(weights, probe)
+        self.use(weights)
+        self.label = label
+        self.digest = digest
+        for row in self.rows.values():
+            if row.marks[-1][0] == row.sampled:
+                row.marks.pop()
+            row.marks.append((row.sampled, label, digest))
+
+    def use(self, weights: Mapping[str, Any]) -> None:
+        """Copy whole weights for the next decode step."""
+
+    def add(self, requests: Iterable[CompletionRequest]) -> None:
+        for request in requests:
+            require_room(request, self.context)
+            self.queue.append(request)
+
+    def abort(self, keys: Iterable[Key]) -> TokenCounts:
+        aborted_keys = set(keys)
+        tokens = {request.key: 0 for request in self.queue} | self.count_tokens()
+        aborted = [request for request in self.queue if request.key in aborted_keys]
+        self.queue = deque(request for request in self.queue if request.key not in aborted_keys)
+        for slot, row in list(self.rows.items()):
+            if row.request.key in aborted_keys:
+                aborted.append(row.request)
+                del self.rows[slot]
+        for request in aborted:
+            self.forget(request)
+        return {request.key: tokens[request.key] for request in aborted}
+
+    def forget(self, request: CompletionRequest) -> None:
+        """Forget a request that left the engine without a completion."""
+
+    def count_tokens(self) -> TokenCounts:
+        return {row.request.key: row.sampled for row in self.rows.values()}
+
+    def list_constraints(self, count: int) -> list[TokenConstraint | None]:
+        """Return the grammar of each of the first `count` rows."""
+        rows = (self.rows.get(slot) for slot in range(count))
+        return [None if row is None else row.request.constraint for row in rows]
+
+    def record_kept(self, masks: Tensor, made: Mapping[int, int]) -> None:
+        """Append kept tokens to the rows that have a support.
+
+        masks: bool [n, m, V], of which the row `slot` has sampled the first made[slot].
+        """
+        self.vocabulary = masks.shape[2]
+        recorded = [slot for slot, row in self.rows.items() if row.request.has_support]
+        if recorded:
+            ids = iter(list_kept_ids(torch.cat([masks[slot, : made[slot]] for slot in recorded])))
+            for slot in recorded:
+                self.rows[slot].kept += islice(ids, made[slot])
+
+    def join_routing(self, row: EngineRow, *parts: ndarray) -> RoutedExperts | None:
+        """Join the experts of a row's tokens with further ones; None: they are not recorded."""
+        if self.routing is None:
+            return None
+        return RoutedExperts(np.concatenate([*row.routed, *parts]), self.routing.experts)
+
+    def finish(
+        self,
+        slot: int,
+        tokens: Sequence[int] | ndarray,
+        logprobs: Sequence[float] | ndarray,
+        routed: RoutedExperts | None,
+    ) -> Completion:
+        """Free a row; return its completion."""
+        row = self.rows.pop(slot)
+        spans = build_spans(row.marks, len(tokens), self.in_flight)
+        support = SampledSupport.from_lists(row.kept, self.vocabulary) if row.kept else None
+        return build_completion(row.request, tokens, logprobs, spans, support, routed)
+
+
+def list_kept_ids(kept: Tensor) -> list[ndarray]:
+    """List the kept tokens of each row, int32; an empty array if all were kept.
+
+    kept: bool [n, V].
+    """
+    partial_mask = kept & ~kept.all(-1, keepdim=True)
+    sizes = partial_mask.sum(-1).cpu().numpy()
+    ids = partial_mask.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+    return np.split(ids, np.cumsum(sizes)[:-1])
+
+
+def score_states(
+    states: Tensor, targets: Tensor, most_likely: int, logits: Callable[[Tensor], Tensor], size: int
+) -> PromptScores:
+    """Score the token after each state, with at most SCORED logits in memory.
+
+    Args:
+        states: [n, H].
+        targets: [n], token ids.
+        most_likely: of `Engine.score`.
+        logits: maps states [m, H] to logits fp32 [m, size].
+    """
+    step = exact_operators.round_up(SCORED // size, exact_operators.ROWS)
+    parts = []
+    for start in range(0, max(1, len(states)), step):
+        logs = torch.log_softmax(logits(states[start : start + step]), -1)
+        of_targets = logs.gather(1, targets[start : start + step, None])[:, 0]
+        parts.append((of_targets, *logs.topk(most_likely)))
+    picked, best, ids = (torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True))
+    return PromptScores(picked, ids.astype(np.int32), best)
 
 
 def build_engine(config: Config) -> Engine:

@@ -14,11 +14,9 @@ sampled under these weights is encoded only behind them.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,28 +30,23 @@ from torch.nn.functional import pad
 from actors import decoder
 from actors.decoder import RoutedLayers
 from actors.decoding import constraints
-from actors.decoding.constraints import TokenConstraint
 from actors.decoding.drafts import DraftBook, DraftPolicy
 from actors.engine import (
     Completion,
     CompletionRequest,
     Engine,
+    EngineRow,
     Key,
     PromptScores,
+    RowEngine,
     TokenCounts,
-    VersionMark,
-    build_completion,
-    build_spans,
     draw_uniform_rows,
-    mark_version,
     require_context,
-    require_room,
+    score_states,
 )
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.routed_experts import RoutedExperts
-from asyncrl.contract.sampled_support import SampledSupport
-from asyncrl.contract.versions import Label
 from asyncrl.models import exact_operators, memory, router_hooks
 from asyncrl.models.adapters import AdapterBase
 from asyncrl.models.policy import LazyWeights, PolicyModel, load_policy
@@ -63,6 +56,7 @@ from asyncrl.records import machine_memory
 
 TokenRows = list[ndarray]
 
+NO_COLUMNS = np.empty(0, np.int64)
 CHUNK = 64  # rows refilled at a time: an admission costs about as much as a few decode steps
 TOGETHER = 1 << 15  # prompt tokens encoded in one batch
 BRIEF = 64  # columns of the cache in which the cost of drafts is measured
@@ -71,37 +65,30 @@ SEEN = 256  # columns of the cache by which the shapes of a GPU's steps grow
 
 
 @dataclass
-class EngineRow:
-    """Host-side state of a live row.
+class EmbeddedRow(EngineRow):
+    """A live row of the embedded engine.
 
     born: the step of its first decode input.
     loads: the engine's load count when all its keys were computed.
     """
 
-    request: CompletionRequest
-    born: int
-    loads: int
-    marks: list[VersionMark] = field(default_factory=list)
-    # int32, the tokens that were kept at each position, where the request has a support; empty: all
-    kept: TokenRows = field(default_factory=list)
-    # uint16 [P - 1, layers, k], the experts of the prompt without its last token; None: no record
-    routed: ndarray | None = None
-    sampled: int = 0  # tokens so far
+    born: int = 0
+    loads: int = 0
 
 
-class EmbeddedEngine:
-    """See `actors.engine.Engine`.
+class EmbeddedEngine(RowEngine):
+    """See `actors.engine.RowEngine`.
 
-    in_flight: how `load` treats live rows; under `between_groups` none is live then. fixed: use
-    the operators of exact mode (asyncrl/models/exact_operators.py), with every key at the column of
-    its position. mantissa_bits: weights are rounded to so many bits when loaded; 0 means no
-    rounding. quantize: the format to which the linear layers' weights are rounded instead, or
-    "none". base: the adapter base to which `load` adds each version; None: versions are full
-    weights. kept_tokens: the most tokens whose keys and values are kept for later prompts. 0 keeps
-    none, and neither does exact mode, which encodes every prompt in full, as the learner does.
-    record_routing: completions of a mixture of experts carry the experts of their tokens.
+    fixed: use the operators of exact mode (asyncrl/models/exact_operators.py), with every key at
+    the column of its position. mantissa_bits: weights are rounded to so many bits when loaded; 0
+    means no rounding. quantize: the format to which the linear layers' weights are rounded instead,
+    or "none". kept_tokens: the most tokens whose keys and values are kept for later prompts. 0
+    keeps none, and neither does exact mode, which encodes every prompt in full, as the learner
+    does. record_routing: completions of a mixture of experts carry the experts of their tokens.
     drafts: when to decode speculatively; None: never.
     """
+
+    rows: dict[int, EmbeddedRow]
 
     def __init__(
         self,
@@ -120,14 +107,11 @@ class EmbeddedEngine:
         drafts: DraftPolicy | None = None,
     ) -> None:
         assert model.fast is not None
-        self.routing = model.fast.routing if record_routing else None
-        self.slots = rows = slots
-        self.in_flight = in_flight
+        routing = model.fast.routing if record_routing else None
+        super().__init__(slots, context, in_flight, base, routing)
         self.lay = model.fast
         self.mantissa_bits = mantissa_bits
         self.rounder = None if quantize == "none" else WeightRounder(model.hf, quantize)
-        self.base = base
-        self.context = context
         positions = exact_operators.round_up(context + 1, exact_operators.KEYS)
         self.weights = decoder.FusedWeights(model.fast, positions, exact=fixed)
         self.fixed = fixed
@@ -146,14 +130,10 @@ class EmbeddedEngine:
                 f"{format_gb(needed_bytes)}, and {format_gb(get_free_bytes(self.device))} are "
                 "free; set a lower context or add memory"
             )
-        self.cache = self._make_cache(rows, 0)
-        self.response_needed = max_new_tokens
+        self.cache = self._make_cache(slots, 0)
         self.prompt_needed = 8
-        self.queue: deque[CompletionRequest] = deque()
-        self.rows: list[EngineRow | None] = []
-        self.live = 0
+        self.used = 0  # rows that a step computes, of which ended ones are not live
         self.clock = 0  # decode steps since the engine was last empty
-        self.steps_made = 0
         self.columns = decoder.StepColumns(max_new_tokens)
         self.loads = 0
         self.prefix_cache = (
@@ -162,40 +142,28 @@ class EmbeddedEngine:
             else None
         )
         self.hits = self.reused = self.encoded = 0  # prompts with kept keys; tokens
-        self.label = Label(0, 0)
-        self.digest = ""
         # `remaining`: tokens that may still be sampled. 0: the row is not live; -1 - n: its
         # completion is over. `count`: tokens sampled
-        self.integers = zeros(5, rows, dtype=int64, device=self.device)
+        self.integers = zeros(5, slots, dtype=int64, device=self.device)
         self.token, self.position, self.remaining, self.count, self.top_k = self.integers
-        self.floats = torch.ones(2, rows, device=self.device)
+        self.floats = torch.ones(2, slots, device=self.device)
         self.scale, self.top_p = self.floats
         self.cuts = False  # some live row has top-p or top-k
-        self.vocabulary = 0  # tokens that a truncated row was sampled from
         self.plain = True  # every live row has temperature 1, no cut and no grammar
-        self.stop = torch.full((rows, 1), -1, dtype=int64, device=self.device)
+        self.stop = torch.full((slots, 1), -1, dtype=int64, device=self.device)
         # an ended row reads and writes behind its last token, with a draft several
         width = max_new_tokens + 1 + (0 if drafts is None else drafts.draft_tokens)
-        self.uniform = zeros(rows, width, device=self.device)
-        self.out_token = zeros(rows, width, dtype=int64, device=self.device)
-        self.out_logprob = zeros(rows, width, device=self.device)
+        self.uniform = zeros(slots, width, device=self.device)
+        self.out_token = zeros(slots, width, dtype=int64, device=self.device)
+        self.out_logprob = zeros(slots, width, device=self.device)
         # the experts of the token that each step read
         self.out_routed: Tensor | None = None
         if self.routing is not None:
-            size = (rows, width, self.routing.layers, self.routing.chosen)
+            size = (slots, width, self.routing.layers, self.routing.chosen)
             kind = torch.uint8 if self.routing.experts < 256 else torch.int16
             self.out_routed = zeros(size, dtype=kind, device=self.device)
 
     # ---- the protocol ----------------------------------------------------------------------------
-
-    @property
-    def active(self) -> int:
-        return self.live + len(self.queue)
-
-    @property
-    def live_rows(self) -> list[tuple[int, EngineRow]]:
-        """The live rows, each with its slot."""
-        return [(slot, row) for slot, row in enumerate(self.rows) if row is not None]
 
     @property
     def token_bytes(self) -> int:
@@ -212,18 +180,12 @@ class EmbeddedEngine:
         return rows * columns * self.token_bytes + encoding
 
     @torch.inference_mode()
-    def load(
-        self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
-    ) -> None:
-        if self.base is not None:
-            weights = self.base.merge(weights, probe)
+    def use(self, weights: Mapping[str, Any]) -> None:
         if self.rounder is not None:
             weights = self.rounder(weights)
         if bits := self.mantissa_bits:
             weights = LazyWeights(weights, lambda _, weight: round_mantissa(weight, bits))
         self.weights.load(weights)
-        self.label = label
-        self.digest = digest
         self.loads += 1
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
@@ -243,16 +205,14 @@ class EmbeddedEngine:
                     # cannot pay, nor can it with more rows
                     if verified > (1 + policy.draft_tokens) * plain:
                         break
-        for _, row in self.live_rows:
-            mark_version(row.marks, row.sampled, label, digest)
-        if self.in_flight == "recompute_kv" and self.live:
+        if self.in_flight == "recompute_kv" and self.rows:
             self._recompute()
 
     def add(self, requests: Iterable[CompletionRequest]) -> None:
-        for request in requests:
-            require_room(request, self.context)
-            self.queue.append(request)
-            if self.drafts is not None:
+        requests = list(requests)
+        super().add(requests)
+        if self.drafts is not None:
+            for request in requests:
                 self.draft_book.open(request)
 
     @torch.inference_mode()
@@ -260,21 +220,20 @@ class EmbeddedEngine:
         completions: list[Completion] = []
         end = self.steps_made + steps
         while self.steps_made < end:
-            if not self.live:
-                self.rows = []
+            if not self.rows:
+                self.used = 0
                 self.clock = 0
                 self.columns.clear()
             if self.queue:  # refill free rows in chunks
-                free = self.slots - self.live
+                free = self.slots - len(self.rows)
                 chunk = min(CHUNK, max(1, self.slots // 4), len(self.queue))
-                if free >= chunk or not self.live:
+                if free >= chunk or not self.rows:
                     count = min(free, len(self.queue))
                     self._admit([self.queue.popleft() for _ in range(count)])
-            elif self.live < SHRINK * len(self.rows):
+            elif len(self.rows) < SHRINK * self.used:
                 # move the live rows to the front, so that no step computes the ended ones
-                keep = [slot for slot, _ in self.live_rows]
-                index = torch.tensor(keep, device=self.device)
-                count = len(keep)
+                index = torch.tensor(list(self.rows), device=self.device)
+                count = len(index)
                 for stored in (*self.cache.stored, self.integers, self.floats):
                     stored[:, :count] = stored.index_select(1, index)
                 for tensor in (
@@ -287,8 +246,9 @@ class EmbeddedEngine:
                 ):
                     if tensor is not None:
                         tensor[:count] = tensor[index]
-                self.rows = [self.rows[slot] for slot in keep]
-            if not self.live:
+                self.rows = dict(enumerate(self.rows.values()))
+                self.used = count
+            if not self.rows:
                 break
             completions += self._decode(end - self.steps_made)
         return completions
@@ -298,44 +258,27 @@ class EmbeddedEngine:
         require_context(prompts, self.context)
         scores: dict[int, PromptScores] = {}
         for batch in split_by_length([len(prompt) for prompt in prompts], TOGETHER, CHUNK):
-            rows = [prompts[index] for index in batch]
-            ids = pad_token_rows(rows)
-            # a state for every token but the last, whose successor is unknown
-            counts = np.array([len(prompt) - 1 for prompt in rows])
-            row, column = np.nonzero(np.arange(ids.shape[1])[None] < counts[:, None])
-            targets = from_numpy(ids[row, np.minimum(column + 1, ids.shape[1] - 1)])
-            padded = self._pad_columns(ids)
-            states = decoder.run_layers(self.weights, padded).view(*padded.shape, -1)
-            scored = decoder.score_states(
-                states[from_numpy(row), from_numpy(column)],
-                targets.to(self.device),
-                most_likely,
-                self.weights.compute_logits,
-                self.weights.vocabulary,
-            )
-            ends = np.cumsum(counts)[:-1]
-            by_prompt = (np.split(values.cpu().numpy(), ends) for values in scored)
-            for index, logprobs, likely, likely_logprobs in zip(batch, *by_prompt, strict=True):
-                scores[index] = PromptScores(logprobs, likely.astype(np.int32), likely_logprobs)
+            ids = self._pad_columns(pad_token_rows([prompts[index] for index in batch]))
+            states = decoder.run_layers(self.weights, ids).view(*ids.shape, -1)
+            for row, index in enumerate(batch):
+                length = len(prompts[index])
+                scores[index] = score_states(
+                    states[row, : length - 1],
+                    ids[row, 1:length],
+                    most_likely,
+                    self.weights.compute_logits,
+                    self.weights.vocabulary,
+                )
         return [scores[index] for index in range(len(prompts))]
 
     def abort(self, keys: Iterable[Key]) -> TokenCounts:
-        aborted_keys = set(keys)
-        tokens = {}
-        for request in [request for request in self.queue if request.key in aborted_keys]:
-            tokens[request.key] = 0
-            self.queue.remove(request)
-            if self.drafts is not None:
-                self.draft_book.close(request)
-        for index, row in self.live_rows:
-            if row.request.key in aborted_keys:
-                tokens[row.request.key] = row.sampled
-                if self.drafts is not None:
-                    self.draft_book.close(row.request)
-                self.rows[index] = None
-                self.remaining[index] = 0
-                self.live -= 1
+        tokens = super().abort(keys)
+        self.remaining[[slot for slot in range(self.used) if slot not in self.rows]] = 0
         return tokens
+
+    def forget(self, request: CompletionRequest) -> None:
+        if self.drafts is not None:
+            self.draft_book.close(request)
 
     @torch.inference_mode()
     def erase_cache(self) -> None:
@@ -346,9 +289,6 @@ class EmbeddedEngine:
             self.prefix_cache.clear()
         for tensor in (*self.cache.stored, self.out_logprob):
             tensor.zero_()
-
-    def count_tokens(self) -> TokenCounts:
-        return {row.request.key: row.sampled for _, row in self.live_rows}
 
     def collect_metrics(self) -> dict[str, float]:
         numbers: dict[str, float] = {}
@@ -364,11 +304,11 @@ class EmbeddedEngine:
 
     # ---- where a row's tokens are ----------------------------------------------------------------
 
-    def _list_key_columns(self, row: EngineRow, count: int) -> ndarray:
+    def _list_key_columns(self, row: EmbeddedRow, count: int) -> ndarray:
         """Return the cache's columns of its first `count` tokens, the prompt's included."""
-        if self.by_position:
-            return np.arange(count)
         prompt = len(row.request.prompt) - 1
+        if self.by_position or count <= prompt:
+            return np.arange(count)
         steps = self.columns.list_columns(row.born, row.born + count - prompt)
         return np.concatenate([np.arange(prompt), self.prompt_needed + steps])
 
@@ -376,14 +316,13 @@ class EmbeddedEngine:
 
     def _admit(self, requests: list[CompletionRequest]) -> None:
         self._reserve(requests)
-        self.rows += [None] * (self.live + len(requests) - len(self.rows))
-        free_slots = [slot for slot, row in enumerate(self.rows) if row is None][: len(requests)]
-        index = torch.tensor(free_slots, device=self.device)
-        self.cache.bias[index] = decoder.MASKED
-        for slot, request in zip(free_slots, requests, strict=True):
-            self.rows[slot] = EngineRow(
-                request, self.clock, self.loads, [(0, self.label, self.digest)]
-            )
+        slots = [slot for slot in range(self.slots) if slot not in self.rows][: len(requests)]
+        index = torch.tensor(slots, device=self.device)
+        for slot, request in zip(slots, requests, strict=True):
+            marks = [(0, self.label, self.digest)]
+            self.rows[slot] = EmbeddedRow(request, marks, born=self.clock, loads=self.loads)
+        self.rows = dict(sorted(self.rows.items()))
+        self.used = max(self.used, len(self.rows))
 
         def put(values: list[Any], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=self.device)
@@ -394,44 +333,51 @@ class EmbeddedEngine:
         self.integers[:, index] = put(integers, int64).T
         floats = put([(r.temperature, r.top_p) for r in requests], torch.float32)
         self.scale[index], self.top_p[index] = 1.0 / floats[:, 0], floats[:, 1]
+        # each row sees the columns of its prompt, whose last token is a decode input
+        columns = torch.arange(self.cache.bias.shape[2], device=self.device)
+        visible = columns < self.position[index][:, None]
+        self.cache.bias[index, 0] = torch.where(visible, 0.0, decoder.MASKED)
         width = self.stop.shape[1]
         self.stop[index] = put(
             [list(request.stop) + [-1] * (width - len(request.stop)) for request in requests], int64
         )
         stream = draw_uniform_rows([request.stream for request in requests], self.uniform.shape[1])
-        self.uniform[index] = from_numpy(stream).to(self.device)
-        self._write_prompts(free_slots, requests)
-        self.live += len(requests)
-        live = [row.request for _, row in self.live_rows]
+        self.uniform[index] = self._put(stream)
+        self._write_prompts(dict(zip(slots, requests, strict=True)))
+        live = [row.request for row in self.rows.values()]
         self.plain = all(request.temperature == 1 and not request.has_support for request in live)
         self.cuts = any(request.truncates for request in live)
 
     def _reserve(self, requests: list[CompletionRequest]) -> None:
         """Grow the cache and tables for longer prompts or responses or more stop tokens."""
         prompt = max(self.prompt_needed, *(len(request.prompt) - 1 for request in requests))
-        response = max(self.response_needed, *(request.max_new_tokens for request in requests))
+        response = max(self.columns.count, *(request.max_new_tokens for request in requests))
         stops = max(1, *(len(request.stop) for request in requests))
         if stops > self.stop.shape[1]:
             self.graphs.clear()
             self.stop = pad(self.stop, (0, stops - self.stop.shape[1]), value=-1)
         previous, count = self.cache, self.cache.bias.shape[2]
-        if count and (prompt, response) == (self.prompt_needed, self.response_needed):
+        if count and (prompt, response) == (self.prompt_needed, self.columns.count):
             return
         old_prompt = self.prompt_needed
         self.graphs.clear()
         self.prompt_needed = exact_operators.round_up(prompt, 8 if self.on_cpu else SEEN)
-        self.response_needed = response
+        columns = self.prompt_needed + response
+        if self.drafts is not None:  # drafts of a row may reach beyond its last token
+            columns += self.drafts.draft_tokens
+        if self.fixed:
+            columns = exact_operators.round_up(columns, exact_operators.KEYS)
         # in main memory, pages of untouched rows take no space
-        rows = min(self.slots, len(self.rows) + len(requests)) if self.on_cpu else self.slots
-        needed_bytes = self._compute_bytes(rows, self._count_cache_columns(), prompt)
+        rows = min(self.slots, self.used + len(requests)) if self.on_cpu else self.slots
+        needed_bytes = self._compute_bytes(rows, columns, prompt)
         if needed_bytes > (free_bytes := get_free_bytes(self.device)):
             raise ConfigError(
                 f"a prompt of {prompt + 1} tokens: the keys and values of {rows} sequences of up "
-                f"to {self._count_cache_columns()} tokens take {format_gb(needed_bytes)}, and "
+                f"to {columns} tokens take {format_gb(needed_bytes)}, and "
                 f"{format_gb(free_bytes)} are free; lower generator.slots = {self.slots} or "
                 f"generator.context = {self.context}"
             )
-        self.cache = self._make_cache(self.slots, self._count_cache_columns())
+        self.cache = self._make_cache(self.slots, columns)
         if response > self.columns.count:
             added = response - self.columns.count
             self.columns.grow(response)
@@ -445,191 +391,164 @@ class EmbeddedEngine:
         column_ranges = [(0, 0, old_prompt), (self.prompt_needed, old_prompt, count)]
         if self.by_position or not count:
             column_ranges = [(0, 0, count)]
-        used_rows = len(self.rows)  # pages of the other rows stay untouched
         for target_start, start, end in column_ranges:
             target = slice(target_start, target_start + end - start)
             for copy, original in ((self.cache.k, previous.k), (self.cache.v, previous.v)):
-                copy[:, :used_rows, :, target] = original[:, :used_rows, :, start:end]
+                # pages of the other rows stay untouched
+                copy[:, : self.used, :, target] = original[:, : self.used, :, start:end]
             self.cache.bias[:, :, target] = previous.bias[:, :, start:end]
 
     def _make_cache(self, rows: int, columns: int) -> decoder.ColumnCache:
-        return decoder.ColumnCache(
-            self.lay,
-            self.weights.layers,
-            rows,
-            columns,
-            torch.empty(0, dtype=self.dtype, device=self.device),
-            joined_heads=exact_operators.count_heads_per_product(self.lay) if self.fixed else None,
-        )
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        return decoder.ColumnCache(self.lay, self.weights.layers, rows, columns, like)
 
-    def _count_cache_columns(self) -> int:
-        """Count the cache's columns: prompts plus steps; exact mode pads their sum."""
-        columns = self.prompt_needed + self.response_needed
-        if self.drafts is not None:  # drafts of a row may reach beyond its last token
-            columns += self.drafts.draft_tokens
-        return exact_operators.round_up(columns, exact_operators.KEYS) if self.fixed else columns
-
-    def _encode(
-        self,
-        ids: ndarray,
-        routed: RoutedLayers = None,
-        replayed: Sequence[RoutedExperts] | None = None,
-        prefix: decoder.PrefilledPrefix | None = None,
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Compute keys and values for padded token rows ids [B, L], L columns wide.
-
-        The experts are appended to `routed`, int64 [B * L, k], in exact mode with more columns.
-        replayed: of each row; the experts to use for its tokens.
-        """
-        width, tokens = ids.shape[1], self._pad_columns(ids)
-        columns = tokens.shape[1]
-        replay = router_hooks.build_padded_table(replayed, self.routing, columns, self.device)
-        return [
-            (keys[:, :, :width], values[:, :, :width])
-            for keys, values in decoder.encode(
-                self.weights, tokens, prefix=prefix, routed=routed, replayed=replay
-            )
-        ]
+    def _put(self, array: ndarray) -> Tensor:
+        return from_numpy(array).to(self.device)
 
     def _pad_columns(self, ids: ndarray) -> Tensor:
         """Copy ids [B, L] to the device; in exact mode L becomes a multiple of KEYS."""
         if self.fixed:
             padding = -ids.shape[1] % exact_operators.KEYS
             ids = np.pad(ids, ((0, 0), (0, padding)))
-        return from_numpy(ids).to(self.device)
+        return self._put(ids)
 
-    def _write_prompts(self, slots: list[int], requests: list[CompletionRequest]) -> None:
+    def _write_prompts(self, requests: Mapping[int, CompletionRequest]) -> None:
         """Fill each row with its prompt's keys and values, and keep them for later.
 
         The last prompt token is excluded: it is the first decode input.
+
+        requests: by their slots.
         """
-        prompt_of = {request.group: request.prompt[:-1] for request in requests}
-        kept_blocks = {
+        prompt_of = {
+            request.group: request.prompt[:-1]
+            for request in requests.values()
+            if len(request.prompt) > 1
+        }
+        blocks_of = {
             group: self.prefix_cache.find(prompt) if self.prefix_cache is not None else []
             for group, prompt in prompt_of.items()
         }
         for has_prefix in (False, True):
-            names = [group for group in prompt_of if bool(kept_blocks[group]) == has_prefix]
+            names = [group for group in prompt_of if bool(blocks_of[group]) == has_prefix]
             lengths = [1 + len(prompt_of[group]) for group in names]
             for batch in split_by_length(lengths, TOGETHER, CHUNK):
-                members = [names[index] for index in sorted(batch) if lengths[index] > 1]
-                number_of = {group: number for number, group in enumerate(members)}
+                members = {names[index]: number for number, index in enumerate(sorted(batch))}
                 owners = {
-                    slot: number_of[request.group]
-                    for slot, request in zip(slots, requests, strict=True)
-                    if request.group in number_of
+                    slot: members[request.group]
+                    for slot, request in requests.items()
+                    if request.group in members
                 }
-                if owners:
-                    blocks = [kept_blocks[group] for group in members]
-                    self._write_batch(owners, [prompt_of[group] for group in members], blocks)
-        if self.prefix_cache is None:
-            return
-        slot_of = {request.group: slot for slot, request in zip(slots, requests, strict=True)}
-        for group, slot in slot_of.items():
-            row, prompt = self.rows[slot], prompt_of[group]
-            assert row is not None
-            columns = np.arange(len(prompt))
+                columns = [decoder.PrefixCache.list_columns(blocks_of[group]) for group in members]
+                self._write_batch(owners, [prompt_of[group] for group in members], columns)
+        if self.prefix_cache is not None:
+            slot_of = {request.group: slot for slot, request in requests.items()}
+            for group, prompt in prompt_of.items():
+                self._keep(slot_of[group], prompt, self.join_routing(self.rows[slot_of[group]]))
+
+    def _keep(self, slot: int, tokens: ndarray, routed: RoutedExperts | None) -> None:
+        """Keep the keys, values and experts of a row's first tokens for later prompts."""
+        if self.prefix_cache is not None:
             self.prefix_cache.store(
-                prompt, self.cache.k[:, slot], self.cache.v[:, slot], columns, row.routed
+                tokens,
+                self.cache.k[:, slot],
+                self.cache.v[:, slot],
+                self._list_key_columns(self.rows[slot], len(tokens)),
+                None if routed is None else routed.ids,
             )
 
     def _write_batch(
-        self, owners: Mapping[int, int], prompts: TokenRows, blocks: list[list[int]]
+        self,
+        owners: Mapping[int, int],
+        sequences: TokenRows,
+        kept_columns: TokenRows,
+        replayed: Sequence[RoutedExperts | None] | None = None,
     ) -> None:
-        """Encode distinct prompts without their last tokens, for all rows that share them.
+        """Encode distinct sequences into all rows that have them.
 
-        owners: slot of a row -> index of its prompt. blocks: the kept prefix of each prompt, behind
-        which it is encoded; all have one, or none has.
+        Args:
+            owners: slot of a row -> index of its sequence.
+            sequences: int32, prompts, or prompts with a part of their responses.
+            kept_columns: the columns of the prefix cache that each begins with, behind which it is
+                encoded; all have some, or none has.
+            replayed: the experts to use for each; None: the router's own, which are recorded.
         """
-        columns = [decoder.PrefixCache.list_columns(numbers) for numbers in blocks]
-        prefix_lengths = np.array(list(map(len, columns)))
-        suffixes = [p[length:] for p, length in zip(prompts, prefix_lengths, strict=True)]
+        prefix_lengths = [len(columns) for columns in kept_columns]
+        suffixes = [p[length:] for p, length in zip(sequences, prefix_lengths, strict=True)]
         ids = pad_token_rows(suffixes)
-        slots, owner = np.array(list(owners)), np.array(list(owners.values()))
-        row, source = (from_numpy(x).to(self.device) for x in (slots, owner))
         prefix = None
-        if self.prefix_cache is not None and prefix_lengths.any():
-            past_columns = from_numpy(pad_token_rows(columns)).to(self.device)
+        if self.prefix_cache is not None and any(prefix_lengths):
+            past_columns = self._put(pad_token_rows(kept_columns))
             prefix = decoder.PrefilledPrefix(
                 self.prefix_cache.k[:, :, past_columns].transpose(1, 2),
                 self.prefix_cache.v[:, :, past_columns].transpose(1, 2),
-                from_numpy(prefix_lengths).to(self.device),
+                torch.tensor(prefix_lengths, device=self.device),
             )
+            row, source = self._put(np.array([*owners.items()]).T)
             for cached, prefix_tensor in ((self.cache.k, prefix.k), (self.cache.v, prefix.v)):
                 cached[:, row, :, : past_columns.shape[1]] = prefix_tensor[:, source]
-            self.hits += len(prompts)
-        routed: RoutedLayers = None if self.routing is None else []
-        self.reused += int(prefix_lengths.sum())
-        self.encoded += sum(map(len, suffixes))
+            self.hits += len(sequences)
+        if replayed is None:
+            self.reused += sum(prefix_lengths)
+            self.encoded += sum(map(len, suffixes))
+        chosen: RoutedLayers = None if self.routing is None or replayed is not None else []
         if ids.shape[1]:
-            # of every token of every row: its index among `slots` and its position in its suffix
-            row_index, token_index = np.nonzero(
-                np.arange(ids.shape[1])[None] < np.array([len(suffixes[o]) for o in owner])[:, None]
+            tokens = self._pad_columns(ids)
+            replay = router_hooks.build_padded_table(
+                replayed, self.routing, tokens.shape[1], self.device
             )
+            layers = decoder.encode(
+                self.weights, tokens, prefix=prefix, routed=chosen, replayed=replay
+            )
+            # of every token of every row: slot, column, index of its suffix and position there
+            columns = [
+                self._list_key_columns(self.rows[slot], len(sequences[owner]))[
+                    prefix_lengths[owner] :
+                ]
+                for slot, owner in owners.items()
+            ]
+            counts = [len(of_row) for of_row in columns]
             to_row, to_column, suffix, token = (
-                from_numpy(indices).to(self.device)
-                for indices in (
-                    slots[row_index],
-                    prefix_lengths[owner][row_index] + token_index,
-                    owner[row_index],
-                    token_index,
+                self._put(places)
+                for places in (
+                    np.repeat(list(owners), counts),
+                    np.concatenate(columns),
+                    np.repeat(list(owners.values()), counts),
+                    np.concatenate([np.arange(count) for count in counts]),
                 )
             )
-            for layer, (keys, values) in enumerate(self._encode(ids, routed, prefix=prefix)):
+            for layer, (keys, values) in enumerate(layers):
                 self.cache.k[layer][to_row, :, to_column] = keys[suffix, :, token]
                 self.cache.v[layer][to_row, :, to_column] = values[suffix, :, token]
-        if routed is not None and self.routing is not None:
+        if chosen is not None and self.routing is not None:
             # a last layer encodes no prompt, because its output is not needed: it is not recorded
             size = (*ids.shape, self.routing.layers, self.routing.chosen)
             table = np.full(size, self.routing.experts, np.uint16)
-            for layer, chosen in enumerate(routed):
-                of_rows = chosen.view(len(suffixes), -1, self.routing.chosen)
+            for layer, experts in enumerate(chosen):
+                of_rows = experts.view(len(suffixes), -1, self.routing.chosen)
                 table[:, :, layer] = of_rows[:, : ids.shape[1]].cpu().numpy()
-            for slot, number in owners.items():
-                experts = table[number, : len(suffixes[number])]
+            for slot, owner in owners.items():
                 if prefix is not None:
                     assert self.prefix_cache is not None and self.prefix_cache.routed is not None
-                    kept = self.prefix_cache.routed[columns[number]]
-                    experts = np.concatenate([kept, experts])
-                target = self.rows[slot]
-                assert target is not None
-                target.routed = experts
-        # each row sees the columns of its prompt
-        ends = np.array([len(prompts[number]) for number in owner])
-        visible = from_numpy(np.arange(ends.max())[None] < ends[:, None])
-        bias = torch.where(visible.to(self.device), 0.0, decoder.MASKED)
-        self.cache.bias[row, 0, : bias.shape[1]] = bias
+                    self.rows[slot].routed.append(self.prefix_cache.routed[kept_columns[owner]])
+                self.rows[slot].routed.append(table[owner, : len(suffixes[owner])])
 
     def _recompute(self) -> None:
         """Rebuild the keys and values of every live row with the weights now loaded.
 
         Tokens keep their recorded experts, with which a learner computes them, too.
         """
-        live = self.live_rows
-        lengths = [len(row.request.prompt) + row.sampled for _, row in live]
+        slots = list(self.rows)
+        lengths = [len(row.request.prompt) + row.sampled for row in self.rows.values()]
         for batch in split_by_length(lengths, TOGETHER, CHUNK):
-            batch_rows = [live[index] for index in batch]
-            sequences = []
-            for slot, row in batch_rows:
-                sampled = self.out_token[slot, : row.sampled].cpu().numpy()
-                sampled = sampled.astype(np.int32)
-                sequences.append(np.concatenate([row.request.prompt, sampled])[:-1])
-            replayed = None  # the experts of the tokens that the rows have read
-            if self.out_routed is not None:
-                replayed = [
-                    self._join_routing(row, self.out_routed[slot, : row.sampled].cpu().numpy())
-                    for slot, row in batch_rows
-                ]
-            layers = self._encode(pad_token_rows(sequences), replayed=replayed)
-            for index, (slot, row) in enumerate(batch_rows):
+            owners = {slots[index]: number for number, index in enumerate(batch)}
+            sequences, experts = [], []
+            for slot in owners:
+                row = self.rows[slot]
                 row.loads = self.loads
-                length = len(sequences[index])
-                target = from_numpy(self._list_key_columns(row, length)).to(self.device)
-                for layer, (keys, values) in enumerate(layers):
-                    self.cache.k[layer, slot, :, target], self.cache.v[layer, slot, :, target] = (
-                        keys[index, :, :length],
-                        values[index, :, :length],
-                    )
+                sampled = self.out_token[slot, : row.sampled].cpu().numpy().astype(np.int32)
+                sequences.append(np.concatenate([row.request.prompt, sampled])[:-1])
+                experts.append(self._join_all_routing(slot))
+            self._write_batch(owners, sequences, [NO_COLUMNS] * len(owners), experts)
 
     # ---- decoding --------------------------------------------------------------------------------
 
@@ -639,40 +558,39 @@ class EmbeddedEngine:
         One at a time on a CPU, with drafts or with a grammar. No row reaches its last token before
         the last step.
         """
-        count = len(self.rows)
+        count = self.used
         drafts = None if self.drafts is None else self._propose(self.drafts)
         width = 1 if drafts is None else 1 + drafts.shape[1]
         allowed = None  # bool [n, V]: the tokens that grammars leave to each row; None: all
         if not self.plain:
             allowed = constraints.compute_allowed_tokens(
-                self._list_constraints(), self.weights.vocabulary, self.device
+                self.list_constraints(count), self.weights.vocabulary, self.device
             )
         if self.on_cpu or drafts is not None or allowed is not None:
             steps = 1
         else:
-            rows = [row for _, row in self.live_rows]
+            rows = self.rows.values()
             steps = min(steps, *(row.request.max_new_tokens - row.sampled for row in rows))
             count = min(self.slots, 1 << (count - 1).bit_length())
         end = width
         if self.by_position:
-            longest = (len(row.request.prompt) - 1 + row.sampled for _, row in self.live_rows)
-            end += max(longest)
+            end += max(len(row.request.prompt) - 1 + row.sampled for row in self.rows.values())
         masks = [self._run_step(count, end + step, drafts, allowed) for step in range(steps)]
         if allowed is not None:  # constrained rows draft nothing
-            constraints.advance(self._list_constraints(), self.token[:count])
-        remaining = self.remaining[: len(self.rows)].tolist()
-        made = [1] * len(self.rows)
-        for slot, row in self.live_rows:
+            constraints.advance(self.list_constraints(count), self.token[:count])
+        remaining = self.remaining[: self.used].tolist()
+        made = {}
+        for slot, row in self.rows.items():
             left = max(remaining[slot], -1 - remaining[slot])
             made[slot] = row.request.max_new_tokens - left - row.sampled
             row.sampled += made[slot]
         if masks[0] is not None:
-            self._record_kept(torch.cat(masks, 1), made)
+            self.record_kept(torch.cat(masks, 1), made)
         if width > 1 and drafts is not None and self.drafts is not None:
-            yielded = sum(made[slot] for slot, _ in self.live_rows)
+            yielded = sum(made.values())
             self.proposed += int((drafts >= 0).sum())
-            self.accepted += yielded - self.live
-            self.drafts.count(self.live, yielded)
+            self.accepted += yielded - len(made)
+            self.drafts.count(len(made), yielded)
         return self._finish_rows([slot for slot, left in enumerate(remaining) if left < 0])
 
     def _run_step(self, count: int, end: int, drafts: Tensor | None, allowed: Tensor | None) -> Any:
@@ -690,7 +608,7 @@ class EmbeddedEngine:
         self.steps_made += 1
         if not self.by_position:
             column = self.columns.allocate(
-                self.clock - 1, lambda: min(row.born for _, row in self.live_rows)
+                self.clock - 1, lambda: min(row.born for row in self.rows.values())
             )
             # all columns up to the highest used one, rounded up so that short responses use one
             # kernel for all steps
@@ -782,10 +700,10 @@ class EmbeddedEngine:
 
     def _propose(self, policy: DraftPolicy) -> Tensor:
         """Return the drafts of all rows, int64 [rows, D], padded with -1; D may be 0."""
-        drafts: list[list[int]] = [[] for _ in self.rows]
-        if policy.pays(self.live):
+        drafts: list[list[int]] = [[] for _ in range(self.used)]
+        if policy.pays(len(self.rows)):
             began = time.perf_counter()
-            for slot, row in self.live_rows:
+            for slot, row in self.rows.items():
                 if row.request.constraint is not None:
                     continue
                 limit = min(policy.draft_tokens, row.request.max_new_tokens - row.sampled - 1)
@@ -794,7 +712,7 @@ class EmbeddedEngine:
                 indexed_count = self.draft_book.count_indexed(row.request)
                 new_tokens = self.out_token[slot, indexed_count : row.sampled].tolist()
                 drafts[slot] = self.draft_book.propose(row.request, new_tokens, limit)
-            policy.looked_up += self.live
+            policy.looked_up += len(self.rows)
             policy.lookup_s += time.perf_counter() - began
         width = max(map(len, drafts))
         padded = [draft + [-1] * (width - len(draft)) for draft in drafts]
@@ -813,72 +731,33 @@ class EmbeddedEngine:
             seconds.append(time.perf_counter() - began)
         return min(seconds[1:])
 
-    def _record_kept(self, masks: Tensor, made: Sequence[int]) -> None:
-        """Append kept tokens to the rows that have a support.
-
-        masks: bool [n, m, V], of which row i has sampled the first made[i].
-        """
-        self.vocabulary = masks.shape[2]
-        recorded = [(slot, row) for slot, row in self.live_rows if row.request.has_support]
-        if recorded:
-            rows = torch.cat([masks[slot, : made[slot]] for slot, _ in recorded])
-            ids = iter(decoder.list_kept_ids(rows))
-            for slot, row in recorded:
-                row.kept += itertools.islice(ids, made[slot])
-
-    def _list_constraints(self) -> list[TokenConstraint | None]:
-        return [None if row is None else row.request.constraint for row in self.rows]
-
     def _finish_rows(self, ended_slots: list[int]) -> list[Completion]:
         """Read the completions of the rows `ended_slots` together and free these rows."""
         if not ended_slots:
             return []
         ended_tokens = self.out_token[ended_slots].cpu().numpy().astype(np.int32)
         logprobs = self.out_logprob[ended_slots].cpu().numpy()
-        routed = None if self.out_routed is None else self.out_routed[ended_slots].cpu().numpy()
         self.remaining[ended_slots] = 0
         completions = []
         for index, slot in enumerate(ended_slots):
             row = self.rows[slot]
-            assert row is not None
-            columns = slice(row.sampled)
-            tokens = ended_tokens[index, columns]
-            experts = None if routed is None else self._join_routing(row, routed[index, columns])
+            tokens = ended_tokens[index, : row.sampled]
+            experts = self._join_all_routing(slot)
             # keep the keys, values and experts of all but the last token, which was never an
             # input; an earlier version may have chosen experts of the keys
-            is_one_version = experts is None or len(row.marks) == 1
-            if self.prefix_cache is not None and row.loads == self.loads and is_one_version:
-                cached_tokens = np.concatenate([row.request.prompt, tokens[:-1]])
-                self.prefix_cache.store(
-                    cached_tokens,
-                    self.cache.k[:, slot],
-                    self.cache.v[:, slot],
-                    self._list_key_columns(row, len(cached_tokens)),
-                    None if experts is None else experts.ids,
-                )
+            if row.loads == self.loads and (experts is None or len(row.marks) == 1):
+                self._keep(slot, np.concatenate([row.request.prompt, tokens[:-1]]), experts)
             if self.drafts is not None:
                 self.draft_book.close(row.request, tokens)
-            self.rows[slot] = None
-            spans = build_spans(row.marks, len(tokens), self.in_flight)
-            support = SampledSupport.from_lists(row.kept, self.vocabulary) if row.kept else None
-            completions.append(
-                build_completion(
-                    row.request, tokens, logprobs[index, columns], spans, support, experts
-                )
-            )
-        self.live -= len(completions)
+            completions.append(self.finish(slot, tokens, logprobs[index, : row.sampled], experts))
         return completions
 
-    def _join_routing(self, row: EngineRow, step_experts: ndarray) -> RoutedExperts:
-        """Join the experts of a row's prompt with those of its decode steps.
-
-        step_experts: [T, layers, k].
-        """
-        assert self.routing is not None
-        tables = [] if row.routed is None else [row.routed]
-        return RoutedExperts(
-            np.concatenate([*tables, step_experts.astype(np.uint16)]), self.routing.experts
-        )
+    def _join_all_routing(self, slot: int) -> RoutedExperts | None:
+        """Join the experts of a row's prompt with those of its decode steps."""
+        if self.out_routed is None:
+            return None
+        steps = self.out_routed[slot, : self.rows[slot].sampled].cpu().numpy().astype(np.uint16)
+        return self.join_routing(self.rows[slot], steps)
 
 
 def get_free_bytes(device: torch.device) -> int:

@@ -355,17 +355,7 @@ class ServeEngine(ProbedEngine):
             "token_ids": request.prompt.tolist(),
             "cache_salt": self.salt(request.group, f"{self.folder.name[-8:]}-{weights.path.name}"),
             "stream": True,
-            "sampling_params": {
-                "max_tokens": request.max_new_tokens,
-                "temperature": request.temperature,
-                "top_p": request.top_p,
-                "top_k": request.top_k,
-                "stop_token_ids": list(request.stop),
-                "logprobs": 0,
-                "seed": live.seed,
-                "ignore_eos": True,
-                "detokenize": False,
-            },
+            "sampling_params": self.describe_sampling(request, live.seed),
         }
         await self._ask(server, GENERATE, body, stream)
         covered = [end for span in stream.spans for end in (span.start, span.end)]

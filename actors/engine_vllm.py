@@ -19,9 +19,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +33,6 @@ from numpy import ndarray
 from torch import Generator, Tensor
 from torch.nn.functional import linear
 
-from actors.decoder import list_kept_ids
 from actors.decoding.constraints import TokenConstraint
 from actors.engine import (
     Completion,
@@ -41,8 +41,11 @@ from actors.engine import (
     Key,
     PromptScores,
     TokenCounts,
+    VersionMark,
     build_completion,
+    build_spans,
     draw_uniform_rows,
+    list_kept_ids,
     require_room,
 )
 from asyncrl.config.tree import Config
@@ -134,8 +137,6 @@ class DirectWriter:
             if hasattr(module, "cpu_linear") and not any(module is h for h in heads)
         ]
         self.scratch = torch.empty(0, dtype=dtype)
-        # by part: matrices kept unpacked whose plain form vLLM has freed
-        self.plain: dict[int, Tensor] = {}
 
     def check_same(self, weights: Weights) -> None:
         """Compare with the result of vLLM's reload of these weights.
@@ -183,40 +184,26 @@ class DirectWriter:
         """Write `weights` into all layers."""
         for module in self.idle:
             module.cpu_linear = linear
-        for number, part in enumerate(self.parts):
-            packed = (
-                self.cpu
-                and part.product
-                and (
-                    self.dtype != torch.float32
-                    or sum(weights[name].numel() for name in part.names) >= PLAIN
-                )
+        for part in self.parts:
+            layer = part.layer
+            is_product = self.cpu and part.product
+            packed = is_product and (
+                self.dtype != torch.float32
+                or sum(weights[name].numel() for name in part.names) >= PLAIN
             )
-            if packed:
-                # free the old packing first, so that the new one reuses its memory
-                part.layer.cpu_linear = None
-                # a nonempty weight is the output head, which stays plain, padded and perhaps tied
-                if not getattr(part.layer, part.kind).numel():
-                    part.layer.weight = torch.nn.Parameter(
-                        self.stack(weights, part), requires_grad=False
-                    )
-                    pack(part.layer, remove_weight=True)
+            if is_product:  # frees an old packing first, so that the new one reuses its memory
+                layer.cpu_linear = None if packed else linear
+                if not layer.weight.numel():  # vLLM has freed the plain form
+                    stacked = self.stack(weights, part)
+                    plain = stacked if packed else stacked.clone()
+                    layer.weight = torch.nn.Parameter(plain, requires_grad=False)
+                    if packed:
+                        pack(layer, remove_weight=True)
                     continue
-            elif self.cpu and part.product and not part.layer.weight.numel():
-                if number not in self.plain:
-                    self.plain[number] = self.stack(weights, part).clone()
-                plain_weight = self.plain[number]
-                part.layer.cpu_linear = lambda probe, _weight, bias, own=plain_weight: linear(
-                    probe, own, bias
-                )
-                self.copy(weights, part, plain_weight)
-                continue
-            elif self.cpu and part.product:
-                part.layer.cpu_linear = linear
             if not part.tied:
-                self.copy(weights, part, getattr(part.layer, part.kind))
+                self.copy(weights, part, getattr(layer, part.kind))
             if packed:
-                pack(part.layer, remove_weight=False)
+                pack(layer, remove_weight=False)
 
     @staticmethod
     def copy(weights: Weights, part: StackedTensor, live: Tensor) -> None:
@@ -369,6 +356,7 @@ class SupportRecorder:
 
 PROBE = "probe"
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # nats, see `check_probe`
+AHEAD = 64  # random numbers of a request that are drawn at once
 UPDATE = "/asyncrl/update"  # the route of a server (actors/vllm_transfer.py)
 BLOCK = 32  # tokens in a block of keys and values; vLLM's CPU kernels need multiples of 32
 SETTINGS = {
@@ -389,33 +377,26 @@ class SeedExtension:
     """Requests with seeds in vLLM's worker on a CPU (`worker_extension_cls`)."""
 
     def asyncrl_seed_rows(self) -> None:
-        """On a CPU, replace vLLM's sampling by `SeededSampler`, once, and use its rewind."""
+        """On a CPU, replace vLLM's sampling by `SeededSampler`, once."""
         worker: Any = self
         runner = worker.model_runner
         inner = runner.sampler.topk_topp_sampler
-        if getattr(inner.forward, "__name__", "") == "forward_cpu":
-            seeded = SeededSampler(inner.forward, 1024 + 4 * runner.max_num_reqs)
-            inner.forward = worker.asyncrl_seeded = seeded
-            plain = runner._bookkeeping_sync
-            runner._bookkeeping_sync = lambda *args, **more: self._take_back(plain, *args, **more)
+        if getattr(inner.forward, "__name__", "") != "forward_cpu":
+            return
+        inner.forward = SeededSampler(inner.forward, runner)
+        plain = runner._bookkeeping_sync
 
-    def _take_back(self, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Run vLLM's bookkeeping of a step, rewinding generators of discarded tokens.
+        def keep_books(*args: Any, **options: Any) -> Any:
+            # vLLM turns back the generator of a partly encoded prompt, whose sample it discards:
+            # a CPU generator cannot be, and those of `SeededSampler` need not
+            batch = runner.input_batch
+            generators, batch.generators = batch.generators, {}
+            try:
+                return plain(*args, **options)
+            finally:
+                batch.generators = generators
 
-        A partly encoded prompt has sampled a token that is discarded, so that its generator must
-        step back. A CPU generator cannot, and vLLM fails on it.
-        """
-        worker: Any = self
-        runner = worker.model_runner
-        batch = runner.input_batch
-        discarded = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
-        removed = {row: batch.generators.pop(row) for row in discarded if row in batch.generators}
-        for generator in removed.values():
-            worker.asyncrl_seeded.rewind(generator)
-        try:
-            return plain(*args, **options)
-        finally:
-            batch.generators.update(removed)
+        runner._bookkeeping_sync = keep_books
 
 
 class SwapExtension(SeedExtension):
@@ -469,22 +450,15 @@ def repack(model: torch.nn.Module) -> None:
 class SeededSampler:
     """vLLM's sampling on a CPU, for requests with seeds.
 
-    vLLM asks each row's generator for one number per token, in one call each. Here a generator
-    produces AHEAD numbers at once. Unused numbers survive a preemption; those of the `room`
-    requests used last are kept.
+    vLLM asks each row's generator for one number per token, in one call each. Here the number of a
+    token follows from its request's seed and its position, and AHEAD of them are drawn at once.
 
-    A row without a generator belongs to a probe, whose sample is unused: its number is 0. vLLM
-    keeps seeds beside such rows too; what it lacks is a step back (`rewind`).
+    A row without a generator belongs to a probe, whose sample is unused: its number is 0.
     """
 
-    AHEAD = 64
-
-    def __init__(self, plain: Callable[..., Any], room: int) -> None:
+    def __init__(self, plain: Callable[..., Any], runner: Any) -> None:
         self.plain = plain
-        self.room = room
-        # by id, which stays unique because the generator is kept alive
-        self.ahead: OrderedDict[int, tuple[Generator, list[int]]] = OrderedDict()
-        self.last_numbers: dict[int, int] = {}  # the number each of these returned last
+        self.runner = runner
 
     def __call__(
         self,
@@ -498,33 +472,20 @@ class SeededSampler:
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
         logits = apply_top_k_top_p(logits, keys, parameter)
-        seeds = torch.tensor(
-            [self.draw(generators[row]) if row in generators else 0 for row in range(len(logits))]
-        )
+        seeds = torch.zeros(len(logits), dtype=torch.int64)
+        for row, generator in generators.items():
+            block, position = divmod(len(self.runner.input_batch.req_output_token_ids[row]), AHEAD)
+            seeds[row] = draw_numbers(generator.initial_seed(), block)[position]
         return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), logits.log_softmax(
             -1, dtype=torch.float32
         )
 
-    def draw(self, generator: Generator) -> int:
-        """Return the generator's next number."""
-        name = id(generator)
-        if name not in self.ahead:
-            self.ahead[name] = generator, []
-            if len(self.ahead) > self.room:
-                self.last_numbers.pop(self.ahead.popitem(last=False)[0], None)
-        self.ahead.move_to_end(name)
-        numbers = self.ahead[name][1]
-        if not numbers:
-            drawn = torch.randint(0, 2**31, (self.AHEAD,), generator=generator)
-            numbers += reversed(drawn.tolist())
-        self.last_numbers[name] = numbers.pop()
-        return self.last_numbers[name]
 
-    def rewind(self, generator: Generator) -> None:
-        """Return the generator's last number to the front of its numbers."""
-        name = id(generator)
-        if name in self.last_numbers:
-            self.ahead[name][1].append(self.last_numbers.pop(name))
+@lru_cache(4096)
+def draw_numbers(seed: int, block: int) -> list[int]:
+    """Return the numbers AHEAD * block to AHEAD * (block + 1) of a seed's generator."""
+    drawn = torch.randint(0, 2**31, (AHEAD * (block + 1),), generator=Generator().manual_seed(seed))
+    return drawn[-AHEAD:].tolist()
 
 
 class ReferenceWeights:
@@ -646,17 +607,28 @@ class ProbedEngine(Engine):
             )
         self.probes = self.probes + 1
 
-    def build_spans(self, spans: Iterable[Any], born: Label) -> list[VersionSpan]:
+    def build_spans(self, spans: Sequence[Any], born: Label) -> list[VersionSpan]:
         """Build the version spans of an answer from vLLM's; born: the version it began under."""
-        built = []
+        marks: list[VersionMark] = [(0, born, "")]
         for span in spans:
-            if span.end <= span.start:
-                continue
             epoch, number, digest = span.version.split(".")
-            label = Label(int(epoch), int(number))
-            keys = label if self.in_flight == "recompute_kv" else born
-            built.append(VersionSpan(label, digest, span.start, span.end, keys))
-        return built
+            marks.append((span.start, Label(int(epoch), int(number)), digest))
+        return build_spans(marks, spans[-1].end if spans else 0, self.in_flight)
+
+    @staticmethod
+    def describe_sampling(request: CompletionRequest, seed: int) -> dict[str, Any]:
+        """Return vLLM's sampling parameters of a completion."""
+        return {
+            "max_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "stop_token_ids": list(request.stop),
+            "logprobs": 0,
+            "seed": seed,
+            "ignore_eos": True,
+            "detokenize": False,
+        }
 
 
 class VllmEngine(ProbedEngine):
@@ -717,16 +689,7 @@ class VllmEngine(ProbedEngine):
 
     def begin(self, request: CompletionRequest, seed: int) -> None:
         name = "-".join(map(str, request.key))
-        settings = make_sampling_params(
-            max_tokens=request.max_new_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            stop_token_ids=list(request.stop),
-            logprobs=0,
-            flat_logprobs=True,
-            seed=seed,
-        )
+        settings = make_sampling_params(**self.describe_sampling(request, seed), flat_logprobs=True)
         self.requests[name] = (request, self.label)
         if request.has_support:
             self.recorder.requests[name] = RecordedRequest(request.constraint)
@@ -814,9 +777,8 @@ def make_sampling_params(**settings: Any) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        **settings, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-    )
+    settings = {"ignore_eos": True, "detokenize": False} | settings
+    return SamplingParams(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 class PlaceholderModule(ModuleType):

@@ -9,10 +9,7 @@ both sides call the same functions on the same fused weights:
 - values are summed `BLOCK` at a time;
 - there are at least `QUERIES` query rows and `COLUMNS` columns of logits.
 
-Only attention has two forms. The engine has one query per head (`attend_cached`), which it would
-have to pad to `QUERIES` rows. Instead several heads share these rows, each beside zeros in the
-columns of the others, which change no bit of a sum in order. `asyncrl.supervise.exact_check` tests
-whether this is enough on a machine.
+`asyncrl.supervise.exact_check` tests whether this is enough on a machine.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ BLOCK = 128  # MKL sums over 193 to 383 keys in two halves, in an order that dep
 QUERIES = 4
 COLUMNS = 16
 MASKED = -1e30
-TINY = 8  # for heads of up to so many columns a library may choose another kernel
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -223,15 +219,17 @@ def finish(
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """Attention of q over k and v.
 
-    q: [B, h_kv, rows, d], scaled; rows is a multiple of QUERIES
+    q: [B, h_kv, rows, d], scaled
     k, v: [B * h_kv, W, d], column = position; W is a multiple of KEYS
     bias: added to the scores of the last columns, broadcasts to [B, h_kv, rows, columns]
     Returns [B, h_kv, rows, d].
     """
     b, groups, rows, d = q.shape
-    scores = torch.bmm(q.reshape(b * groups, rows, d), k.transpose(1, 2))
-    scores.view(b, groups, rows, -1)[..., -bias.shape[-1] :].add_(bias)
-    return sum_weighted_values(torch.softmax(scores, -1), v).view(b, groups, rows, d)
+    queries = F.pad(q, (0, 0, 0, -rows % QUERIES)).reshape(b * groups, -1, d)
+    scores = torch.bmm(queries, k.transpose(1, 2))
+    scores.view(b, groups, -1, k.shape[1])[:, :, :rows, -bias.shape[-1] :].add_(bias)
+    attended = sum_weighted_values(torch.softmax(scores, -1), v)
+    return attended.view(b, groups, -1, d)[:, :, :rows]
 
 
 def sum_weighted_values(shares: Tensor, v: Tensor) -> Tensor:
@@ -246,61 +244,3 @@ def sum_weighted_values(shares: Tensor, v: Tensor) -> Tensor:
         block = slice(start, start + BLOCK)
         total = torch.baddbmm(total, shares[..., block], v[:, block])
     return total
-
-
-def count_heads_per_product(lay: Any) -> int:
-    """Return how many key heads are stored side by side in the engine's cache.
-
-    Their queries share the rows of one matrix product. As many heads share it as fit into the rows
-    to which the queries of one head would be padded. Sums are over at most `BLOCK` columns, as for
-    values.
-    """
-    share = lay.heads // lay.kv_heads
-    largest = (
-        min(round_up(share, QUERIES) // share, BLOCK // lay.head_dim) if lay.head_dim > TINY else 1
-    )
-    return max(g for g in range(1, max(1, largest) + 1) if lay.kv_heads % g == 0)
-
-
-def allocate_query_space(lay: Any, n: int, like: Tensor) -> Tensor:
-    """Return zeros [n, groups of heads, rows, columns of a group] for `attend_cached`."""
-    g = count_heads_per_product(lay)
-    rows = round_up(g * (lay.heads // lay.kv_heads), QUERIES)
-    return like.new_zeros(n, lay.kv_heads // g, rows, g * lay.head_dim)
-
-
-def attend_cached(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, space: Tensor) -> Tensor:
-    """`attend` for the m queries of each of n rows, which share the row's keys in the cache.
-
-    q: [n * m, heads, d], scaled
-    k, v: [n * groups, W, g * d], with g heads side by side
-    bias: [n, m, W]
-    space: `allocate_query_space` of n * m; its entries for queries are overwritten
-    Returns [n * m, heads * d].
-    """
-    (n, m, columns), (count, heads, d) = bias.shape, q.shape
-    groups, padded, width = space.shape[1:]
-    g = width // d
-    share = heads // (groups * g)
-    _select_own_columns(space, g, share).copy_(
-        q.view(count, groups, g, share, d).permute(0, 1, 3, 4, 2)
-    )
-    queries = space.view(n, m, groups, padded, width).transpose(1, 2)
-    attended = attend(
-        queries.reshape(n, groups, m * padded, width),
-        k,
-        v,
-        bias[:, None, :, None].expand(n, 1, m, padded, columns).reshape(n, 1, -1, columns),
-    )
-    attended = attended.view(n, groups, m, padded, width).transpose(1, 2)
-    selected = _select_own_columns(attended.reshape(count, groups, padded, width), g, share)
-    return selected.permute(0, 1, 4, 2, 3).reshape(count, heads * d)
-
-
-def _select_own_columns(x: Tensor, g: int, share: int) -> Tensor:
-    """View each head's rows of x [n, groups, rows, g * d] in its own columns.
-
-    Returns [n, groups, share, d, g].
-    """
-    n, groups, _, width = x.shape
-    return x[:, :, : g * share].view(n, groups, g, share, g, width // g).diagonal(0, 2, 4)

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl.contract.blobs import images as image_blobs
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import RoutingShape
+from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.models import adapter_files, fetch, packed_forward, router_hooks, without_transformers
 from asyncrl.models.image_encoder import PROCESSOR_FILES, ImageEncoder
 from asyncrl.models.image_tokens import read_shape
@@ -161,16 +162,30 @@ def compute_plain_logprobs(
     return ForwardOutput(*_join_parts(parts))
 
 
-def pad_sequences(
-    sequences: Sequence[Sequence[int] | np.ndarray], width: int, device: torch.device
-) -> dict[str, Tensor]:
-    """Return the arguments of a forward pass for token sequences padded to `width`."""
+def run_modules(
+    hf: Any,
+    sequences: Sequence[Sequence[int] | np.ndarray],
+    width: int,
+    routed: Sequence[RoutedExperts | None] | None = None,
+    recorded: list[Tensor] | None = None,
+    **more: Any,
+) -> Any:
+    """Run a transformers model over token sequences padded to `width`.
+
+    routed: the experts to use for the tokens of each; None: the routers' own.
+    recorded: see `router_hooks.replay_routing`.
+    """
     ids = np.zeros((len(sequences), width), np.int64)
-    mask = np.zeros((len(sequences), width), np.int64)
+    mask = np.zeros_like(ids)
     for row, tokens in enumerate(sequences):
         ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+    device = next(hf.parameters()).device
     tensors = {"input_ids": ids, "attention_mask": mask}
-    return {name: torch.from_numpy(array).to(device) for name, array in tensors.items()}
+    padded = {name: torch.from_numpy(array).to(device) for name, array in tensors.items()}
+    shape = router_hooks.find_routing(hf) if routed is not None else None
+    replayed = router_hooks.build_padded_table(routed, shape, width, device)
+    with router_hooks.replay_routing(hf, replayed, recorded):
+        return hf(**padded, use_cache=False, **more)
 
 
 def _join_parts(parts: Sequence[Sequence[Any]]) -> list[Any]:
@@ -192,16 +207,9 @@ def _compute_plain_rows(
     ]
     exact = bool(width)
     width = width or max(map(len, sequences))
-    shape = router_hooks.find_routing(hf) if rows.routed is not None else None
-    replayed = router_hooks.build_padded_table(rows.routed, shape, width, device)
-    pictures = {} if vision is None else _encode_images(vision, rows.images or (), single=exact)
-    with router_hooks.replay_routing(hf, replayed):
-        output = hf(
-            **pad_sequences(sequences, width, device),
-            use_cache=False,
-            output_hidden_states=rows.want_hidden,
-            **pictures,
-        )
+    more = {} if vision is None else _encode_images(vision, rows.images or (), single=exact)
+    more["output_hidden_states"] = rows.want_hidden
+    output = run_modules(hf, sequences, width, rows.routed, **more)
     targets = rows.targets
     if targets is None:
         targets = torch.from_numpy(np.concatenate(rows.responses).astype(np.int64))

@@ -250,17 +250,11 @@ def _check_attention(
     )
     torch.set_num_threads(threads[0])
     pairs = []
-    space = exact_operators.allocate_query_space(lay, 1, queries)
-    keys, values = (
-        t.view(space.shape[1], -1, width, lay.head_dim).transpose(1, 2).flatten(2)
-        for t in (keys, values)
-    )
-    keys = keys.transpose(1, 2).contiguous().transpose(1, 2)  # the layout of the engine's cache
     for number, position in enumerate(positions.tolist()):
         visible = exact_operators.round_up(position + 1, exact_operators.KEYS)
-        query = queries.view(1, lay.heads, len(positions), -1)[:, :, number]
-        decoded = exact_operators.attend_cached(
-            query, keys[:, :visible], values[:, :visible], bias[None, [number], :visible], space
+        query = queries.view(1, lay.kv_heads, share, len(positions), -1)[:, :, :, number]
+        decoded = exact_operators.attend(
+            query, keys[:, :visible], values[:, :visible], bias[number, :visible]
         )
         pairs.append((decoded.view(lay.kv_heads, share, -1), full[:, :, number]))
     return _compare("attention", pairs)

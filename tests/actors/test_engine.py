@@ -128,7 +128,7 @@ def test_growing_prompts_and_answers_keep_what_is_live(tmp_path: Path) -> None:
     rows = []
     while e.active:
         e.step(1)
-        rows.append(len(e.rows))
+        rows.append(e.used)
     assert rows == [4, 4, 4, 4, 2, 2, 1, 1], "compacted below three quarters"
     for r in first + late:
         a = next(a for a in answers if a.key == r.key)

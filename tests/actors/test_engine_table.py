@@ -12,12 +12,12 @@ from engine_kit import EOS, request
 from process_kit import ROOT
 
 from actors.engine import (
-    VersionMark,
+    EngineRow,
+    RowEngine,
     build_completion,
     build_engine,
     build_spans,
     load_model,
-    mark_version,
     require_context,
     require_room,
 )
@@ -151,10 +151,12 @@ def test_every_setting_of_a_row_is_one_of_the_section() -> None:
 
 
 def test_of_two_versions_at_one_position_the_later_one_counts() -> None:
-    marks: list[VersionMark] = []
     labels = [Label(1, number) for number in range(4)]
-    for position, label in zip((0, 0, 3, 5), labels, strict=True):
-        mark_version(marks, position, label, f"d{label.number}")
+    engine = RowEngine(1, 64, "keep_kv", None, None)
+    row = engine.rows[0] = EngineRow(request(0, 0, [3], 12), [(0, labels[0], "d0")])
+    for row.sampled, label in zip((0, 3, 5), labels[1:], strict=True):
+        engine.load({}, label, f"d{label.number}")
+    marks = row.marks
     assert [(position, label.number) for position, label, _ in marks] == [(0, 1), (3, 2), (5, 3)]
     _, one, two, three = labels
     first = VersionSpan(one, "d1", 0, 3, one)

@@ -8,6 +8,7 @@ import torch
 from any_model_kit import directory
 from engine_kit import engine, request, run
 
+import actors.engine
 from actors import decoder
 from actors.engine import PromptScores
 from actors.engine_embedded import EmbeddedEngine, make_engine
@@ -17,7 +18,12 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 
-PROMPTS = [[3, 4, 5, 6, 7, 8, 3], [5], [4, 4, 9, 3], [3, 4, 5, 6, 7, 8, 3, 10, 9, 8, 7, 6, 5, 4]]
+PROMPTS = [
+    [3, 4, 5, 6, 7, 8, 3],
+    [5],
+    [4, 4, 9, 3],
+    [*range(3, 11), *range(9, 3, -1), *range(3, 9)],
+]
 
 
 def arrays(prompts: list[list[int]]) -> list[np.ndarray]:
@@ -50,17 +56,18 @@ def test_scores_are_those_of_transformers(
     scored = engine(model, fixed=fixed)
     check(model, scored.score(arrays(PROMPTS), 3), 3)
     sizes: list[int] = []
-    of_states = decoder.score_states
+    of_states = scored.weights.compute_logits
 
-    def count(states: torch.Tensor, *rest: object) -> object:
+    def count(states: torch.Tensor) -> torch.Tensor:
         sizes.append(len(states))
-        return of_states(states, *rest)
+        return of_states(states)
 
-    # blocks of a few queries and of one chunk of logits
+    # blocks of a few queries, and of 16 tokens' logits
     monkeypatch.setattr(decoder, "SCORES", 64)
-    monkeypatch.setattr(decoder, "score_states", count)
+    monkeypatch.setattr(actors.engine, "SCORED", 64)
+    monkeypatch.setattr(scored.weights, "compute_logits", count)
     check(model, scored.score(arrays(PROMPTS)), 1)
-    assert sum(sizes) == sum(len(prompt) - 1 for prompt in PROMPTS) and max(sizes) > 16
+    assert sorted(sizes) == [0, 3, 3, 6, 16]
     assert scored.score([]) == []
 
 

@@ -82,7 +82,7 @@ def test_an_engine_that_fails_repeats_its_requests_one_by_one(
     decode = engine._decode
 
     def fail(self: Any, steps: int) -> Any:
-        if any(row is not None and row.request.seed == 666 for row in self.rows):
+        if any(row.request.seed == 666 for row in self.rows.values()):
             raise RuntimeError("an index is out of bounds")
         return decode(self, steps)
 
