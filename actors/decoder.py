@@ -59,6 +59,8 @@ class FusedWeights:
         self.eps = torch.tensor(lay.eps, device=self.device)
         self.positions = positions
         self.paired = self.dtype == torch.float32
+        plain = exact_operators.Operators(self.normalize, _rotate, torch.matmul, 1)
+        self.operators = exact_operators.EXACT if exact else plain
         self.tables = [*lay.compute_rope(torch.arange(positions, device=self.device))]
         if self.paired:
             parts = (table[:, 0, : lay.head_dim // 2].contiguous() for table in self.tables)
@@ -82,27 +84,6 @@ class FusedWeights:
         turns = [table.index_select(0, positions) for table in self.tables]
         return turns[0] if self.paired else turns
 
-    def project(self, i: int, x: Tensor, turns: Turns) -> tuple[Tensor, ...]:
-        """Compute q (scaled), k, v [n, heads, d] of layer i from residuals x [n, H]."""
-        operators = () if self.exact else (self.normalize, _rotate)
-        return exact_operators.project(self.lay, self.per_layer[i], x, turns, *operators)
-
-    def finish(
-        self,
-        i: int,
-        x: Tensor,
-        attended: Tensor,
-        routed: RoutedLayers,
-        replayed: Tensor | None = None,
-    ) -> Tensor:
-        """Compute the rest of layer i: output projection and MLP or experts.
-
-        The ids of the experts [n, k] are appended to `routed`. replayed: see `expert_layers.route`.
-        """
-        operators = () if self.exact else (self.normalize, 1)
-        layer = self.lay, self.per_layer[i]
-        return exact_operators.finish(*layer, x, attended, replayed, routed, *operators)
-
     def normalize(self, x: Tensor, _eps: float = 0.0) -> Tensor:
         """Divide x by its root mean square on the last axis."""
         xf = x.float()
@@ -113,12 +94,9 @@ class FusedWeights:
 
     def compute_logits(self, x: Tensor) -> Tensor:
         """Compute logits fp32 [n, V] from residuals x [n, H]."""
-        if self.exact:
-            padded = exact_operators.normalize(exact_operators.pad_rows(x), self.lay.eps)
-            return exact_operators.multiply(padded, self.top["head"])[: len(x)]
-        product: Tensor = self.normalize(x) @ self.top["head"]
-        logits: Tensor = product.float()
-        return logits
+        padded = exact_operators.pad_rows(x, self.operators.rows)
+        states = self.operators.normalize(padded, self.lay.eps)
+        return self.operators.multiply(states, self.top["head"])[: len(x)].float()
 
     @property
     def vocabulary(self) -> int:
@@ -141,7 +119,8 @@ def _rotate(x: Tensor, turns: Turns) -> Tensor:
     """Apply the rotary factors to x [n, heads, d]."""
     if isinstance(turns, Tensor):
         return exact_operators.apply_rotation(x, turns)
-    return rotate(x, *turns)
+    cos, sin = turns
+    return rotate(x, cos, sin)
 
 
 class ColumnCache:
@@ -366,7 +345,7 @@ def decode(
     Returns logits fp32 [n * m, V].
     """
     n, m = tokens.shape
-    pad = exact_operators.pad_rows if w.exact else Tensor.contiguous
+    pad = functools.partial(exact_operators.pad_rows, rows=w.operators.rows)
     columns = cache.bias.shape[2]
     width = min(exact_operators.round_up(end, exact_operators.KEYS if w.exact else 1), columns)
     place: tuple[Any, ...]
@@ -385,7 +364,8 @@ def decode(
     turns = w.compute_rotations(pad(positions.flatten().clamp(max=w.positions - 1)))
     x = w.top["embed"].index_select(0, pad(tokens.flatten()))
     for i in range(w.layers):
-        q, k, v = w.project(i, x, turns)
+        layer = w.lay, w.per_layer[i]
+        q, k, v = exact_operators.project(*layer, x, turns, w.operators)
         for stored, new in ((cache.k, k), (cache.v, v)):
             stored[i, *place] = new[: n * m]
         if attend_own is not None:
@@ -393,7 +373,7 @@ def decode(
         else:
             keys, values = (t[i, :n, :, :width].flatten(0, 1) for t in (cache.k, cache.v))
             attended = _attend_causally(q[: n * m], keys, values, bias, exact=w.exact)
-        x = w.finish(i, x, pad(attended), routed)
+        x = exact_operators.finish(*layer, x, pad(attended), None, routed, w.operators)
     return w.compute_logits(x)[: n * m]
 
 
@@ -574,15 +554,17 @@ def run_layers(
     replay = [next(to_replay, None) if "router" in layer else None for layer in w.per_layer]
     x = w.top["embed"].index_select(0, ids.flatten())
     for i in range(w.layers):
-        q, k, v = (t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in w.project(i, x, turns))
+        projected = exact_operators.project(lay, w.per_layer[i], x, turns, w.operators)
+        q, k, v = (t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in projected)
         if layers is not None:
             layers.append((k, v))
             if i + 1 == w.layers:
                 return x
         if prefix is not None:
             k, v = cat([prefix.k[i], k], 2), cat([prefix.v[i], v], 2)
-        a = _attend_exactly(q, k, v, mask) if w.exact and mask else _attend(q, k, v, mask)
-        x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1), routed, replay[i])
+        a = _attend(q, k, v, mask, exact=w.exact).transpose(1, 2).reshape(b * n, -1)
+        layer = lay, w.per_layer[i]
+        x = exact_operators.finish(*layer, x, a, replay[i], routed, w.operators)
     return x
 
 
@@ -596,39 +578,41 @@ class BlockMask(NamedTuple):
     bias: Tensor
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, prefix: BlockMask | None) -> Tensor:
-    """Compute causal attention [B, heads, L, d] by torch's fused kernel.
-
-    Behind a prefix it takes one block of queries at a time.
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, *, exact: bool = False
+) -> Tensor:
+    """Compute causal attention [B, heads, L, d].
 
     Args:
         q: [B, heads, L, d], scaled.
         k, v: [B, kv heads, M + L, d]; a block attends up to its own last key.
-        prefix: of M keys; None: M = 0.
+        mask: with the padding of M keys of a prefix; queries are taken a block at a time. None: all
+            are by torch's fused kernel, and M = 0.
+        exact: use the operators of exact mode; M = 0.
     """
-    b, heads, n, _ = q.shape
+    (b, heads, n, dim), groups = q.shape, k.shape[1]
     past = k.shape[2] - n
-    grouped = k.shape[1] < heads
-    if prefix is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=1.0, enable_gqa=grouped
-        )
+    fused = functools.partial(F.scaled_dot_product_attention, scale=1.0, enable_gqa=groups < heads)
+    if mask is None:
+        return fused(q, k, v, is_causal=True)
     outputs = []
-    for block in prefix.blocks:
+    for block in mask.blocks:
         queries, end = block.stop - block.start, past + block.stop
-        mask = q.new_zeros(b, 1, queries, end)
-        mask[..., :past] = prefix.prefix_bias
-        mask[..., past + block.start :] = prefix.bias[:queries, :queries]
-        outputs.append(
-            F.scaled_dot_product_attention(
-                q[:, :, block],
-                k[:, :, :end],
-                v[:, :, :end],
-                mask,
-                scale=1.0,
-                enable_gqa=grouped,
-            )
-        )
+        of_block = q[:, :, block]
+        own = mask.bias[:queries, :queries]
+        if exact:
+            attended = exact_operators.attend(
+                of_block.reshape(b, groups, -1, dim),
+                k[:, :, :end].flatten(0, 1),
+                v[:, :, :end].flatten(0, 1),
+                own.repeat(heads // groups, 1),
+            ).reshape(of_block.shape)
+        else:
+            hidden = q.new_zeros(b, 1, queries, end)
+            hidden[..., :past] = mask.prefix_bias
+            hidden[..., past + block.start :] = own
+            attended = fused(of_block, k[:, :, :end], v[:, :, :end], hidden)
+        outputs.append(attended)
     return outputs[0] if len(outputs) == 1 else cat(outputs, 2)
 
 
@@ -666,21 +650,3 @@ def sample(
     # outside the vocabulary would end the process
     tokens = torch.searchsorted(c, reached, right=True).clamp(max=logits.shape[-1] - 1)
     return tokens[:, 0], logs.gather(1, tokens)[:, 0], kept_mask
-
-
-def _attend_exactly(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    """Compute `_attend` without a prefix with the operators of exact mode, a block at a time."""
-    (b, heads, n, dim), groups = q.shape, k.shape[1]
-    keys, values = (t.reshape(b * groups, n, dim) for t in (k, v))
-    by_key = q.reshape(b, groups, heads // groups, n, dim)
-    attended = []
-    for block in mask.blocks:
-        queries = block.stop - block.start
-        of_block = exact_operators.attend(
-            by_key[:, :, :, block].reshape(b, groups, -1, dim),
-            keys[:, : block.stop],
-            values[:, : block.stop],
-            mask.bias[:queries, :queries].repeat(heads // groups, 1),
-        )
-        attended.append(of_block.view(b, heads, queries, dim))
-    return cat(attended, 2)

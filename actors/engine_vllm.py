@@ -87,22 +87,6 @@ class StackedTensor:
     tied: bool  # shared with another part, which fills it
 
 
-def view_fused(weights: Weights, names: Sequence[str]) -> Tensor | None:
-    """Return the stacked tensor as a view, or None if the parts are not contiguous."""
-    first, *rest = (weights[name] for name in names)
-    end = first.storage_offset() + first.numel()
-    for weight in rest:
-        if (
-            weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-            or weight.storage_offset() != end
-            or weight.dtype != first.dtype
-        ):
-            return None
-        end += weight.numel()
-    rows = sum(len(weights[name]) for name in names)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
-
-
 class DirectWriter:
     """A writer of weights into the layers of one model. Raises UnsupportedModel.
 
@@ -165,13 +149,7 @@ class DirectWriter:
                     raise UnsupportedModel(f"vLLM's own loading changes {part.names[0]}")
 
     def stack(self, weights: Weights, part: StackedTensor) -> Tensor:
-        """Return one part's tensor in the engine's dtype, valid until the next call.
-
-        A view of the published bytes where possible.
-        """
-        view = view_fused(weights, part.names)
-        if view is not None and (view.dtype == self.dtype or not part.product):
-            return view
+        """Return one part's tensor in the engine's dtype, valid until the next call."""
         size = sum(weights[name].numel() for name in part.names)
         if self.scratch.numel() < size:
             self.scratch = torch.empty(size, dtype=self.dtype, device=weights[part.names[0]].device)

@@ -18,11 +18,12 @@ delayed sample is due, and how long to wait for a reward.
 
 from __future__ import annotations
 
-import heapq
 import time
+from bisect import bisect_right, insort
 from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,31 +49,6 @@ def compute_delay_steps(config: Config, ticket: Ticket, sample: int, tokens: int
         return 0.0
     scope = (ticket.ticket, sample) if config.staleness.delay_of == "answer" else (ticket.ticket,)
     return tokens * admission.sample_delay(config.staleness.delay, ticket.seed, *scope)
-
-
-class DelayQueue:
-    """Items by the time at which they are due, in the caller's unit."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Any]] = []
-        self._count = 0
-
-    def hold(self, due_at: float, item: Any) -> None:
-        """Hold the item until `due_at`."""
-        self._count += 1
-        heapq.heappush(self._heap, (due_at, self._count, item))
-
-    def pop_due(self, now: float) -> list[Any]:
-        """Remove and return the items that are due, the earliest first."""
-        items = []
-        while self._heap and self._heap[0][0] <= now:
-            items.append(heapq.heappop(self._heap)[2])
-        return items
-
-    @property
-    def next_due(self) -> float:
-        """When the earliest item is due; inf when the queue is empty."""
-        return self._heap[0][0] if self._heap else float("inf")
 
 
 DECODE_STEPS = 8  # between two reads of the socket
@@ -121,7 +97,8 @@ class GeneratorTurn:
         self.task = build_task(config)
         self.rewards = RewardRunner(config, self.task, run_dir)
         self.unscored: dict[Key, ScoredResponse] = {}  # waiting for their reward
-        self.delayed = DelayQueue()  # of these, by staleness.delay
+        # of these, when they are due by staleness.delay, in the caller's unit, and their keys
+        self.delayed: list[tuple[float, Key]] = []
 
     def count_samples_to_request(self, *, unsent: bool = False) -> int:
         """Compute how many samples to request; unsent: finished samples await delivery."""
@@ -200,11 +177,13 @@ class GeneratorTurn:
         if (response := self.finish(completion)) is not None:
             length = len(completion.tokens)
             steps = compute_delay_steps(self.config, response.ticket, completion.key[1], length)
-            self.delayed.hold(now + steps * step, completion.key)
+            insort(self.delayed, (now + steps * step, completion.key), key=itemgetter(0))
 
     def pop_due(self, now: float) -> list[ScoredResponse]:
         """Return the delayed responses that are due by `now`, in the caller's unit."""
-        return [self.unscored[key] for key in self.delayed.pop_due(now)]
+        count = bisect_right(self.delayed, now, key=itemgetter(0))
+        due, self.delayed = self.delayed[:count], self.delayed[count:]
+        return [self.unscored[key] for _, key in due]
 
     def submit(self, response: ScoredResponse) -> None:
         """Submit a response for its reward."""

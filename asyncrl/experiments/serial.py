@@ -133,7 +133,7 @@ class SerialRun:
                     # ahead) or the window's opening
                     due_times = [
                         self.store.next_opening(self.clock),
-                        self.turn.delayed.next_due - SLICE,
+                        *(due - SLICE for due, _ in self.turn.delayed[:1]),
                         math.inf if self.update is None else self.update.ends,
                     ]
                     if min(due_times) < math.inf:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +38,9 @@ def round_up(n: int, multiple: int) -> int:
     return max(multiple, -(-n // multiple) * multiple)
 
 
-def pad_rows(x: Tensor) -> Tensor:
-    """Append rows of zeros to x [n, ...], up to a multiple of ROWS."""
-    padding = round_up(len(x), ROWS) - len(x)
+def pad_rows(x: Tensor, rows: int = ROWS) -> Tensor:
+    """Append rows of zeros to x [n, ...], up to a multiple of `rows`."""
+    padding = round_up(len(x), rows) - len(x)
     return x if not padding else cat([x, x.new_zeros(padding, *x.shape[1:])])
 
 
@@ -100,6 +100,21 @@ def apply_rotation(x: Tensor, turns: Tensor) -> Tensor:
 
 # `apply_rotation` with a gradient
 rotate: Callable[[Tensor, Tensor], Tensor] = _ExactRotation.apply
+
+
+class Operators(NamedTuple):
+    """The operators of a forward pass that exact mode has of its own.
+
+    rows: tokens are padded to a multiple of it.
+    """
+
+    normalize: Callable[[Tensor, float], Tensor]
+    rotate: Callable[[Tensor, Any], Tensor]
+    multiply: Callable[[Tensor, Tensor], Tensor]
+    rows: int
+
+
+EXACT = Operators(normalize, rotate, multiply, ROWS)
 
 
 def interleave_halves(lay: Any, fused: Weights) -> dict[str, Tensor]:
@@ -164,25 +179,23 @@ def project(
     w: Weights,
     x: Tensor,
     turns: Any,
-    normalize: Callable[..., Tensor] = normalize,
-    rotate: Callable[..., Tensor] = rotate,
+    operators: Operators = EXACT,
 ) -> tuple[Tensor, ...]:
     """Return q (scaled), k and v [n, heads, d] of one layer.
 
     w: the layer's `interleave_halves`
     x: [n, H], the residual stream; n is a multiple of ROWS
     turns: complex [n, d / 2]
-    normalize, rotate: the operators
     """
-    h = normalize(x, lay.eps)
+    h = operators.normalize(x, lay.eps)
     y = torch.addmm(w["b"], h, w["qkv"]) if "b" in w else h @ w["qkv"]
     y = y.view(len(x), lay.heads + 2 * lay.kv_heads, lay.head_dim)
     rotated_heads = lay.heads + lay.kv_heads
     qk = y[:, :rotated_heads]
     v = y[:, rotated_heads:]
     if "norm" in w:
-        qk = normalize(qk, lay.eps) * w["norm"]
-    qk = rotate(qk, turns)
+        qk = operators.normalize(qk, lay.eps) * w["norm"]
+    qk = operators.rotate(qk, turns)
     q = qk[:, : lay.heads]
     return (q if "norm" in w else q * lay.head_dim**-0.5), qk[:, lay.heads :], v
 
@@ -194,20 +207,19 @@ def finish(
     attended: Tensor,
     replayed: Tensor | None = None,
     recorded: list[Tensor] | None = None,
-    normalize: Callable[..., Tensor] = normalize,
-    rows: int = ROWS,
+    operators: Operators = EXACT,
 ) -> Tensor:
     """Apply the rest of a layer: output projection and MLP or experts.
 
-    x, attended: [n, H]; n is a multiple of `rows`
+    x, attended: [n, H]; n is a multiple of the operators' rows
     replayed, recorded: see `expert_layers.apply`
-    rows: 1: not in exact mode
     """
     x = torch.addmm(x, attended, w["o"])
-    h = normalize(x, lay.eps)
+    h = operators.normalize(x, lay.eps)
+    rows = operators.rows
     if "router" in w:
         weights = expert_layers.ExpertWeights(w["router"], w["up"], w["down"])
-        logits = multiply(h, weights.router) if rows > 1 else None
+        logits = operators.multiply(h, weights.router)
         inputs = h, weights, lay.experts, replayed, recorded
         return x + expert_layers.apply(*inputs, logits=logits, rows=rows)
     gate, up = (h @ w["up"]).chunk(2, -1)

@@ -251,7 +251,7 @@ def compare_with_eager(path: Path, dtype: str, device: str) -> str:
     import psutil
     import torch
 
-    from asyncrl.models import policy
+    from asyncrl.models import packed_forward, policy
 
     raw = get_language_config(read_settings(path, "model.path"))
     size = 4 * sum(
@@ -283,24 +283,20 @@ def compare_with_eager(path: Path, dtype: str, device: str) -> str:
         for length, response in COMPARED
     ]
 
-    def compute(hf: Any) -> Any:
-        parts = []
-        for prompt, response in samples:
-            ids = torch.from_numpy(np.concatenate([prompt, response])).long()[None].to(hf.device)
-            logits = hf(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-            if mark is not None:  # never sampled
-                logits[:, mark] = -math.inf
-            targets = ids[0, len(prompt) :, None]
-            parts.append(logits.log_softmax(-1).gather(1, targets)[:, 0].cpu())
-        return torch.cat(parts)
+    prompts, responses = zip(*samples, strict=True)
+    ones = torch.ones(len(samples))
+    rows = packed_forward.ForwardInput(prompts, responses, ones)
+
+    def compute(model: policy.PolicyModel) -> Any:
+        alone = policy.compute_plain_logprobs(model.hf, rows, 1, vision=model.vision)
+        return alone.logprobs.cpu()
 
     with torch.no_grad():
-        prompts, responses = zip(*samples, strict=True)
-        ones = torch.ones(len(samples), device=model.device)
         groups = [len(prompt) for prompt in prompts]
-        ours = model.logprobs(prompts, responses, ones, groups=groups).logprobs.float().cpu()
+        output = model.logprobs(prompts, responses, ones.to(model.device), groups=groups)
+        ours = output.logprobs.float().cpu()
         is_packed = model.fast is not None
-        alone = ours if is_packed else compute(model.hf)
+        alone = ours if is_packed else compute(model)
         own = "packed forward" if is_packed else f"{model.hf.config._attn_implementation} attention"
         if own == "eager attention":
             capped = policy.caps_scores(model.hf.config)
@@ -309,8 +305,9 @@ def compare_with_eager(path: Path, dtype: str, device: str) -> str:
         del model
         # in transformers 5.19, Falcon's eager attention adds its ALiBi bias twice
         kind = "sdpa" if raw.get("model_type") == "falcon" and raw.get("alibi") else "eager"
-        reference = policy.load_policy(path, dtype, device, with_modules=True, attention=kind)
-        expected = compute(reference.hf)
+        expected = compute(
+            policy.load_policy(path, dtype, device, with_modules=True, attention=kind)
+        )
     difference = float((ours - expected).abs().mean())
     described = f"those of transformers' {kind} attention in {place}"
     if difference <= NOISE_NATS[dtype]:

@@ -230,36 +230,31 @@ class _RMSNorm(Function):
 apply_rms_norm: Callable[[Tensor, Tensor, float], Tensor] = _RMSNorm.apply
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [n, heads, d] in the half-split layout."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
+    """Rotate x [n, heads, d] by the angles of cos and sin [n, 1, d], whose halves are equal.
+
+    sign: -1: backwards.
+    """
     half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+    product = x * cos
+    s = sin[..., half:]
+    product[..., :half].addcmul_(x[..., half:], s, value=-sign)
+    product[..., half:].addcmul_(x[..., :half], s, value=sign)
+    return product
 
 
 class _Rotate(Function):
-    """`rotate` without copies of the halves; its backward applies the inverse rotation.
-
-    cos, sin: [n, 1, d], whose second half repeats the first, as in rotary embeddings.
-    """
-
-    @staticmethod
-    def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-        half = x.shape[-1] // 2
-        product = x * cos
-        s = sin[..., half:]
-        product[..., :half].addcmul_(x[..., half:], s, value=-sign)
-        product[..., half:].addcmul_(x[..., :half], s, value=sign)
-        return product
+    """`rotate` with a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _Rotate._turn(x, cos, sin, 1)
+        return rotate(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _Rotate._turn(grads[0], cos, sin, -1), None, None
+        return rotate(grads[0], cos, sin, -1), None, None
 
 
 apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = _Rotate.apply
@@ -370,6 +365,23 @@ def _compute_logs(
     return logs if support is None else support.renormalize(logs, part.start)
 
 
+def _backpropagate_logits(
+    hidden: Tensor, weight: Tensor, step: int, compute: Callable[[slice], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of states [n, H] and head [V, H], `step` positions at a time.
+
+    compute: the gradient [m, V] of the logits of some positions.
+    """
+    gh = torch.empty_like(hidden)
+    gw = torch.zeros_like(weight)
+    for at in range(0, len(hidden), step):
+        s = slice(at, at + step)
+        d = compute(s).to(hidden.dtype)
+        gh[s] = d @ weight
+        gw += d.T @ hidden[s]
+    return gh, gw
+
+
 class _PickedLogprobs(Function):
     """Log-probability and entropy of given tokens, computed in chunks.
 
@@ -413,22 +425,20 @@ class _PickedLogprobs(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden, weight, targets, scale, ent, *saved_logs = ctx.saved_tensors
-        gh = torch.empty_like(hidden)
-        gw = torch.zeros_like(weight)
         of_target = grads[0] * ctx.here
-        for at in range(0, hidden.shape[0], ctx.step):
-            s = slice(at, at + ctx.step)
+
+        def compute(s: slice) -> Tensor:
             logs = saved_logs[0] if saved_logs else ctx.compute(s, hidden, weight, scale)
             p = logs.exp()
-            supported = p if ctx.support is None else ctx.support.renormalize(logs, at).exp()
+            supported = p if ctx.support is None else ctx.support.renormalize(logs, s.start).exp()
             d = supported * -grads[0][s, None]
             d.scatter_add_(1, targets[s, None], of_target[s, None])
             if ctx.want_entropy:
                 d -= (logs + ent[s, None]).mul_(p).mul_(grads[1][s, None])
-            d = d.mul_(scale[s, None]).to(hidden.dtype)
-            gh[s] = d @ weight
-            gw += d.T @ hidden[s]
-        return gh, gw, None, None, None, None, None
+            slope: Tensor = d.mul_(scale[s, None])
+            return slope
+
+        return *_backpropagate_logits(hidden, weight, ctx.step, compute), *[None] * 5
 
 
 pick_logprobs: Callable[..., tuple[Tensor, Tensor]] = _PickedLogprobs.apply
@@ -456,15 +466,14 @@ class _VocabularySum(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden, weight, _, _, scale = ctx.saved_tensors
-        gh = torch.empty_like(hidden)
-        gw = torch.zeros_like(weight)
-        for at in range(0, len(hidden), ctx.step):
-            s = slice(at, at + ctx.step)
-            d = ctx.compute(s, *ctx.saved_tensors)[1]
-            d = (d * (grads[0][s] * scale[s])[:, None]).to(hidden.dtype)
-            gh[s] = d @ weight
-            gw += d.T @ hidden[s]
-        return None, gh, gw, None, None, None
+
+        def compute(s: slice) -> Tensor:
+            slope: Tensor = ctx.compute(s, *ctx.saved_tensors)[1]
+            gradient: Tensor = slope * (grads[0][s] * scale[s])[:, None]
+            return gradient
+
+        gradients = _backpropagate_logits(hidden, weight, ctx.step, compute)
+        return None, *gradients, None, None, None
 
 
 def compute_vocabulary_term(

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from shared_reward import reward
 from store_kit import make, train, write
 from warm_run_kit import SMALL
 
-from actors.turn import DelayQueue, compute_delay_steps
+from actors.turn import GeneratorTurn, compute_delay_steps
 from asyncrl.config import load
 from asyncrl.config.tree import TaskConfig
 from asyncrl.contract import admission
@@ -95,12 +96,16 @@ def test_answers_of_a_ticket_are_late_together_or_each_by_itself() -> None:
     assert len(set(apart)) == 3 and evaluated == [0.0] * 3
     # of ticket 5, sample 1, and not of ticket 51
     assert admission.sample_delay(2.0, 7, 5, 1) != admission.sample_delay(2.0, 7, 51)
-    late = DelayQueue()  # they come back by their time
-    assert late.next_due == float("inf") and late.pop_due(1e9) == []
+    # they come back by their time
+    config = load.load(ROOT / "configs" / "demo.toml")
+    late: Any = SimpleNamespace(delayed=[], config=config, unscored={(x, 0): x for x in "abcd"})
+    late.finish = lambda completion: SimpleNamespace(ticket=ticket)
+    assert GeneratorTurn.pop_due(late, 1e9) == []
     for until, what in ((3.0, "b"), (1.0, "a"), (3.0, "c"), (9.0, "d")):
-        late.hold(until, what)
-    assert late.next_due == 1.0 and late.pop_due(0.5) == []
-    assert late.pop_due(3.0) == ["a", "b", "c"] and late.next_due == 9.0
+        GeneratorTurn.hold(late, SimpleNamespace(key=(what, 0), tokens=[1]), until)
+    assert GeneratorTurn.pop_due(late, 0.5) == []
+    assert GeneratorTurn.pop_due(late, 3.0) == ["a", "b", "c"]
+    assert late.delayed == [(9.0, ("d", 0))]
 
 
 ORDERED_TEXT = (
