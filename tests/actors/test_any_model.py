@@ -111,8 +111,11 @@ def test_a_forward_that_is_not_the_models_is_refused(
         monkeypatch.setattr(  # as if padding took part
             policy,
             "compute_plain_logprobs",
-            lambda hf, rows, *rest, **more: plain(
-                hf, replace(rows, prompts=[p[1:] for p in rows.prompts]), *rest, **more
+            lambda hf, rows, at_once, *rest, **more: plain(
+                hf,
+                replace(rows, prompts=[p[min(at_once - 1, 1) :] for p in rows.prompts]),
+                *(at_once, *rest),
+                **more,
             ),
         )
     else:
@@ -150,18 +153,11 @@ def test_a_model_is_exported_with_its_own_sampling_settings(text: str, tmp_path:
 
 def test_a_whole_run_of_another_architecture(asyncrl: Callable[..., Ended], tmp_path: Path) -> None:
     path = directory(tmp_path, "gpt2", TASKS["sort"].symbols)
-    done = asyncrl(
-        "run",
-        f"model.path={str(path)!r}",
-        "model.warm_start=false",
-        *FEW,
-        "learner.steps=3",
-        "name='other'",
-    ).check()
+    model = f"model.path={str(path)!r}", "model.warm_start=false"
+    done = asyncrl("run", *model, *FEW, "learner.steps=3", "name='other'").check()
     assert done.json["steps"] == 3 and done.json["mismatch_k3_max"] < 1e-9
-    trained = transformers.AutoModelForCausalLM.from_pretrained(
-        Path(done.json["run_dir"]) / "model"
-    )
+    exported = Path(done.json["run_dir"]) / "model"
+    trained = transformers.AutoModelForCausalLM.from_pretrained(exported)
     assert type(trained).__name__ == "GPT2LMHeadModel"
 
 
@@ -172,12 +168,11 @@ def test_nothing_of_transformers_is_imported_once_tickets_come(
 ) -> None:
     """Its import takes seconds, for which the whole run would wait: learner, generator, buffer."""
     path, prompts = tmp_path / "m", tmp_path / "p.jsonl"
+    policy.build_model(path, SYMBOLS, hidden=32)
     if kind == "chats":
-        policy.build_model(path, SYMBOLS, hidden=32)
         (path / "chat_template.jinja").write_text(TEMPLATE)
         rows = [{"messages": [{"role": "user", "content": f"{n}"}]} for n in range(20)]
     else:
-        policy.build_model(path, SYMBOLS, hidden=32)
         edit(path, "tokenizer_config.json", extra_special_tokens={})
         rows = [{"prompt": f"{n}="} for n in range(20)]
     assert isinstance(load_tokenizer(path), PlainTokenizer) == (kind == "chats")
@@ -185,13 +180,8 @@ def test_nothing_of_transformers_is_imported_once_tickets_come(
     late = tmp_path / "late"
     done = asyncrl(
         "run",
-        f"model.path={str(path)!r}",
-        "model.warm_start=false",
-        "task.name='file'",
-        f"task.prompts={str(prompts)!r}",
-        *FEW,
-        "learner.steps=1",
-        "name='late'",
+        *(f"model.path={str(path)!r}", "model.warm_start=false", "task.name='file'"),
+        *(f"task.prompts={str(prompts)!r}", *FEW, "learner.steps=1", "name='late'"),
         **held(imports=late),
     ).check()
     assert (Path(done.json["run_dir"]) / "token_samples.jsonl").read_text()
@@ -201,15 +191,9 @@ def test_nothing_of_transformers_is_imported_once_tickets_come(
 def test_ones_own_prompts_and_reward(asyncrl: Callable[..., Ended]) -> None:
     """The example of docs/rewards.md: configs/examples, its parts of the reward in the metrics."""
     done = asyncrl(
-        "run",
-        *FEW,
-        "learner.steps=3",
-        "task.name='file'",
-        "task.prompts='configs/examples/prompts.jsonl'",
-        "reward.function='configs.examples.my_reward:reward'",
-        "reward.workers=1",
-        "reward.deadline_s=600.0",
-        "name='own'",
+        *("run", *FEW, "learner.steps=3", "task.name='file'", "name='own'"),
+        *("task.prompts='configs/examples/prompts.jsonl'", "reward.workers=1"),
+        *("reward.function='configs.examples.my_reward:reward'", "reward.deadline_s=600.0"),
     ).check()
     rows = jsonl.read(Path(done.json["run_dir"]) / "metrics.jsonl")
     parts = {k for r in rows for k in r if k.startswith("reward_part/")}
@@ -324,15 +308,9 @@ def test_a_reference_is_looked_at_too(tmp_path: Path) -> None:
 def bert(path: Path) -> None:
     """An encoder whose directory calls it a language model, as transformers lets it be loaded."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    shape = transformers.BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=128,
-        eos_token_id=1,
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 64, "max_position_embeddings": 128, "eos_token_id": 1}
+    shape = transformers.BertConfig(vocab_size=len(tokenizer), **sizes)
     torch.manual_seed(0)
     transformers.BertLMHeadModel(shape).save_pretrained(path)
 
@@ -422,12 +400,8 @@ def test_a_chat_template_with_several_end_tokens(tmp_path: Path) -> None:
     model = chat_model(tmp_path, hidden=32)
     c = config(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "12="}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-    )
+    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "12="}], **how)
     assert prompt == [4, 5, 13, 1, 14], "the template's own end of a turn is in the prompt"
     stops = collect_stop_tokens(tokenizer, c)
     engine = EmbeddedEngine(model, slots=64, context=32, max_new_tokens=12)

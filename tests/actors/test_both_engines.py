@@ -18,22 +18,12 @@ from asyncrl.tasks.warm_start import warm_start
 pytestmark = pytest.mark.slow
 
 SHORT = (
-    "evaluation.final_prompts=256",
-    "evaluation.prompts=16",
-    "evaluation.ood_prompts=0",
-    "evaluation.every=0",
-    "learner.checkpoint_every=1000",
-    "record.samples_every=1",
-    "record.samples=0",
-    "wires.lease_s=3600.0",
-    "wires.connect_s=1800.0",
-    "learner.rank_timeout_s=1800.0",
-    "watchdog.startup_s=3600.0",
-    "watchdog.floor_s=3600.0",
-    "reward.deadline_s=600.0",
-    "name='both'",
-    f"seed={RUN_SEED}",
-)
+    "evaluation.final_prompts=256 evaluation.prompts=16 evaluation.ood_prompts=0 "
+    "evaluation.every=0 learner.checkpoint_every=1000 record.samples_every=1 record.samples=0 "
+    "wires.lease_s=3600.0 wires.connect_s=1800.0 learner.rank_timeout_s=1800.0 "
+    "watchdog.startup_s=3600.0 watchdog.floor_s=3600.0 reward.deadline_s=600.0 name='both' "
+    f"seed={RUN_SEED}"
+).split()
 REWARD = '''
 def reward(prompt, text):
     """The share of one letter in the answer."""
@@ -47,15 +37,8 @@ def both(tmp_path: Path, model: Path, *sets: str) -> tuple[dict[str, Any], list[
     Its generator stands still in mid-answer until the next version is there (tests/hold), so that
     versions change there at any speed."""
     words = [f"model.path={str(model)!r}", f"runs={str(tmp_path / 'runs')!r}", *SHORT, *sets]
-    argv = [
-        sys.executable,
-        "-m",
-        "asyncrl.cli",
-        "run",
-        "configs/vllm_deepspeed.toml",
-        "--json",
-        *[x for s in words for x in ("--set", s)],
-    ]
+    argv = [sys.executable, *["-m", "asyncrl.cli", "run", "configs/vllm_deepspeed.toml", "--json"]]
+    argv += [x for s in words for x in ("--set", s)]
     env = held(answers=True)
     env["PYTHONPATH"] += f":{tmp_path}"
     summary = run_command(argv, env=env).check().json
@@ -78,10 +61,7 @@ def task_of_shares(path: Path, first: str, other: str, symbols: str) -> tuple[st
         f"task.prompts={str(path / 'p.jsonl')!r}",
         f"task.heldout={str(path / 'h.jsonl')!r}",
         "reward.function='share_of_a_letter:reward'",
-        "learner.groups=16",
-        "learner.group_size=4",
-        "learner.lr=4e-3",
-        "generator.slots=32",
+        *["learner.groups=16", "learner.group_size=4", "learner.lr=4e-3", "generator.slots=32"],
     )
 
 
@@ -104,19 +84,10 @@ def test_a_gemma_through_both(tmp_path: Path) -> None:
     """Neither packed forward nor plain norms: embeddings scaled, norms of 1 + w, always tied.  From
     random weights to mostly a's."""
     tokenizer = build_character_tokenizer("abcdefgh")
-    config = transformers.GemmaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=32,
-        intermediate_size=64,
-        max_position_embeddings=128,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 32, "intermediate_size": 64}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 128}
+    ends = {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0}
+    config = transformers.GemmaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ends)
     transformers.set_seed(0)
     transformers.GemmaForCausalLM(config).save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")
@@ -125,11 +96,8 @@ def test_a_gemma_through_both(tmp_path: Path) -> None:
         tmp_path / "m",
         "model.warm_start=false",
         *task_of_shares(tmp_path, "abcd", "efgh", "abcdefgh"),
-        "learner.steps=10",
-        "generator.top_p=0.9",
-        "correction.proximal='recompute'",
-        "loss.surrogate='decoupled_ppo'",
-        "weights.in_flight='recompute_kv'",
+        *("learner.steps=10", "generator.top_p=0.9", "correction.proximal='recompute'"),
+        *("loss.surrogate='decoupled_ppo'", "weights.in_flight='recompute_kv'"),
     )
     # vLLM's logprobs of the learner's version, over the tokens that top-p leaves, are the
     # learner's, after swaps too

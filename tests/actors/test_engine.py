@@ -1,7 +1,6 @@
 """The embedded engine against transformers: it records the log-probability it sampled from."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,36 +193,6 @@ def test_attention_looks_at_the_columns_in_use_alone(
     for key, found in answers[0].items():
         assert (found.tokens == answers[1][key].tokens).all()
         np.testing.assert_allclose(found.logprobs, answers[1][key].logprobs, atol=1e-5)
-
-
-def test_a_generator_that_never_runs_dry_pays_for_its_answers_not_for_their_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked: list[int]
-) -> None:
-    """Answers of 5 to 12 tokens where 200 are allowed, always some waiting: attention looks at a
-    few blocks of columns at the three-hundredth step as at the tenth, and at the limit's own where
-    one answer is as long."""
-    model = policy.build_model(tmp_path, "abcdefgh", hidden=32, layers=1)
-    monkeypatch.setattr(decoder, "BLOCK", 16)
-    one = EmbeddedEngine(model, slots=4, context=220, max_new_tokens=200)
-    one.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
-    prompt = np.array([3, 4, 5], np.int32)
-
-    def more(first: int, count: int, most: Callable[[int], int]) -> None:
-        one.add(
-            CompletionRequest((i, 0, 1), prompt, i, most(i), 1.0, 1.0, 0, (), 0)
-            for i in range(first, first + count)
-        )
-
-    done = 0
-    for first in range(0, 160, 8):
-        more(first, 8, lambda i: 5 + i % 8)
-        done += len(one.step(16))
-    assert len(looked) == 320 and done > 140 and set(looked) <= {16, 32, 48}
-    more(160, 1, lambda _: 200)
-    looked.clear()
-    while one.active:
-        done += len(one.step())
-    assert done == 161 and 200 <= max(looked) <= 208 and len(looked) >= 200
 
 
 @settings(deadline=None)

@@ -301,7 +301,7 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(
         clock, made, slow = [0.0], [], [4.0, 4.0, 4.0, 4.0, 0.1, 0.1, 0.1]
         g.steps = 8
         g.idle_since = g.usage.busy_s = 0.0
-        total = sum(slow)
+        total, accepted = sum(slow), []
 
         def step(
             n: int, g: Any = g, clock: Any = clock, made: Any = made, slow: Any = slow
@@ -309,29 +309,19 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(
             made.append(n)
             g.engine.steps_made += n
             clock[0] += slow.pop(0)
-            return []
+            return [SimpleNamespace(tokens=np.zeros(3, np.int32))]
 
+        monkeypatch.setattr(g, "accept_completion", accepted.append)
         monkeypatch.setattr(g.engine, "step", step)
         monkeypatch.setattr("actors.generator.time.monotonic", lambda clock=clock: clock[0])
         while slow:
             g.decode()
         monkeypatch.undo()
         assert made == expected and g.usage.busy_s == pytest.approx(total)
+        assert g.make_renewal(None).stats["generator/tokens"] == 3 * len(accepted) == 3 * len(made)
         g.tracer.close()
         calls = trace.read_sized_spans(g.run_dir)[g.producer][-len(made) :]
         assert [(x.name, x.size, x.steps) for x in calls] == [("decode", 2, n) for n in made]
-
-
-def test_tokens_of_samples_are_summed(make: MakeGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    g = make()
-    one_pass(g, tickets(g, announcement(1), ticket(0, 1, epoch=1)))
-    before, accepted = g.usage.tokens, []
-    ended = [SimpleNamespace(tokens=np.zeros(n, np.int32)) for n in (3, 4)]
-    monkeypatch.setattr(g.engine, "step", lambda _: ended)
-    monkeypatch.setattr(g, "accept_completion", accepted.append)
-    g.decode()
-    assert accepted == ended and g.usage.tokens == before + 7
-    assert g.make_renewal(None).stats["generator/tokens"] == before + 7
 
 
 def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(make: MakeGenerator) -> None:

@@ -35,17 +35,18 @@ from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 from asyncrl.records import rundir
 
+Model = tuple[Path, policy.PolicyModel]
+Play = Callable[[], PlayedVllm]
+
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, policy.PolicyModel]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     path = tmp_path_factory.mktemp("serve")
     return path, policy.build_model(path, "abcdefgh", heads=2, kv_heads=1)
 
 
 @pytest.fixture
-def played(
-    model: tuple[Path, policy.PolicyModel], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], PlayedVllm]:
+def played(model: Model, monkeypatch: pytest.MonkeyPatch) -> Play:
     monkeypatch.setattr(engine_serve, "CONNECT_S", 0.0)
     monkeypatch.setattr(engine_serve, "RETRY_S", 0.05)
     probe = policy.compute_probe_logprobs(model[1]).tolist()
@@ -72,8 +73,8 @@ def finish(e: ServeEngine) -> list[Completion]:
 
 
 def test_requests_of_a_broken_server_go_to_another_until_it_is_back(
-    model: tuple[Path, policy.PolicyModel],
-    played: Callable[[], PlayedVllm],
+    model: Model,
+    played: Play,
     capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -130,7 +131,7 @@ def test_requests_of_a_broken_server_go_to_another_until_it_is_back(
 
 
 def test_weights_arrive_amid_answers_and_nothing_of_an_ended_one_is_left(
-    model: tuple[Path, policy.PolicyModel], played: Callable[[], PlayedVllm]
+    model: Model, played: Play
 ) -> None:
     """Ended one by one, or all with the engine: asyncio complains of a task forgotten amid work."""
     path, policy_model = model
@@ -191,10 +192,7 @@ def test_weights_arrive_amid_answers_and_nothing_of_an_ended_one_is_left(
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused(
-    plant: dict[str, Any],
-    said: str,
-    model: tuple[Path, policy.PolicyModel],
-    played: Callable[[], PlayedVllm],
+    plant: dict[str, Any], said: str, model: Model, played: Play
 ) -> None:
     path, policy_model = model
     server = played()
@@ -238,14 +236,9 @@ def test_a_server_that_keeps_ending_is_given_up() -> None:
         server.start()
 
 
-def test_the_command_of_one_of_two_servers(model: tuple[Path, policy.PolicyModel]) -> None:
-    keys = [
-        "generator.engine=vllm-serve",
-        "generator.slots=5",
-        "generator.own_servers=2",
-        "generator.context=96",
-        "seed=7",
-    ]
+def test_the_command_of_one_of_two_servers(model: Model) -> None:
+    keys = ["generator.engine=vllm-serve", "generator.slots=5", "seed=7"]
+    keys += ["generator.own_servers=2", "generator.context=96"]
     config = config_load.load("demo", [f"model.path='{model[0]}'", "model.device='cpu'", *keys])
     shape = engine_serve.load_text_config(model[0])
     parallel = msgspec.structs.replace(config.generator, tensor_parallel=2)
@@ -266,7 +259,7 @@ def test_the_command_of_one_of_two_servers(model: tuple[Path, policy.PolicyModel
 
 
 def test_servers_of_our_own_have_their_own_gpus(
-    model: tuple[Path, policy.PolicyModel], monkeypatch: pytest.MonkeyPatch
+    model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = {"own_servers": 2, "tensor_parallel": 2, "gpus": [4, 5, 6]}
     config = vllm_config(model[0], engine="vllm-serve", **more)
@@ -311,7 +304,7 @@ def completion(prompt: list[int], tokens: list[int], number: int, named: int = 0
 
 @pytest.mark.slow
 def test_a_real_server_samples_from_each_version_and_ends_whole(
-    model: tuple[Path, policy.PolicyModel], monkeypatch: pytest.MonkeyPatch
+    model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights change amid answers; later tokens are of the new ones, their keys too.  When the
     server is killed, nothing of it stays."""

@@ -110,28 +110,31 @@ def test_the_ring_of_the_next_epoch_or_a_replaced_one_is_opened_anew(tmp_path: P
 
 
 class Client:
-    """A client of a transport: what it was asked, and what it answers with."""
+    """A client of a transport: what it was asked, and what it answers with; None: it breaks.
 
-    is_broken = False
+    flat: its own copy of the weights, as of a pair of processes under nccl.
+    """
 
-    def __init__(self, digest: str) -> None:
-        self.digest = digest
+    def __init__(self, answer: str | None, flat: torch.Tensor | None = None) -> None:
+        self.answer, self.flat = answer, flat
         self.probe = b"p"
-        self.bytes_received = 500_000
+        self.bytes_received = 500_000 if flat is None else 0
         self.asked: list[tuple[Label, str]] = []
         self.closed = 0
-        self.gone = False
+        self.is_broken = False
 
     def fetch_layout(self) -> Rows:
         return ROWS
 
     def fetch(self, label: Label, digest: str, into: memoryview) -> str:
         self.asked.append((label, digest))
-        self.bytes_received += 2_000_000
-        if self.gone:
+        if self.flat is None:
+            self.bytes_received += 2_000_000
+            into[:] = bytes([7]) * len(into)
+        if self.answer is None:
+            self.is_broken = self.flat is not None
             raise PeerUnreachable("gone")
-        into[:] = bytes([7]) * len(into)
-        return self.digest
+        return self.answer
 
     def close(self) -> None:
         self.closed += 1
@@ -158,10 +161,10 @@ def test_over_a_socket_failures_are_timed_and_counted_too(monkeypatch: pytest.Mo
     assert pulled.tensors["b"].tolist() == [7] * 3
     assert receiver.collect_metrics() == {"link/fetch_s": 2.5, "link/fetched_mb": 2.0}
     assert receiver.client is client and client.bytes_received == 2_500_000
-    client.digest = ""
+    client.answer = ""
     assert receiver.pull(away, Label(3, 2), "e") is None
     assert client.asked == [(Label(3, 1), ""), (Label(3, 2), "e")] and len(asked) == 1
-    client.gone = True
+    client.answer = None
     with pytest.raises(PeerUnreachable):
         receiver.pull(away, Label(3, 3), "e")
     assert receiver.collect_metrics() == {"link/fetch_s": 5.0, "link/fetched_mb": 6.0}
@@ -170,38 +173,13 @@ def test_over_a_socket_failures_are_timed_and_counted_too(monkeypatch: pytest.Mo
     assert client.closed == 1 and receiver.client is None
 
 
-class Pair:
-    """A pair of processes, as under nccl."""
-
-    is_broken, bytes_received = False, 0
-
-    def __init__(self) -> None:
-        self.flat = torch.from_numpy(np.arange(SIZE, dtype=np.uint8))
-        self.probe = b"p"
-        self.asked: list[tuple[Label, str]] = []
-        self.answer: str | None = "d"
-        self.closed = 0
-
-    def fetch_layout(self) -> Rows:
-        return ROWS
-
-    def fetch(self, label: Label, digest: str, into: memoryview) -> str:
-        self.asked.append((label, digest))
-        if self.answer is None:
-            self.is_broken = True
-            raise PeerUnreachable("gone")
-        return self.answer
-
-    def close(self) -> None:
-        self.closed += 1
-
-
 @pytest.mark.parametrize("transport", ["nccl", "gloo"])
 def test_a_broken_pair_is_opened_anew(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
-    pairs, asked = [Pair(), Pair()], []
+    flat = torch.from_numpy(np.arange(SIZE, dtype=np.uint8))
+    pairs, asked = [Client("d", flat), Client("d", flat)], []
     settings, away = config(transport), WeightsSource(3, "away", "", "tcp://away:1")
 
-    def connect(*given: Any) -> Pair:
+    def connect(*given: Any) -> Client:
         asked.append(given)
         return pairs[len(asked) - 1]
 
