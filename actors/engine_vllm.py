@@ -173,10 +173,13 @@ class DirectWriter:
                 layer.cpu_linear = None if packed else linear
                 if not layer.weight.numel():  # vLLM has freed the plain form
                     stacked = self.stack(weights, part)
-                    plain = stacked if packed else stacked.clone()
-                    layer.weight = torch.nn.Parameter(plain, requires_grad=False)
                     if packed:
+                        layer.weight = torch.nn.Parameter(stacked, requires_grad=False)
                         pack(layer, remove_weight=True)
+                    else:
+                        layer.cpu_linear = lambda probe, _weight, bias, own=stacked.clone(): linear(
+                            probe, own, bias
+                        )
                     continue
             if not part.tied:
                 self.copy(weights, part, getattr(layer, part.kind))

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -114,51 +115,43 @@ def check_installed() -> list[dict[str, Any]]:
 
     Trial imports run in parallel.
     """
+    with ThreadPoolExecutor() as pool:
+        problems = list(pool.map(_explain_failure, KNOWN))
+    return [
+        {
+            "name": name,
+            "setting": setting,
+            "version": find_version(*names).partition("+")[0],
+            "works": not problem,
+            "why": problem,
+        }
+        for (name, (setting, names, _)), problem in zip(KNOWN.items(), problems, strict=True)
+    ]
+
+
+def _explain_failure(name: str) -> str:
+    """Try to import an engine or backend; say why that fails, "" if it does not."""
+    _, names, code = KNOWN[name]
+    if not find_version(*names):
+        return f"not installed: {build_install_command(name)}"
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    trials = {}
-    for name, (_, names, code) in KNOWN.items():
-        if find_version(*names):
-            trials[name] = subprocess.Popen(
-                [sys.executable, "-P", "-c", code],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=env,
-            )
-    rows = []
-    for name, (setting, names, _) in KNOWN.items():
-        problem = f"not installed: {build_install_command(name)}"
-        if name in trials:
-            trial = trials[name]
-            try:
-                _, error = trial.communicate(timeout=TRIAL_S)
-            except subprocess.TimeoutExpired:
-                trial.kill()
-                trial.communicate()
-                problem = f"importing it takes more than {TRIAL_S:g} s"
-            else:
-                reason = error.strip().rpartition("\n")[2] or "no message"
-                problem = f"importing it fails: {reason}; {build_install_command(name)}"
-                present = [p for p in VISION if find_version(p)]
-                if not trial.returncode:
-                    problem = ""
-                elif present and any(package in error for package in VISION):
-                    problem = (
-                        f"{', '.join(present)} of another build than torch "
-                        f"{find_version('torch')} ({reason}): pip uninstall -y {' '.join(present)}"
-                    )
-        if name in ENGINES and not problem:
-            problem = explain_missing(name)
-        rows.append(
-            {
-                "name": name,
-                "setting": setting,
-                "version": find_version(*names).partition("+")[0],
-                "works": not problem,
-                "why": problem,
-            }
+    argv = [sys.executable, "-P", "-c", code]
+    try:
+        trial = subprocess.run(
+            argv, capture_output=True, text=True, env=env, timeout=TRIAL_S, check=False
         )
-    return rows
+    except subprocess.TimeoutExpired:
+        return f"importing it takes more than {TRIAL_S:g} s"
+    if not trial.returncode:
+        return explain_missing(name) if name in ENGINES else ""
+    reason = trial.stderr.strip().rpartition("\n")[2] or "no message"
+    present = [package for package in VISION if find_version(package)]
+    if present and any(package in trial.stderr for package in VISION):
+        return (
+            f"{', '.join(present)} of another build than torch "
+            f"{find_version('torch')} ({reason}): pip uninstall -y {' '.join(present)}"
+        )
+    return f"importing it fails: {reason}; {build_install_command(name)}"
 
 
 def describe_device() -> str:

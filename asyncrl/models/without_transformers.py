@@ -158,7 +158,7 @@ def load(path: str | Path, dtype: str) -> BareModel | None:
 
     Returns None when it needs transformers, or when its files are unusual or damaged.
     """
-    import safetensors
+    import safetensors.torch
 
     path = Path(path)
     try:
@@ -170,20 +170,17 @@ def load(path: str | Path, dtype: str) -> BareModel | None:
         raw = json.loads(files["config.json"])
         if not is_plain_config(raw):
             return None
-        shapes = list_shapes(raw)
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         weight_files = [WEIGHTS]
         if (path / INDEX).is_file():
             weight_files = sorted(
                 set(json.loads((path / INDEX).read_bytes())["weight_map"].values())
             )
         for weight_file in weight_files:
-            with safetensors.safe_open(str(path / weight_file), framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  # not a mapping
-                    if shapes.get(name) != tuple(file.get_slice(name).get_shape()):
-                        return None
-                    tensors[name] = file.get_tensor(name).to(getattr(torch, dtype), copy=True)
-        if set(tensors) != set(shapes):
+            stored = safetensors.torch.load_file(path / weight_file)
+            to = getattr(torch, dtype)
+            tensors |= {name: tensor.to(to, copy=True) for name, tensor in stored.items()}
+        if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != list_shapes(raw):
             return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError):
         return None  # transformers raises the error
