@@ -130,10 +130,9 @@ class DirectWriter:
         for part in self.parts:
             expected = self.stack(weights, part)
             live = getattr(part.layer, part.kind)
-            if live.numel() and not torch.equal(
+            differs = live.numel() and not torch.equal(
                 live[: len(expected)].float(), expected.to(live.device, self.dtype).float()
-            ):
-                raise UnsupportedModel(f"vLLM's own loading changes {part.names[0]}")
+            )
             if live.numel() == 0 or (part.product and self.cpu):
                 probe = torch.randn(4, expected.shape[1], generator=Generator().manual_seed(0)).to(
                     self.dtype
@@ -142,11 +141,12 @@ class DirectWriter:
                 plain = linear(probe, expected).float()
                 if live.numel():
                     product = product[:, : len(expected)]
-                if (
+                differs |= (
                     product.shape != plain.shape
                     or not (product - plain).abs().max() <= CLOSE[self.dtype] * plain.abs().max()
-                ):
-                    raise UnsupportedModel(f"vLLM's own loading changes {part.names[0]}")
+                )
+            if differs:
+                raise UnsupportedModel(f"vLLM's own loading changes {part.names[0]}")
 
     def stack(self, weights: Weights, part: StackedTensor) -> Tensor:
         """Return one part's tensor in the engine's dtype, valid until the next call."""
@@ -215,6 +215,13 @@ def find_stacked_tensors(model: torch.nn.Module, weights: Weights) -> Iterator[S
         VocabParallelEmbedding,
     )
 
+    def fits(tensor: Tensor, sources: Sequence[Tensor], *, padded: bool) -> bool:
+        rows, widths = sum(map(len, sources)), {source.shape[1:] for source in sources}
+        if not tensor.numel():  # packed, its plain form gone
+            return len(widths) == 1
+        has_rows = len(tensor) == rows or (padded and len(tensor) > rows)
+        return has_rows and widths == {tensor.shape[1:]}
+
     stacks: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())
     names_by_tensor: dict[int, list[str]] = {}
@@ -242,21 +249,10 @@ def find_stacked_tensors(model: torch.nn.Module, weights: Weights) -> Iterator[S
                 raise UnsupportedModel(
                     f"no published weight is called {min(set(names) - set(weights))}"
                 )
-            elif not _shapes_fit(tensor, [weights[name] for name in names], padded=table):
+            elif not fits(tensor, [weights[name] for name in names], padded=table):
                 raise UnsupportedModel(f"{path}.{kind} has another shape than {names[0]}")
             names_by_tensor[id(tensor)] = names
             yield StackedTensor(layer, kind, names, kind == "weight" and (square or head), tied)
-
-
-def _shapes_fit(tensor: Tensor, sources: Sequence[Tensor], *, padded: bool) -> bool:
-    rows = sum(len(s) for s in sources)
-    if any(s.shape[1:] != sources[0].shape[1:] or not s.is_contiguous() for s in sources):
-        return False
-    if tensor.numel() == 0:  # packed, its plain form gone
-        return sources[0].ndim == 2
-    return tensor.shape[1:] == sources[0].shape[1:] and (
-        len(tensor) == rows or (padded and len(tensor) > rows)
-    )
 
 
 class RecordedRequest:

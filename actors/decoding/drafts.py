@@ -5,7 +5,7 @@ sample, so nothing here needs to be right."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -31,6 +31,8 @@ class GroupDrafts:
         self.sequences: dict[Key, list[int]] = {}
         # n-gram -> the sequence that continued it last, and the position of the continuation
         self.continuations: dict[tuple[int, ...], tuple[list[int], int]] = {}
+        self.outstanding = 0  # requests in the engine
+        self.finished: list[tuple[Key, np.ndarray]] = []  # completions that are not indexed yet
 
     def extend(self, key: Key, tokens: Iterable[int]) -> None:
         """Append tokens to the sequence of `key`."""
@@ -61,30 +63,24 @@ class DraftBook:
     draft, pays nothing for them."""
 
     def __init__(self) -> None:
-        self.outstanding: Counter[Hashable] = Counter()
-        self.groups: dict[Hashable, GroupDrafts] = {}
-        # completions of a group that are not indexed yet
-        self.finished: dict[Hashable, list[tuple[Key, np.ndarray]]] = {}
+        self.groups: defaultdict[Hashable, GroupDrafts] = defaultdict(GroupDrafts)
 
     def open(self, request: CompletionRequest) -> None:
         """Count a request that enters the engine."""
-        self.outstanding[request.group] += 1
+        self.groups[request.group].outstanding += 1
 
     def close(self, request: CompletionRequest, tokens: np.ndarray | None = None) -> None:
         """Count a request that leaves the engine; tokens: its completion, int32 [T]."""
-        group = request.group
-        self.outstanding[group] -= 1
-        if self.outstanding[group] <= 0:
-            for table in (self.outstanding, self.groups, self.finished):
-                table.pop(group, None)
+        group = self.groups[request.group]
+        group.outstanding -= 1
+        if group.outstanding <= 0:
+            del self.groups[request.group]
         elif tokens is not None:
-            sequence = np.concatenate([request.prompt, tokens])
-            self.finished.setdefault(group, []).append((request.key, sequence))
+            group.finished.append((request.key, np.concatenate([request.prompt, tokens])))
 
     def count_indexed(self, request: CompletionRequest) -> int:
         """Count the tokens of the completion that are indexed."""
-        group = self.groups.get(request.group)
-        sequence = group.sequences.get(request.key) if group else None
+        sequence = self.groups[request.group].sequences.get(request.key)
         return len(sequence) - len(request.prompt) if sequence else 0
 
     def propose(
@@ -97,10 +93,11 @@ class DraftBook:
             new_tokens: its tokens from `count_indexed` on.
             limit: at least 1.
         """
-        group = self.groups.setdefault(request.group, GroupDrafts())
-        for key, full_sequence in self.finished.pop(request.group, []):
+        group = self.groups[request.group]
+        for key, full_sequence in group.finished:
             indexed_count = len(group.sequences.get(key, ()))
             group.extend(key, full_sequence[indexed_count:].tolist())
+        group.finished = []
         if request.key not in group.sequences:
             group.extend(request.key, request.prompt.tolist())
         group.extend(request.key, new_tokens)

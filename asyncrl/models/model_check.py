@@ -69,11 +69,9 @@ def check(
     Returns the tokenizer. Raises ConfigError with the first problem.
     """
     path = Path(config.model.path)
-    raw = read_settings(path, "model.path")
-    check_kind(raw, path, "model.path")
+    raw, note = check_directory(path, "model.path", config, compares=compares)
     if (path / fetch.GENERATION_CONFIG).exists():  # it is exported as it is
         read_settings(path, "model.path", fetch.GENERATION_CONFIG)
-    check_weights(path)
     tokenizer = load_tokenizer(path)
     language = get_language_config(raw)
     size = language.get("vocab_size")
@@ -96,9 +94,6 @@ def check(
             f"generation_config.json in {path} has an end-of-sequence token; list the texts of "
             "such tokens in generator.stop"
         )
-    device = config.model.device
-    check_finite(path, "model.path")
-    note = check_complete(raw, path, config.model.dtype, "model.path", device, compares=compares)
     replaced = getattr(tokenizer, "replaced_class", "")
     if note:
         report(note)
@@ -117,17 +112,28 @@ def check(
         linears = [name for name in names if name.endswith("_proj")]
         layout.select_targets(linears, config.lora.target_modules)
     for key, reference in list_references(config):
-        reference_config = read_settings(reference, key)
-        check_kind(reference_config, reference, key)
-        check_weights(reference)
+        reference_config, _ = check_directory(reference, key, config)
         reference_size = get_language_config(reference_config).get("vocab_size")
         if reference_size != size:
             raise ConfigError(
                 f"{key}: {reference} has a vocabulary of {reference_size}, model.path of {size}"
             )
-        check_finite(reference, key)
-        check_complete(reference_config, reference, config.model.dtype, key, device)
     return tokenizer
+
+
+def check_directory(
+    path: Path, key: str, config: Config, *, compares: bool = False
+) -> tuple[JsonObject, str]:
+    """Check the files of a model by themselves.
+
+    Returns its config.json, and what `check_complete` does. Raises ConfigError.
+    """
+    raw = read_settings(path, key)
+    check_kind(raw, path, key)
+    check_weights(path)
+    check_finite(path, key)
+    model = config.model
+    return raw, check_complete(raw, path, model.dtype, key, model.device, compares=compares)
 
 
 def list_references(config: Config) -> list[tuple[str, Path]]:

@@ -84,7 +84,7 @@ def test_tokens_are_the_same_without_exact_mode(model: Any) -> None:
     assert_same(run(speculates, requests()), plain, bitwise=False)
     found = speculates.collect_metrics()
     assert 5 < found["draft/accepted"] < found["draft/proposed"]
-    assert not speculates.draft_book.groups and not speculates.draft_book.outstanding
+    assert not speculates.draft_book.groups
 
 
 @pytest.mark.parametrize("guess", ["right", "wrong", "half"])
@@ -170,7 +170,7 @@ def test_aborted_requests_leave_the_book(model: Any) -> None:
     tokens = e.abort([(t, s, 1) for t in range(2) for s in range(2)])
     assert {k: tokens[k] for k in progress} == progress
     assert len(tokens) + len(answers) == 4 and e.active == 0 and e.count_tokens() == {}
-    assert not (e.draft_book.outstanding or e.draft_book.groups or e.draft_book.finished)
+    assert not e.draft_book.groups
 
 
 def test_a_draft_is_what_followed_the_longest_ngram_last() -> None:
@@ -197,22 +197,22 @@ def test_the_book_counts_the_requests_of_each_group() -> None:
     other = request(1, 0, [8], 20)
     for entering in (first, second, third, other):
         book.open(entering)
-    assert book.outstanding == {0: 3, 1: 1}
+    assert {name: group.outstanding for name, group in book.groups.items()} == {0: 3, 1: 1}
     assert book.propose(first, [6, 7], 4) == [] and book.count_indexed(first) == 2
     assert book.count_indexed(second) == 0, "another of its group is indexed alone"
     book.close(first, np.array([6, 7, 8, 9], np.int32))
-    ((key, tokens),) = book.finished[0]
+    ((key, tokens),) = book.groups[0].finished
     assert key == first.key and tokens.tolist() == [3, 4, 5, 6, 7, 8, 9]
     book.close(third)
-    assert len(book.finished[0]) == 1, "an aborted request leaves no completion"
+    assert len(book.groups[0].finished) == 1, "an aborted request leaves no completion"
     assert book.propose(second, [6, 7], 4) == [8, 9]
     sequences = book.groups[0].sequences
     assert sequences == {first.key: [3, 4, 5, 6, 7, 8, 9], second.key: [3, 4, 5, 6, 7]}
-    assert not book.finished and book.count_indexed(other) == 0
+    assert not book.groups[0].finished and book.count_indexed(other) == 0
     book.close(other, np.array([1], np.int32))
-    assert book.outstanding == {0: 1} and list(book.groups) == [0] and not book.finished
+    assert list(book.groups) == [0] and book.groups[0].outstanding == 1
     book.close(second, np.array([1], np.int32))
-    assert not (book.outstanding or book.groups or book.finished)
+    assert not book.groups
 
 
 def test_a_row_without_drafts_keeps_no_other_from_them(model: Any) -> None:
