@@ -162,15 +162,6 @@ class Engine(Protocol):
         return {}
 
 
-def require_context(prompts: Sequence[ndarray], context: int) -> None:
-    """Raise ConfigError for a sequence to score that is longer than the context."""
-    longest = max((len(prompt) for prompt in prompts), default=0)
-    if longest > context:
-        raise ConfigError(
-            f"a prompt of {longest} tokens does not fit generator.context = {context}"
-        )
-
-
 def require_room(request: CompletionRequest, context: int) -> None:
     """Raise ConfigError for a request that does not fit into the context."""
     if len(request.prompt) + request.max_new_tokens > context:
@@ -302,6 +293,18 @@ class RowEngine(Engine):
 
     def count_tokens(self) -> TokenCounts:
         return {row.request.key: row.sampled for row in self.rows.values()}
+
+    def score(self, prompts: Sequence[ndarray], most_likely: int = 1) -> list[PromptScores]:
+        longest = max((len(prompt) for prompt in prompts), default=0)
+        if longest > self.context:
+            raise ConfigError(
+                f"a prompt of {longest} tokens does not fit generator.context = {self.context}"
+            )
+        return [self.score_prompt(prompt.astype(np.int64), most_likely) for prompt in prompts]
+
+    def score_prompt(self, ids: ndarray, most_likely: int) -> PromptScores:
+        """Score one sequence, int64 [P]."""
+        raise NotImplementedError
 
     def list_constraints(self, count: int) -> list[TokenConstraint | None]:
         """Return the grammar of each of the first `count` rows."""

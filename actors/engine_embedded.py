@@ -41,7 +41,6 @@ from actors.engine import (
     RowEngine,
     TokenCounts,
     draw_uniform_rows,
-    require_context,
     score_states,
 )
 from asyncrl.config.tree import Config
@@ -254,22 +253,11 @@ class EmbeddedEngine(RowEngine):
         return completions
 
     @torch.inference_mode()
-    def score(self, prompts: Sequence[ndarray], most_likely: int = 1) -> list[PromptScores]:
-        require_context(prompts, self.context)
-        scores: dict[int, PromptScores] = {}
-        for batch in split_by_length([len(prompt) for prompt in prompts], TOGETHER, CHUNK):
-            ids = self._pad_columns(pad_token_rows([prompts[index] for index in batch]))
-            states = decoder.run_layers(self.weights, ids).view(*ids.shape, -1)
-            for row, index in enumerate(batch):
-                length = len(prompts[index])
-                scores[index] = score_states(
-                    states[row, : length - 1],
-                    ids[row, 1:length],
-                    most_likely,
-                    self.weights.compute_logits,
-                    self.weights.vocabulary,
-                )
-        return [scores[index] for index in range(len(prompts))]
+    def score_prompt(self, ids: ndarray, most_likely: int) -> PromptScores:
+        tokens = self._pad_columns(ids[None])
+        states = decoder.run_layers(self.weights, tokens)[: len(ids) - 1]
+        count, logits = self.weights.vocabulary, self.weights.compute_logits
+        return score_states(states, tokens[0, 1 : len(ids)], most_likely, logits, count)
 
     def abort(self, keys: Iterable[Key]) -> TokenCounts:
         tokens = super().abort(keys)

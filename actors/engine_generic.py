@@ -23,7 +23,6 @@ from actors.engine import (
     PromptScores,
     RowEngine,
     draw_uniform_rows,
-    require_context,
     score_states,
 )
 from asyncrl.contract.blobs import images
@@ -179,15 +178,10 @@ class GenericEngine(RowEngine):
         return logits
 
     @torch.inference_mode()
-    def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:
-        require_context(prompts, self.context)
-        scores = []
-        for prompt in prompts:
-            vision = self.model.vision
-            if vision is not None and vision.shape.token in prompt:
-                raise ConfigError("a prompt with an image cannot be scored; send text")
-            ids = torch.from_numpy(prompt.astype(np.int64)).to(self.model.device)
-            logits = self.model.hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
-            width = logits.shape[1]
-            scores.append(score_states(logits, ids[1:], most_likely, Tensor.float, width))
-        return scores
+    def score_prompt(self, ids: np.ndarray, most_likely: int) -> PromptScores:
+        vision = self.model.vision
+        if vision is not None and vision.shape.token in ids:
+            raise ConfigError("a prompt with an image cannot be scored; send text")
+        tokens = torch.from_numpy(ids).to(self.model.device)
+        logits = self.model.hf(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+        return score_states(logits, tokens[1:], most_likely, Tensor.float, logits.shape[1])

@@ -365,6 +365,11 @@ def _compute_logs(
     return logs if support is None else support.renormalize(logs, part.start)
 
 
+def _compute_by_chunk(count: int, step: int, compute: Callable[[slice], Tensor]) -> Tensor:
+    """Compute a value of each of `count` positions, `step` at a time."""
+    return torch.cat([compute(slice(at, at + step)) for at in range(0, count, step)])
+
+
 def _backpropagate_logits(
     hidden: Tensor, weight: Tensor, step: int, compute: Callable[[slice], Tensor]
 ) -> tuple[Tensor, Tensor]:
@@ -460,8 +465,7 @@ class _VocabularySum(Function):
         ctx.step = count_logit_rows(tensors[1])
         ctx.compute = compute
         ctx.save_for_backward(*tensors)
-        chunks = (slice(at, at + ctx.step) for at in range(0, len(tensors[0]), ctx.step))
-        return torch.cat([compute(s, *tensors)[0] for s in chunks])
+        return _compute_by_chunk(len(tensors[0]), ctx.step, lambda s: compute(s, *tensors)[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -513,13 +517,13 @@ def compute_squared_probabilities(
     scale, support: of the N positions, as in `ForwardOutput`
     """
     weight = lay.hf.get_output_embeddings().weight
-    squares = torch.empty(len(hidden), dtype=float32, device=hidden.device)
-    rows = count_logit_rows(weight, lay.part)
-    for start in range(0, len(hidden), rows):
-        chunk = slice(start, start + rows)
+
+    def compute(chunk: slice) -> Tensor:
         logs = _compute_logs(chunk, hidden, weight, scale, support, lay.part)
-        squares[chunk] = logs.exp().square().sum(-1)
-    return lay.part.leave(squares)
+        return logs.exp().square().sum(-1)
+
+    rows = count_logit_rows(weight, lay.part)
+    return lay.part.leave(_compute_by_chunk(len(hidden), rows, compute))
 
 
 def _index_rows(lengths: ndarray, start: int, multiple: int) -> tuple[ndarray, ndarray, ndarray]:

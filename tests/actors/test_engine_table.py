@@ -18,7 +18,6 @@ from actors.engine import (
     build_engine,
     build_spans,
     load_model,
-    require_context,
     require_room,
 )
 from asyncrl.cli import main
@@ -175,10 +174,13 @@ def test_a_completion_has_its_dtypes_its_end_and_room() -> None:
     require_room(asked, 15)
     with pytest.raises(ConfigError, match=r"prompt of 3 and 12 new tokens do not fit gen.* = 14$"):
         require_room(asked, 14)
-    require_context([], 0)
-    require_context([asked.prompt, asked.prompt[:1]], 3)
+    engine = RowEngine(1, 2, "keep_kv", None, None)
+    assert engine.score([]) == []
     with pytest.raises(ConfigError, match=r"a prompt of 3 tokens does not fit generator.*t = 2$"):
-        require_context([asked.prompt, asked.prompt[:1]], 2)
+        engine.score([asked.prompt, asked.prompt[:1]])
+    engine.context = 3
+    with pytest.raises(NotImplementedError):
+        engine.score([asked.prompt, asked.prompt[:1]])
 
 
 def test_a_model_is_loaded_as_a_version(small_model: Path) -> None:
