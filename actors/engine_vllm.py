@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -255,26 +255,15 @@ def find_stacked_tensors(model: torch.nn.Module, weights: Weights) -> Iterator[S
             yield StackedTensor(layer, kind, names, kind == "weight" and (square or head), tied)
 
 
-class RecordedRequest:
+class RecordedRequest(NamedTuple):
     """A request whose support is recorded.
 
     kept: position -> int32, the tokens that it was sampled from; empty: all. A position that vLLM
     samples again, as it was preempted or its prompt is encoded in parts, replaces the earlier one.
     """
 
-    def __init__(self, constraint: TokenConstraint | None) -> None:
-        self.constraint = constraint
-        self.consumed = 0  # tokens that the constraint has advanced by
-        self.kept: dict[int, ndarray] = {}
-
-    def compute_allowed(self, tokens: list[int], size: int) -> ndarray | None:
-        """Return bool [size]: the tokens that may follow `tokens`; None: all."""
-        if self.constraint is None:
-            return None
-        for token in tokens[self.consumed :]:
-            self.constraint.advance(token)
-        self.consumed = len(tokens)
-        return self.constraint.compute_allowed(size)
+    constraint: TokenConstraint | None
+    kept: dict[int, ndarray]
 
 
 class SupportRecorder:
@@ -315,8 +304,9 @@ class SupportRecorder:
             if not rows:
                 return plain(logits, generators, keys, parameter)
             for row, (recorded, tokens) in rows.items():
-                allowed = recorded.compute_allowed(tokens, logits.shape[1])
-                if allowed is not None:
+                if recorded.constraint is not None:
+                    recorded.constraint.advance_to(tokens)
+                    allowed = recorded.constraint.compute_allowed(logits.shape[1])
                     mask = torch.from_numpy(allowed).to(logits.device)
                     logits[row].masked_fill_(~mask, -torch.inf)
             logits = apply_top_k_top_p(logits, keys, parameter)
@@ -669,7 +659,7 @@ class VllmEngine(ProbedEngine):
         settings = make_sampling_params(**self.describe_sampling(request, seed), flat_logprobs=True)
         self.requests[name] = (request, self.label)
         if request.has_support:
-            self.recorder.requests[name] = RecordedRequest(request.constraint)
+            self.recorder.requests[name] = RecordedRequest(request.constraint, {})
         prompt = self._build_prompt(request.prompt.tolist(), request.group)
         self.llm.add_request(name, prompt, settings)
 

@@ -53,6 +53,7 @@ class TokenConstraint:
         self.grammar = grammar
         self.matcher = grammar.matcher.deep_copy()
         self.stops = list(stops)
+        self.consumed = 0  # tokens
 
     def compute_allowed(self, size: int) -> np.ndarray:
         """Return bool [size]: the tokens that may come next; size: of the vocabulary."""
@@ -66,8 +67,14 @@ class TokenConstraint:
 
     def advance(self, token: int) -> None:
         """Advance by the sampled token, which was allowed."""
+        self.consumed += 1
         if token not in self.stops:
             self.grammar.measure(self.matcher.consume_token, token)
+
+    def advance_to(self, tokens: Sequence[int]) -> None:
+        """Advance behind all tokens of a completion so far."""
+        for token in tokens[self.consumed :]:
+            self.advance(token)
 
 
 class GrammarCompiler:

@@ -57,27 +57,35 @@ class AttentionSide:
     keys: Tensor  # [B * h_kv * K], among the packed tokens' heads; padding: any
     back: Tensor  # [n * h], each packed query's index in [B, h, Q]
     bias: Tensor  # [B or 1, 1, Q, K], added to the scores
+    key_back: Tensor  # [n * h_kv], each packed key's index in [B, h_kv, K]
+    owner: Tensor | None  # [B], the prompt of each response; None: a side of prompts
 
     @classmethod
     def build(
-        cls, tables: Sequence[Tensor], positions: Sequence[Tensor], heads: tuple[int, int]
+        cls,
+        tables: Sequence[Tensor],
+        positions: Sequence[Tensor],
+        heads: tuple[int, int],
+        owner: Tensor | None = None,
     ) -> AttentionSide:
         """Build the side of rows whose queries see the keys up to their own position.
 
         tables: of queries [B, Q] and keys [B, K] among the packed tokens, padding: 0; and of the
-            packed queries in [B * Q]
+            packed tokens in [B * Q] and [B * K]
         positions: of queries [B or 1, Q] and of keys [B or 1, K] in their sequences
         heads: h and h_kv
         """
-        rows, keys, flat = tables
+        rows, keys, flat, key_flat = tables
         of_queries, of_keys = positions
         visible = of_keys[:, None, None] <= of_queries[:, None, :, None]
         return cls(
             (len(rows), rows.shape[1], keys.shape[1]),
             _index_by_head(rows, heads[0]),
             _index_by_head(keys, heads[1]),
-            index_by_position(flat, rows.shape[1], heads[0]),
+            _index_by_position(flat, rows.shape[1], heads[0]),
             torch.where(visible, 0.0, exact_operators.MASKED),
+            _index_by_position(key_flat, keys.shape[1], heads[1]),
+            owner,
         )
 
 
@@ -87,8 +95,6 @@ class AttentionRows:
 
     # prompts over themselves, then responses of similar length over their prompt and themselves
     sides: list[AttentionSide]
-    keys: list[Tensor]  # of each side, index of each packed token's heads in [B, h_kv, K]
-    owners: list[Tensor]  # of each side of responses, the prompt [B] of each row
     exact: bool  # use the operators of exact mode, where queries are already scaled
 
 
@@ -132,7 +138,7 @@ def _index_by_head(table: Tensor, heads: int) -> Tensor:
     return (table[:, None] * heads + head).flatten()
 
 
-def index_by_position(flat: Tensor, width: int, heads: int) -> Tensor:
+def _index_by_position(flat: Tensor, width: int, heads: int) -> Tensor:
     """Index [n * heads] in [B, heads, width] of the entries `flat` [n] of [B, width].
 
     The heads of a packed token are consecutive.
@@ -339,14 +345,14 @@ def _sum_key_gradients(rows: AttentionRows, sides: list[Tensor]) -> Tensor:
 
     A prompt's gradient includes the sum over its responses.
     """
-    prompts, *answers = sides
     count, _, width = rows.sides[0].shape
-    dim = prompts.shape[2]
-    of_prompts = prompts.view(count, -1, width, dim)
-    for owner, grad in zip(rows.owners, answers, strict=True):
-        # after a shorter prompt the columns hold the response's own keys; the sum of these columns
-        # belongs to padding and is not read
-        shared = grad.view(len(owner), -1, grad.shape[1], dim)[:, :, :width]
-        of_prompts[:, :, : shared.shape[2]].index_add_(0, owner, shared)
-    pairs = zip(sides, rows.keys, strict=True)
-    return cat([grad.view(-1, dim).index_select(0, place) for grad, place in pairs])
+    dim = sides[0].shape[2]
+    of_prompts = sides[0].view(count, -1, width, dim)
+    for side, grad in zip(rows.sides, sides, strict=True):
+        if side.owner is not None:
+            # after a shorter prompt the columns hold the response's own keys; the sum of these
+            # columns belongs to padding and is not read
+            shared = grad.view(len(side.owner), -1, grad.shape[1], dim)[:, :, :width]
+            of_prompts[:, :, : shared.shape[2]].index_add_(0, side.owner, shared)
+    pairs = zip(sides, rows.sides, strict=True)
+    return cat([grad.view(-1, dim).index_select(0, side.key_back) for grad, side in pairs])

@@ -653,16 +653,14 @@ def _plan_rows(
     begin = int(ends[-1])  # of the next group's first response, among the packed tokens
     to_device = partial(_to_device, device=device)
 
-    def build(tables: Sequence[ndarray], positions: Sequence[ndarray]) -> AttentionSide:
+    def build(
+        tables: Sequence[ndarray], positions: Sequence[ndarray], owner: ndarray | None = None
+    ) -> AttentionSide:
         indices, at = ([to_device(x) for x in arrays] for arrays in (tables, positions))
-        return AttentionSide.build(indices, at, (lay.heads, lay.kv_heads))
+        prompt = None if owner is None else to_device(owner)
+        return AttentionSide.build(indices, at, (lay.heads, lay.kv_heads), prompt)
 
-    attention = AttentionRows(
-        [build((ptab, ptab, pflat), (np.arange(width)[None],) * 2)],
-        [packed_attention.index_by_position(to_device(pflat), width, lay.kv_heads)],
-        [],
-        exact=fixed,
-    )
+    sides = [build((ptab, ptab, pflat, pflat), (np.arange(width)[None],) * 2)]
     for group in groups:
         of_row, own = owner[group], inner[group]
         before = plen[of_row]  # tokens of each row's prompt
@@ -681,15 +679,11 @@ def _plan_rows(
             of_prompt = np.where(pval[of_row], np.arange(width), HIDDEN)
             of_keys = np.concatenate([of_prompt, of_queries], 1)
             starts = np.full_like(before, width)
-        attention.sides.append(build((rows, keys, flat), (of_queries, of_keys)))
-        attention.owners.append(to_device(of_row))
         row = flat // max(rows.shape[1], 1)
         places = flat + row * (keys.shape[1] - rows.shape[1]) + starts[row]
-        attention.keys.append(
-            packed_attention.index_by_position(to_device(places), keys.shape[1], lay.kv_heads)
-        )
+        sides.append(build((rows, keys, flat, places), (of_queries, of_keys), of_row))
         begin += int(own.sum())
-    return attention, np.concatenate(groups)
+    return AttentionRows(sides, exact=fixed), np.concatenate(groups)
 
 
 def apply_block(
