@@ -24,7 +24,7 @@ from asyncrl.contract.messages import RoutingShape
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.models import exact_operators
 from asyncrl.models.packed_attention import cut_queries, has_gpu_kernel
-from asyncrl.models.packed_forward import ModelLayout, find_kept_tokens, renormalize, rotate
+from asyncrl.models.packed_forward import ModelLayout, find_kept_tokens, renormalize
 from asyncrl.models.policy import LazyWeights
 
 aten: Any = torch.ops.aten
@@ -37,14 +37,12 @@ KeysAndValues = tuple[Tensor, Tensor]
 RoutedLayers = list[Tensor] | None  # receives the experts of each sparse layer; None: not recorded
 
 
-Turns = Tensor | list[Tensor]  # complex, or cos and sin [n, 1, d]
-
-
 class FusedWeights:
     """The weights in the layout that decoding needs; exact: for the operators of exact mode.
 
-    Norm weights are folded into the matrix that follows them. In float32, which has complex
-    numbers, the columns of queries and keys are interleaved (`exact_operators.interleave_halves`).
+    Norm weights are folded into the matrix that follows them, and the columns of queries and keys
+    are interleaved (`exact_operators.interleave_halves`). turns: the rotary factors of each
+    position, complex [positions, d / 2].
     """
 
     def __init__(self, lay: ModelLayout, positions: int, *, exact: bool = False) -> None:
@@ -56,15 +54,9 @@ class FusedWeights:
         self.dtype = hf.model.embed_tokens.weight.dtype
         self.tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
         self.device = hf.model.embed_tokens.weight.device
-        self.eps = torch.tensor(lay.eps, device=self.device)
         self.positions = positions
-        self.paired = self.dtype == torch.float32
-        plain = exact_operators.Operators(self.normalize, _rotate, torch.matmul, 1)
-        self.operators = exact_operators.EXACT if exact else plain
-        self.tables = [*lay.compute_rope(torch.arange(positions, device=self.device))]
-        if self.paired:
-            parts = (table[:, 0, : lay.head_dim // 2].contiguous() for table in self.tables)
-            self.tables = [torch.complex(*parts)]
+        self.operators = exact_operators.EXACT if exact else exact_operators.PLAIN
+        self.turns = lay.compute_turns(torch.arange(positions, device=self.device))
         self.per_layer: list[dict[str, Tensor]] = [{} for _ in range(self.layers)]
         self.top: dict[str, Tensor] = {}
 
@@ -74,23 +66,8 @@ class FusedWeights:
         weights = LazyWeights(weights, lambda _, weight: weight.to(self.device))
         for i, store in enumerate(self.per_layer):
             fused = exact_operators.fuse_layer(lay, i, weights)
-            if self.paired:
-                fused = exact_operators.interleave_halves(lay, fused)
-            _copy_into(store, fused, self.dtype)
+            _copy_into(store, exact_operators.interleave_halves(lay, fused), self.dtype)
         _copy_into(self.top, exact_operators.fuse_top(weights, self.tied), self.dtype)
-
-    def compute_rotations(self, positions: Tensor) -> Turns:
-        """Return the rotary factors for queries and keys at `positions` [n]."""
-        turns = [table.index_select(0, positions) for table in self.tables]
-        return turns[0] if self.paired else turns
-
-    def normalize(self, x: Tensor, _eps: float = 0.0) -> Tensor:
-        """Divide x by its root mean square on the last axis."""
-        xf = x.float()
-        norm = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
-        r = torch.addcmul(self.eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        normalized: Tensor = (xf * r).to(x.dtype)
-        return normalized
 
     def compute_logits(self, x: Tensor) -> Tensor:
         """Compute logits fp32 [n, V] from residuals x [n, H]."""
@@ -113,14 +90,6 @@ def _copy_into(store: dict[str, Tensor], weights: Mapping[str, Tensor], dtype: t
             store[name].copy_(tensor)
         else:
             store[name] = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _rotate(x: Tensor, turns: Turns) -> Tensor:
-    """Apply the rotary factors to x [n, heads, d]."""
-    if isinstance(turns, Tensor):
-        return exact_operators.apply_rotation(x, turns)
-    cos, sin = turns
-    return rotate(x, cos, sin)
 
 
 class ColumnCache:
@@ -361,7 +330,7 @@ def decode(
         cache.bias[:n, :, column] = 0.0
         bias = cache.bias[:n, :, :width]
         place = slice(n), slice(None), column
-    turns = w.compute_rotations(pad(positions.flatten().clamp(max=w.positions - 1)))
+    turns = w.turns.index_select(0, pad(positions.flatten().clamp(max=w.positions - 1)))
     x = w.top["embed"].index_select(0, pad(tokens.flatten()))
     for i in range(w.layers):
         layer = w.lay, w.per_layer[i]
@@ -548,7 +517,7 @@ def run_layers(
         longest = blocks[0].stop
         bias = torch.full((longest, longest), MASKED, device=ids.device).triu_(1)
         mask = BlockMask(known_bias, blocks, bias)
-    turns = w.compute_rotations(positions)
+    turns = w.turns.index_select(0, positions)
     # the experts to replay in each layer; None in dense layers, and in all without `replayed`
     to_replay = iter(() if replayed is None else replayed)
     replay = [next(to_replay, None) if "router" in layer else None for layer in w.per_layer]

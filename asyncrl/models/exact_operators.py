@@ -57,16 +57,23 @@ def multiply(x: Tensor, w: Tensor) -> Tensor:
 
 
 @cache
-def _make_scalar(x: float) -> Tensor:
-    return torch.tensor(x)
+def _make_scalar(x: float, device: torch.device) -> Tensor:
+    return torch.tensor(x, device=device)
+
+
+def divide_by_rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Divide x by its root mean square over the last axis; also return the reciprocal of that."""
+    xf = x.float()
+    norm = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
+    scalar = _make_scalar(eps, x.device)
+    r = torch.addcmul(scalar, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (xf * r).to(x.dtype), r
 
 
 class _ExactNormalization(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        r = torch.addcmul(_make_scalar(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        n: Tensor = x * r
+        n, r = divide_by_rms(x, eps)
         ctx.save_for_backward(n, r)
         return n
 
@@ -94,8 +101,8 @@ class _ExactRotation(torch.autograd.Function):
 
 def apply_rotation(x: Tensor, turns: Tensor) -> Tensor:
     """Turn x [n, heads, d], whose columns are in pairs (see `interleave_halves`)."""
-    pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
+    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns[:, None]).flatten(-2).to(x.dtype)
 
 
 # `apply_rotation` with a gradient
@@ -115,6 +122,8 @@ class Operators(NamedTuple):
 
 
 EXACT = Operators(normalize, rotate, multiply, ROWS)
+# without gradient, in any precision
+PLAIN = Operators(lambda x, eps: divide_by_rms(x, eps)[0], apply_rotation, torch.matmul, 1)
 
 
 def interleave_halves(lay: Any, fused: Weights) -> dict[str, Tensor]:

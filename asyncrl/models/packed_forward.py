@@ -202,6 +202,12 @@ class ModelLayout:
             )
         return cos[0, :, None], sin[0, :, None]
 
+    def compute_turns(self, positions: Tensor) -> Tensor:
+        """Return the rotary factors of `exact_operators.rotate` at positions [n]."""
+        half = self.head_dim // 2
+        parts = (table[:, 0, :half].float() for table in self.compute_rope(positions))
+        return torch.complex(*(part.contiguous() for part in parts))
+
 
 class _RMSNorm(Function):
     """x / rms(x) * w over the last axis in fp32; three passes fewer backward than by autograd."""
@@ -753,12 +759,12 @@ def _compute_packed_logprobs(
     head = lay.hf.get_output_embeddings().weight
     pl = plan_packing(rows, lay, head, fixed)
     x = lay.part.embed(pl.ids, model.embed_tokens.weight)
-    cos, sin = lay.compute_rope(pl.positions)
     if fixed:
-        halves = (table[:, 0, : lay.head_dim // 2].contiguous() for table in (cos, sin))
         parameters = dict(lay.hf.named_parameters())
-        block = partial(_apply_fixed_block, weights=parameters, turns=torch.complex(*halves))
+        turns = lay.compute_turns(pl.positions)
+        block = partial(_apply_fixed_block, weights=parameters, turns=turns)
     else:
+        cos, sin = lay.compute_rope(pl.positions)
         block = partial(apply_block, cos=cos.to(x.dtype), sin=sin.to(x.dtype))
     for i, ids in enumerate(_list_replayed(lay, pl, rows)):
         kwargs = {"rows": pl.attention, "replayed": ids}
