@@ -241,10 +241,7 @@ def unreadable(file: str) -> Callable[[Path], Any]:
 
 # what is done to the directory, or a setting; and what is said of it
 WRONG: dict[str, tuple[Callable[[Path], Any] | str, str]] = {
-    "lacks a layer": (
-        without_layer,
-        "lack 11 of the parameters in its config.json, which would be random: model.layers.1.",
-    ),
+    "lacks a layer": (without_layer, "which would be random: model.layers.1."),
     "NaN": (spoiled(float("nan"), torch.float32), NOT_FINITE),
     "infinite in bfloat16": (spoiled(float("-inf"), torch.bfloat16), NOT_FINITE),
     "masked LM": (
@@ -255,24 +252,12 @@ WRONG: dict[str, tuple[Callable[[Path], Any] | str, str]] = {
         lambda p: edit(p, "config.json", is_encoder_decoder=True),
         "is an encoder-decoder model (config.json), not a causal LM",
     ),
-    "tokenizer too large": (
-        more_tokens,
-        "tokens up to number 18, the model's vocabulary ends at 16 (vocab_size)",
-    ),
-    "context too long": (
-        "generator.context=300",
-        "generator.context: 300 tokens; the model in {path} has 256 positions",
-    ),
-    "no end": (
-        no_end,
-        "no token ends a completion: neither the tokenizer nor generation_config.json",
-    ),
+    "tokenizer too large": (more_tokens, "to number 18, the model's vocabulary ends at 16 (voc"),
+    "context too long": ("generator.context=300", "300 tokens; the model in {path} has 256 pos"),
+    "no end": (no_end, "no token ends a completion: neither the tokenizer nor generation_config"),
     "stop of many tokens": ('generator.stop=["#1"]', "generator.stop: '#1' is 2 tokens"),
     "no JSON": (unreadable("config.json"), "config.json cannot be read"),
-    "no sampling settings": (
-        unreadable("generation_config.json"),
-        "model.path: {path}/generation_config.json cannot be read",
-    ),
+    "no sampling settings": (unreadable("generation_config.json"), "_config.json cannot be read"),
 }
 
 

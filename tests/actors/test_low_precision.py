@@ -1,6 +1,5 @@
 """Weights rounded to int8 and fp8: what the engine samples from, what the learner shares."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -223,21 +222,3 @@ def test_the_benchmark_shows_swaps_products_and_mismatch(
     k3s = result["k3"]
     assert k3s["none"]["alone"] < 1e-9 < 1e-5 < k3s["fp8"]["alone"]
     assert max(way["shared"] for way in k3s.values()) < 1e-9
-
-
-def test_formats_meet_fp32_and_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = program("low_precision_study", monkeypatch)
-    known = {"out": tmp_path, "quick": False, "steps": 40, "groups": 16, "seeds": 5, "lr": "5e-4"}
-    for lag in (0, 4):
-        made = study.plan(argparse.Namespace(**known, lag=lag, table=False))
-        assert len(made.arms) == 3 * 5 + 2 * 2 + 1 and len(made.cells.configs) == 5 * len(made.arms)
-        for name, config in made.cells.configs.items():
-            assert config.staleness.limit == lag and config.staleness.inject == (lag or None)
-            assert config.learner.shared_rounding == ("shared" in name)
-        both = study.pairs(made)
-        dropped = made.cells.configs[made.arms["fp8, mis drop"][0]].correction
-        counted = made.cells.configs[made.arms["fp8, mis"][0]].correction
-        assert (dropped.denominator, counted.denominator) == ("after", "before")
-        assert [other for arm, other in both if arm == "fp8, mis drop"] == ["fp8, mis"]
-        assert ("fp8, mis", "fp32, mis") in both and ("fp8 shared, none", "fp8, mis") in both
-        assert all(arm in made.arms and other in made.arms for arm, other in both)
