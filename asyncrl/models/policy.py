@@ -14,8 +14,9 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,19 @@ from torch import Tensor, cat
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.contract.blobs import images as image_blobs
+from asyncrl.contract.blobs.images import MARKER, ImageShape
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import RoutingShape
 from asyncrl.contract.routed_experts import RoutedExperts
-from asyncrl.models import adapter_files, fetch, packed_forward, router_hooks, without_transformers
-from asyncrl.models.image_encoder import PROCESSOR_FILES, ImageEncoder
-from asyncrl.models.image_tokens import read_shape
+from asyncrl.models import (
+    adapter_files,
+    fetch,
+    packed_forward,
+    pictures,
+    router_hooks,
+    without_transformers,
+)
+from asyncrl.models.image_tokens import FAMILY, read_shape
 from asyncrl.models.packed_forward import ForwardInput, ForwardOutput
 from asyncrl.models.tokenizer import describe_missing_weights
 from asyncrl.records import atomic_write
@@ -43,6 +51,9 @@ PROBE_TOKENS = 8
 # relative noise between rows that only differ in a later token: experts see other batches
 NOISE = 1e-5
 NOISE_BF16 = 2e-2
+KEPT_IMAGES = 512  # images whose pixel tensors are cached
+NEVER_SAMPLED = -1e30  # the logit of the image token
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 PLAIN_ROWS = 8  # of a forward pass on the plain path
 PLAIN_TOKENS = 1024  # the same for a model that reads images, where its rows are short
 CHOSEN = 2  # experts of a token in a tiny mixture of experts
@@ -50,6 +61,87 @@ ALIGN = 64  # bytes; every tensor of the flat layout starts at a multiple of it
 Manifest = list[tuple[str, str, list[int], int, int]]  # name, dtype, shape, offset, bytes
 Arrays = Sequence[np.ndarray]
 RowImages = Sequence[Sequence[bytes]]  # the blobs of each row, in the order of its image tokens
+
+
+@dataclass(eq=False)
+class ImageEncoder:
+    """Image processor and vision tower of the LLaVA `hf`, whose directory is `path`.
+
+    Each distinct image is encoded once for all the rows of a forward pass.
+    """
+
+    hf: Any
+    path: str
+    shape: ImageShape
+
+    @classmethod
+    def from_model(cls, hf: Any, path: str) -> ImageEncoder | None:
+        """Return the encoder of a model; None: it reads only text."""
+        if hf.config.model_type != FAMILY:
+            return None
+        shape = read_shape(path)
+        if shape is None:  # built in memory: there is no directory yet
+            shape = ImageShape(hf.config.image_token_id, hf.config.image_seq_length)
+        return cls(hf, path, shape)
+
+    @cached_property
+    def processor(self) -> Any:
+        """The image processor. Raises ConfigError where the directory has none."""
+        import transformers
+
+        try:
+            return transformers.AutoImageProcessor.from_pretrained(self.path, backend="pil")
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            raise ConfigError(
+                f"model.path: the image processor in {self.path} cannot be loaded "
+                f"({' or '.join(PROCESSOR_FILES)}): {str(error).splitlines()[0]}"
+            ) from error
+
+    @cached_property
+    def load_pixels(self) -> Callable[[bytes], Tensor]:
+        """Return the pixels of a blob as the model reads them, [3, H, W]."""
+        processor = self.processor
+        return lru_cache(KEPT_IMAGES)(
+            lambda blob: processor(pictures.as_pil(blob), return_tensors="pt")["pixel_values"][0]
+        )
+
+    def compute_features(self, blobs: Mapping[str, bytes], *, single: bool) -> dict[str, Tensor]:
+        """Return digest -> features [length, hidden] of images, differentiable.
+
+        single: encode each image by itself, so that its features do not depend on the others.
+        Raises ConfigError where the vision tower gives another number of features.
+        """
+        if not blobs:
+            return {}
+        pixels = [self.load_pixels(blob) for blob in blobs.values()]
+        encoded: list[Tensor] = []
+        for group in [[image] for image in pixels] if single else [pixels]:
+            stacked = torch.stack(group).to(self.hf.device, self.hf.dtype)
+            features = self.hf.get_image_features(pixel_values=stacked, return_dict=True)
+            encoded += features.pooler_output
+        for image in encoded:
+            if len(image) != self.shape.length:
+                raise ConfigError(
+                    f"model.path: the vision tower in {self.path} makes {len(image)} features of "
+                    f"an image, and image_seq_length in its config.json is {self.shape.length}"
+                )
+        return dict(zip(blobs, encoded, strict=True))
+
+    @staticmethod
+    def build_inputs(names: Iterable[str], features: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the arguments of a forward pass whose image tokens are `names`, in row order."""
+        encoded = [features[name] for name in names]
+        if not encoded:
+            return {}
+        return {"mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=encoded)}}
+
+    def exclude_image_token(self, logits: Tensor) -> Tensor:
+        """Exclude the image token from sampling: only a prompt may hold one.
+
+        logits: fp32 [..., V].
+        """
+        token = torch.tensor([self.shape.token], device=logits.device)
+        return logits.index_fill(-1, token, NEVER_SAMPLED)
 
 
 @dataclass
@@ -442,6 +534,53 @@ def initialize_model(
         processor.save_pretrained(str(path))
     fetch.save(hf, path)
     return PolicyModel(hf.eval(), str(path))
+
+
+def build_llava(
+    path: str | Path,
+    symbols: Sequence[str],
+    *,
+    side: int,
+    patch: int,
+    seed: int = 0,
+    **sizes: Any,
+) -> PolicyModel:
+    """Build a LLaVA in the directory `path`: a CLIP tower, a projector and a Qwen3.
+
+    side: pixels of a side of an image, which is one token for each patch of `patch` pixels a side.
+    symbols: characters of the tokenizer, as in `build_model`; the image token is added.
+    sizes: of the Qwen3, as in `build_text_config`.
+    """
+    import transformers
+
+    tokenizer = build_character_tokenizer([*symbols, MARKER])
+    text = build_text_config(tokenizer, **sizes)
+    tower = transformers.CLIPVisionConfig(
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        projection_dim=text.hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=text.num_attention_heads,
+        image_size=side,
+        patch_size=patch,
+    )
+    config = transformers.LlavaConfig(
+        vision_config=tower,
+        text_config=text,
+        image_token_index=tokenizer.convert_tokens_to_ids(MARKER),
+        image_seq_length=(side // patch) ** 2,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",  # without the class token
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    square = {"height": side, "width": side}
+    processor = transformers.CLIPImageProcessorPil(
+        size=square, crop_size=square, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    maker = transformers.AutoModelForImageTextToText
+    return initialize_model(path, maker, config, seed, tokenizer, processor)
 
 
 def build_character_tokenizer(symbols: Sequence[str]) -> Any:

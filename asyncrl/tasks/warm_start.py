@@ -45,7 +45,6 @@ def warm_start(
     import torch
 
     from asyncrl.models import policy as models
-    from asyncrl.models import tiny_llava
 
     task = get_task(config.task)
     assert isinstance(task, synthetic.SyntheticTask | file.FileTask | MixtureTask)
@@ -64,7 +63,7 @@ def warm_start(
         with atomic_write.replace(Path(path), part=temporary) as folder:
             positions = max(256, config.generator.context)
             if isinstance(task, CountTask):
-                model = tiny_llava.build_llava(
+                model = models.build_llava(
                     folder,
                     task.symbols,
                     side=SIDE,

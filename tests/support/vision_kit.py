@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from asyncrl.contract.blobs import images
-from asyncrl.models.tiny_llava import build_llava
+from asyncrl.models.policy import build_llava
 from asyncrl.tasks.pictures import count
 
 TEMPLATES = {  # of strings, and of parts as LLaVA's own
