@@ -261,7 +261,8 @@ class EmbeddedEngine(RowEngine):
 
     def abort(self, keys: Iterable[Key]) -> TokenCounts:
         tokens = super().abort(keys)
-        self.remaining[[slot for slot in range(self.used) if slot not in self.rows]] = 0
+        ended = [slot for slot in range(self.used) if slot not in self.rows]
+        self.remaining[torch.tensor(ended, dtype=int64, device=self.device)] = 0
         return tokens
 
     def forget(self, request: CompletionRequest) -> None:

@@ -85,30 +85,15 @@ def end_answers(g: Generator, *keys: tuple[int, int, int]) -> None:
 def test_an_outdated_attempt_takes_nothing_from_the_next_one(make: MakeGenerator) -> None:
     """The learner dies while an answer is written and comes back; the ticket's second attempt comes
     before the first one is dropped."""
-    g = make()
+    g, began = make(), time.monotonic()
     one_pass(g, tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     assert set(g.engine.rows) == {(0, 0, 1), (0, 1, 1)}
     one_pass(g, tickets(g, announcement(2), ticket(0, 2, epoch=2)))
     assert g.engine.aborted == [(0, 0, 1), (0, 1, 1)] and g.engine.loads == [(1, 0), (2, 0)]
     assert g.engine.given == ({}, "d2.0", b"")
+    assert g.usage.swaps == 2 and 0 < g.usage.swap_s < time.monotonic() - began
     rows = g.engine.rows
     assert set(rows) == {(0, 0, 2), (0, 1, 2)} and all(len(r.prompt) == 3 for r in rows.values())
-
-
-def test_the_time_of_swaps_is_summed(make: MakeGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    g = make()
-    now = [100.0]
-
-    def load(*given: object) -> None:
-        now[0] += 2.5
-
-    monkeypatch.setattr("actors.generator.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(g.engine, "load", load)
-    for number in range(2):
-        g.schedule.announce(announcement(1, number))
-        g.swap()
-        assert g.loaded is not None and g.loaded.label == (1, number)
-    assert (g.usage.swap_s, g.usage.swaps) == (5.0, 2)
 
 
 def test_answers_that_wait_for_their_reward_keep_their_lease(
