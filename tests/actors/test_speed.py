@@ -1,13 +1,12 @@
 """What keeps processes small: no heavy import where none is needed, and memory that does not grow
 with the answers written."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import psutil
-from process_kit import ENV, ROOT
+from process_kit import run_command
 
 from actors.engine import CompletionRequest
 from actors.engine_embedded import EmbeddedEngine
@@ -24,15 +23,8 @@ def test_the_buffer_with_its_metrics_imports_no_torch(tmp_path: Path) -> None:
         "{'lag/samples': [0.0, 1.0]}); w.close();"
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        cwd=ROOT,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == ["False", "False"]
+    done = run_command([sys.executable, "-c", code, str(tmp_path)]).check()
+    assert done.out.split() == ["False", "False"]
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 

@@ -291,15 +291,9 @@ def completion(prompt: list[int], tokens: list[int], number: int, named: int = 0
     """An answer of a played server with weights `number`, said to be of `named`."""
     ids = np.array(tokens, np.int32)
     label = Label(1, named or number)
-    return Completion(
-        key=(0, 0, 1),
-        prompt=np.array(prompt, np.int32),
-        tokens=ids,
-        logprobs=(-ids - number / 8).astype(np.float32),
-        spans=[VersionSpan(label, "", 0, len(tokens), label)],
-        finish="stop",
-        support=None,
-    )
+    logprobs, spans = -ids - number / 8, [VersionSpan(label, "", 0, len(tokens), label)]
+    given = np.array(prompt, np.int32), ids, logprobs.astype(np.float32), spans
+    return Completion((0, 0, 1), *given, "stop", support=None)
 
 
 @pytest.mark.slow
