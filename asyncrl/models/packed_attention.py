@@ -84,8 +84,8 @@ class AttentionSide:
             _index_by_head(keys, heads[1]),
             _index_by_position(flat, rows.shape[1], heads[0]),
             torch.where(visible, 0.0, exact_operators.MASKED),
-            _index_by_position(key_flat, keys.shape[1], heads[1]),
-            owner,
+            key_back=_index_by_position(key_flat, keys.shape[1], heads[1]),
+            owner=owner,
         )
 
 
