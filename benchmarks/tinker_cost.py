@@ -145,10 +145,10 @@ class DirectSteps:
             }
             data.append(
                 Datum(
-                    np.array([*prompt, *answer.tokens[:-1]], "<i4").tobytes(),
-                    np.concatenate([before, answer.tokens]).astype("<i4").tobytes(),
-                    {name: row.astype("<f4").tobytes() for name, row in fields.items()},
-                    np.concatenate([before - 2, 0 * answer.tokens]).astype("<i4").tobytes(),
+                    np.array([*prompt, *answer.tokens[:-1]], "<i4"),
+                    np.concatenate([before, answer.tokens]).astype("<i4"),
+                    {name: row.astype("<f4") for name, row in fields.items()},
+                    np.concatenate([before - 2, 0 * answer.tokens]).astype("<i4"),
                 )
             )
         self.handle(ForwardBackward("m", data, "importance_sampling", {}))

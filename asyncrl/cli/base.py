@@ -141,11 +141,10 @@ class CommandGroup(ExampleGroup):
             # without a file it is a programming error, which keeps its traceback
             if error.filename is None and error.errno not in DISK:
                 raise
-            fail(
-                f"{error.filename or 'writing failed'}: {error.strerror}; is the disk full, or was "
-                "the file removed or made read-only?",
-                1,
-            )
+            question = "is the disk full, or was the file removed or made read-only?"
+            if error.errno == errno.ENOENT:
+                question = "is its folder missing, or was it removed?"
+            fail(f"{error.filename or 'writing failed'}: {error.strerror}; {question}", 1)
 
 
 def fail(reason: str, code: int) -> NoReturn:

@@ -158,10 +158,8 @@ class TinkerServer:
             return ""
         if sampler.model != model.ancestry.model:
             return ""
-        untrained = self.ledger.find_ledger(sampler.model).untrained
-        sampled_ahead = sum(
-            n for version, n in untrained.items() if version >= model.version - limit
-        )
+        untrained = self.ledger.untrained[sampler.model].items()
+        sampled_ahead = sum(n for version, n in untrained if version >= model.version - limit)
         sampled_ahead += self.samplers.in_flight[sampler.model]
         allowed = (limit + 1) * model.batch
         if not model.batch or not sampled_ahead or sampled_ahead + count <= allowed:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import pickle
 import signal
 import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from asyncrl.contract import importing
-from asyncrl.contract.importing import end_with_parent
+from asyncrl.contract.importing import end_with_parent, make_command
 from asyncrl.contract.printable import LONGEST_LINE, describe_exit, escape_line
 from asyncrl.records import process_log
-from asyncrl.tinker.messages import Cancel, Request, Result, WorkerCall, WorkerReply
-from asyncrl.tinker.workers.worker import LENGTH_BYTES, encode_frame
+from asyncrl.tinker.messages import Cancel, Request, Result
+from asyncrl.tinker.workers.worker import LENGTH_BYTES
 
 
 def log(text: str, *, traceback: bool = False) -> None:
@@ -56,7 +54,6 @@ class WorkerLink:
         self._waiting = dict[int, asyncio.Future[Result]]()
         self.take_number = itertools.count(1).__next__
         self._starting = asyncio.Lock()
-        self._decoder = msgspec.msgpack.Decoder(WorkerReply)
         self._reader: asyncio.Task[None] | None = None
         self.closed = False
 
@@ -67,7 +64,7 @@ class WorkerLink:
                 return
             own_end, worker_end = socket.socketpair()
             descriptor = worker_end.fileno()
-            argv = importing.make_command(
+            argv = make_command(
                 "asyncrl.tinker.workers.worker", self.role, str(self.config_path), str(descriptor)
             )
             with worker_end, self.log.open("ab") as log:
@@ -100,7 +97,7 @@ class WorkerLink:
             raise WorkerExited(f"the {self.role} process has ended")
         number = self.take_number() if number is None else number
         waiting = self._waiting[number] = asyncio.Future()
-        self._writer.write(encode_frame(WorkerCall(number, request)))
+        self._writer.write(pickle.dumps((number, request)))
         try:
             result: Result = await waiting
         finally:
@@ -110,17 +107,17 @@ class WorkerLink:
     def cancel(self, number: int) -> None:
         """Cancel a call to the sampling process."""
         if self._writer is not None and number in self._waiting:
-            self._writer.write(encode_frame(WorkerCall(self.take_number(), Cancel(number))))
+            self._writer.write(pickle.dumps((self.take_number(), Cancel(number))))
             self._waiting[number].cancel()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
                 length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-                reply = self._decoder.decode(await reader.readexactly(length))
-                waiting = self._waiting.get(reply.number)
+                number, result = pickle.loads(await reader.readexactly(length))
+                waiting = self._waiting.get(number)
                 if waiting is not None and not waiting.done():
-                    waiting.set_result(reply.result)
+                    waiting.set_result(result)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         assert self.process is not None and self._writer is not None

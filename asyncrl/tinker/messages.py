@@ -1,12 +1,14 @@
-"""Messages between the server process and its training and sampling processes."""
+"""Messages between the server process and its training and sampling processes.
+
+They are pickled, because both ends of the socket pair belong to the server."""
 
 from __future__ import annotations
 
 import traceback
-from typing import Annotated, Literal
+from typing import Literal
 
-import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Struct
+from numpy import ndarray
 
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 
@@ -27,24 +29,18 @@ class Datum(Struct, frozen=True):
     lags: int32 [n], versions; UNKNOWN, NOT_SAMPLED or SUPERVISED.
     """
 
-    tokens: bytes
-    targets: bytes
-    fields: dict[str, bytes]
-    lags: bytes
+    tokens: ndarray
+    targets: ndarray
+    fields: dict[str, ndarray]
+    lags: ndarray
 
-    @property
-    def length(self) -> int:
-        return len(self.tokens) // 4
-
-    def read_field(self, name: str) -> np.ndarray:
-        return np.frombuffer(self.fields[name], "<f4")
-
-    def get_field(self, name: str) -> np.ndarray | None:
-        """Return float32 [n], or None where the client did not send it."""
-        return self.read_field(name) if name in self.fields else None
+    def encode(self, start: int, stop: int) -> bytes:
+        """Return the target tokens of [start, stop) and then their log-probabilities."""
+        piece = slice(start, stop)
+        return self.targets[piece].tobytes() + self.fields["logprobs"][piece].tobytes()
 
 
-class LoadModel(Struct, frozen=True, tag=True):
+class LoadModel(Struct, frozen=True):
     """Create a model, or load it from `path`, the directory of a state.
 
     rank: of the adapter; 0: train all weights.  optimizer: also load the optimizer's moments.
@@ -59,7 +55,7 @@ class LoadModel(Struct, frozen=True, tag=True):
     checkpoint: str = ""
 
 
-class ForwardBackward(Struct, frozen=True, tag=True):
+class ForwardBackward(Struct, frozen=True):
     """Add the gradient of a loss, summed over the tokens of `data`."""
 
     model: str
@@ -69,7 +65,7 @@ class ForwardBackward(Struct, frozen=True, tag=True):
     forward_only: bool = False
 
 
-class OptimizerStep(Struct, frozen=True, tag=True):
+class OptimizerStep(Struct, frozen=True):
     """Make an AdamW step with the gradient collected since the last step."""
 
     model: str
@@ -81,13 +77,13 @@ class OptimizerStep(Struct, frozen=True, tag=True):
     clip_norm: float  # 0: no clipping
 
 
-class DropGradient(Struct, frozen=True, tag=True):
+class DropGradient(Struct, frozen=True):
     """Forget the gradient collected since the last optimizer step."""
 
     model: str
 
 
-class SaveWeights(Struct, frozen=True, tag=True):
+class SaveWeights(Struct, frozen=True):
     """Write a model to the directory `path`.
 
     state: include the optimizer, so that training can continue from it; otherwise write only the
@@ -103,7 +99,7 @@ class SaveWeights(Struct, frozen=True, tag=True):
     named: bool = False
 
 
-class SampleCall(Struct, frozen=True, tag=True):
+class SampleCall(Struct, frozen=True):
     """Sample sequences after one prompt.
 
     weights: directory of the sampler's weights; "": the base model.
@@ -131,7 +127,7 @@ class SampleCall(Struct, frozen=True, tag=True):
     prompt_topk: int = 0  # number of most likely tokens to score at each position of the prompt
 
 
-class Cancel(Struct, frozen=True, tag=True):
+class Cancel(Struct, frozen=True):
     """Cancel the call `number` if it still waits or is being sampled."""
 
     number: int
@@ -142,24 +138,11 @@ Request = (
 )
 
 
-class WorkerCall(Struct, frozen=True):
-    """A numbered request; `WorkerReply` has the same number."""
-
-    number: Annotated[int, Meta(ge=0)]
-    request: Request
-
-
-class ScoreResult(Struct, frozen=True, tag=True):
+class ScoreResult(Struct, frozen=True):
     """Result of ForwardBackward: float32 log-probabilities of each datum's targets."""
 
-    logprobs: list[bytes]
+    logprobs: list[ndarray]
     loss: float
-
-
-class StepResult(Struct, frozen=True, tag=True):
-    """Result of OptimizerStep, with the metrics of the step's tokens."""
-
-    metrics: dict[str, float]
 
 
 class SequenceResult(Struct, frozen=True):
@@ -170,7 +153,7 @@ class SequenceResult(Struct, frozen=True):
     stop: bool  # False: cut at max_tokens
 
 
-class SampleResult(Struct, frozen=True, tag=True):
+class SampleResult(Struct, frozen=True):
     """Result of SampleCall; prompt_logprobs: float32 [P], NaN at the first token.
 
     topk_ids, topk_logprobs: int32 and float32 [P, prompt_topk].
@@ -182,11 +165,7 @@ class SampleResult(Struct, frozen=True, tag=True):
     topk_logprobs: bytes = b""
 
 
-class CallDone(Struct, frozen=True, tag=True):
-    """Result of a call that returns no values."""
-
-
-class CallFailure(Struct, frozen=True, tag=True):
+class CallFailure(Struct, frozen=True):
     """Result of a call that failed.
 
     spoiled: the model in the training process is in an unknown state and must be restored; without
@@ -208,9 +187,5 @@ def describe_failure(error: Exception) -> CallFailure:
     return CallFailure(f"{type(error).__name__}: {error}", "server", spoiled=True)
 
 
-Result = ScoreResult | StepResult | SampleResult | CallDone | CallFailure
-
-
-class WorkerReply(Struct, frozen=True):
-    number: int
-    result: Result
+# a dict: the metrics of an optimizer step
+Result = ScoreResult | SampleResult | dict[str, float] | CallFailure | None

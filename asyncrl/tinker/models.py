@@ -41,7 +41,6 @@ from asyncrl.tinker.links import WorkerExited, WorkerLink, log
 from asyncrl.tinker.messages import (
     FREE_BYTES,
     NOT_SAMPLED,
-    CallDone,
     CallFailure,
     Datum,
     DropGradient,
@@ -51,7 +50,6 @@ from asyncrl.tinker.messages import (
     Result,
     SaveWeights,
     ScoreResult,
-    StepResult,
 )
 from asyncrl.tinker.model_records import (
     NAME,
@@ -147,7 +145,6 @@ class ServedModel:
         """Clear the bookkeeping of the previous optimizer step."""
         self.lags = Counter[int]()
         self.sequences = list[str]()
-        self.matched = Counter[str]()
         self.refused = ""  # why a call of this step failed
         self.samples.drop()
 
@@ -176,7 +173,6 @@ class ServedModel:
         if route == "forward_backward":
             self.lags.update(outcome.lags)
             self.sequences += outcome.sequences
-            self.matched.update(outcome.sequences)
             self.refused = self.refused or outcome.error
         elif route == "optim_step":
             self.batch = len(set(self.sequences)) or self.batch
@@ -356,7 +352,7 @@ class ServedModel:
                     await self._restore()
                     self.loaded = generation
                 if request is None:
-                    return CallDone()
+                    return None
                 result = await self.trainer.call(request)
             except WorkerExited as error:
                 if attempt == self.config.restarts or (error.crashed and error.oldest):
@@ -397,16 +393,14 @@ class ServedModel:
         if outcome.error or call.route != "forward_backward":
             return None
         message = wire.parse_loss_request(call.body)
-        decoded = wire.parse_loss_call(message, self.config.losses.stable_reinforce)
+        request = wire.parse_loss_call(self.id, message, self.config.losses.stable_reinforce)
         lags = np.frombuffer(outcome.token_lags, "<i4")
-        splits = np.cumsum([datum.length for datum in decoded.data])[:-1]
+        splits = np.cumsum([len(datum.tokens) for datum in request.data])[:-1]
         # that of the call's own time; an earlier version of the server did not write it
         limit = self.config.staleness.max_lag if outcome.limit is None else outcome.limit
-        data = [
-            add_lags(datum, datum_lags, limit)[0]
-            for datum, datum_lags in zip(decoded.data, np.split(lags, splits), strict=True)
-        ]
-        return ForwardBackward(self.id, data, decoded.loss, decoded.config)
+        datum_lags = zip(request.data, np.split(lags, splits), strict=True)
+        request.data[:] = [add_lags(datum, lags, limit) for datum, lags in datum_lags]
+        return request
 
     async def _repeat(self, request: Request) -> None:
         result = await self.trainer.call(request)
@@ -420,46 +414,38 @@ class ServedModel:
 
         Raises ConfigError for tokens above the limit, and for requests that are not served."""
         staleness = self.config.staleness
-        lags, sequences = Counter[int](), list[str]()
-        data, token_lags, sampled = list[Datum](), list[bytes](), list[list[SampledRun]]()
-        matched = Counter(self.matched)
+        sequences, token_lags, sampled = list[str](), list[bytes](), list[list[SampledRun]]()
+        lags = Counter[int]()
+        matched = Counter(self.sequences)
 
-        def measure(body: bytes) -> wire.LossCall:
+        def measure(body: bytes) -> tuple[ForwardBackward, str]:
             message = wire.parse_loss_request(body)
-            decoded = wire.parse_loss_call(message, self.config.losses.stable_reinforce)
-            for index, (datum, spans) in enumerate(zip(decoded.data, decoded.spans, strict=True)):
+            request = wire.parse_loss_call(self.id, message, self.config.losses.stable_reinforce)
+            for index, datum in enumerate(request.data):
+                spans = wire.parse_spans(message.data[index])
                 try:
                     runs = self.ledger.resolve(datum, spans, matched, self.ancestry)
                 except ConfigError as error:
                     raise ConfigError(f"datum {index}, {error}") from error
-                measured = measure_lags(
-                    datum,
-                    runs,
-                    self.ancestry,
-                    self.version,
-                    limit=math.inf if staleness.on_exceed == "mask" else staleness.max_lag,
-                    unknown=staleness.unknown,
-                    supervised=staleness.supervised,
-                )
-                if measured.refused and not decoded.forward_only:
+                measured = measure_lags(datum, runs, self.ancestry, self.version, staleness)
+                if measured.refused and not request.forward_only:
                     raise ConfigError(f"datum {index}: {measured.refused}")
                 sampled.append(runs)
-                token_lags.append(measured.lags.astype("<i4").tobytes())
-                datum, gradient_lags = add_lags(datum, measured.lags, staleness.max_lag)
-                data.append(datum)
-                lags.update(gradient_lags[gradient_lags != NOT_SAMPLED].tolist())
+                token_lags.append(measured.lags.tobytes())
+                request.data[index] = add_lags(datum, measured.lags, staleness.max_lag)
+                lags.update(request.data[index].lags.tolist())
                 sequences.extend(measured.sequences)
-            return decoded
+            return request, message.loss_fn
 
-        decoded = await wire.decode(measure, body)
-        request = ForwardBackward(self.id, data, decoded.loss, decoded.config, decoded.forward_only)
+        request, requested = await wire.decode(measure, body)
         result = await self._call_trainer(request)
         assert isinstance(result, ScoreResult)
-        reply = wire.encode_scores(result, decoded.loss, decoded.requested)
-        if decoded.forward_only:
+        reply = wire.encode_scores(result, request.loss, requested)
+        if request.forward_only:
             return self._build_outcome(protobuf=True, reply=reply)
         if self.samples.is_due(self.version):
-            self.samples.collect(data, sampled, result.logprobs)
+            self.samples.collect(request.data, sampled, result.logprobs)
+        del lags[NOT_SAMPLED]
         return self._build_outcome(
             protobuf=True,
             reply=reply,
@@ -481,8 +467,8 @@ class ServedModel:
             await self._call_trainer(DropGradient(self.id))
             raise ConfigError(f"the step was not made, {refused}")
         result = await self._call_trainer(request)
-        assert isinstance(result, StepResult)
-        step_metrics = result.metrics | measure_lag_metrics(self.lags)
+        assert isinstance(result, dict)
+        step_metrics = result | measure_lag_metrics(self.lags)
         found = filter(None, map(self.ledger.sequences.get, set(self.sequences)))
         if lengths := [sequence.length for sequence in found]:
             step_metrics["answer/length"] = sum(lengths) / len(lengths)
@@ -608,16 +594,14 @@ def _locate_note(weights: Path) -> Path:
     return weights.with_name(f"{weights.name}.json")
 
 
-def add_lags(datum: Datum, lags: np.ndarray, limit: float) -> tuple[Datum, np.ndarray]:
-    """Return a datum with its lags, and the lags of the tokens in the gradient.
+def add_lags(datum: Datum, lags: np.ndarray, limit: float) -> Datum:
+    """Return a datum with the lags of its tokens in the gradient.
 
     Tokens above the limit are masked; with another on_exceed than mask, none reach this place."""
     exceeds = lags > limit
     fields = datum.fields
     if exceeds.any():
-        mask = datum.get_field("mask")
-        mask_before = lags != NOT_SAMPLED if mask is None else mask
-        new_mask = np.where(exceeds, 0.0, mask_before).astype("<f4")
-        fields = fields | {"mask": new_mask.tobytes()}
+        mask = np.where(exceeds, 0.0, fields.get("mask", lags != NOT_SAMPLED))
+        fields = fields | {"mask": mask.astype("<f4")}
     gradient_lags = np.where(exceeds, NOT_SAMPLED, lags).astype("<i4")
-    return Datum(datum.tokens, datum.targets, fields, gradient_lags.tobytes()), gradient_lags
+    return Datum(datum.tokens, datum.targets, fields, gradient_lags)

@@ -34,7 +34,7 @@ class ScoredDatum:
 
     datum: Datum
     runs: Sequence[SampledRun]
-    logprobs: bytes = b""
+    logprobs: np.ndarray
 
     @property
     def length(self) -> int:
@@ -43,36 +43,34 @@ class ScoredDatum:
 
     def measure_distance(self) -> float:
         """Return the mean |log pi - log mu| over the sampled tokens."""
-        moved = np.abs(np.frombuffer(self.logprobs, "<f4") - self.datum.read_field("logprobs"))
+        moved = np.abs(self.logprobs - self.datum.fields["logprobs"])
         return float(np.concatenate([moved[run.start : run.stop] for run in self.runs]).mean())
 
     def describe(self, tokenizer: Any) -> dict[str, Any]:
         """Return prompt and response with the values of every token."""
         start, stop = self.runs[0].start, self.runs[-1].stop
-        inputs = np.frombuffer(self.datum.tokens, "<i4").tolist()
-        targets = np.frombuffer(self.datum.targets, "<i4").tolist()
-        mask = self.datum.get_field("mask")
-        inside = np.zeros(self.datum.length, bool)
+        fields, inputs = self.datum.fields, self.datum.tokens.tolist()
+        inside = np.zeros(len(inputs), bool)
         for run in self.runs:
             inside[run.start : run.stop] = True
         values = {
-            "behavior": self.datum.read_field("logprobs"),
-            "start": np.frombuffer(self.logprobs, "<f4"),
-            "advantage": self.datum.read_field("advantages"),
+            "behavior": fields["logprobs"],
+            "start": self.logprobs,
+            "advantage": fields["advantages"],
         }
         columns = {name: np.where(inside, x, np.nan) for name, x in values.items()} | {
             "mask": inside.astype(int),
-            "used": (inside if mask is None else inside & (mask != 0)).astype(int),
+            "used": (inside & (fields.get("mask", inside) != 0)).astype(int),
         }
         versions = [
             ["unknown" if sequence is None else str(sequence.version), begin - start, end - start]
             for begin, end, sequence in self.runs
         ]
-        lags = np.frombuffer(self.datum.lags, "<i4")[start:stop].tolist()
+        lags = self.datum.lags[start:stop].tolist()
         return build_sequence(
             tokenizer,
             inputs[: start + 1],
-            [*inputs[start + 1 : stop], targets[stop - 1]],
+            [*inputs[start + 1 : stop], int(self.datum.targets[stop - 1])],
             versions,
             {name: x[start:stop] for name, x in columns.items()},
         ) | {"lag": [lag if lag >= 0 else None for lag in lags]}
@@ -94,7 +92,10 @@ class TrainedSampleLog:
         return version % EVERY == 0 and self.file.path.stat().st_size < LIMIT_BYTES
 
     def collect(
-        self, data: Sequence[Datum], runs: Sequence[Sequence[SampledRun]], scores: Sequence[bytes]
+        self,
+        data: Sequence[Datum],
+        runs: Sequence[Sequence[SampledRun]],
+        scores: Sequence[np.ndarray],
     ) -> None:
         """Collect the datums of a loss that have runs, behavior policy and advantages."""
         for datum, datum_runs, logprobs in zip(data, runs, scores, strict=True):

@@ -16,7 +16,7 @@ import asyncio
 import base64
 import itertools
 import secrets
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,10 +30,12 @@ from asyncrl.records import jsonl
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.tinker.messages import NOT_SAMPLED, SUPERVISED, UNKNOWN, Datum
 from asyncrl.tinker.model_records import strip_branch
+from asyncrl.tinker.settings import TinkerStaleness
 
 REMEMBERED = 200_000  # newest sequences of a server, about 100 MB
 COMPARABLE_TOKENS = 1 << 25  # of the newest sequences, 256 MiB
-COUNTS = ("sampled", "sampled_tokens", "trained_once", "trained_again")  # of a model's sequences
+TRAINED = ("never_trained", "trained_once", "trained_again")
+COUNTS = ("sampled", "sampled_tokens", *TRAINED)  # of a model's sequences
 COLUMNS = ("id", "model", "version", "length", "fingerprint")  # of sequences.jsonl, always there
 
 
@@ -57,6 +59,11 @@ class SampledSequence:
     uncertain: tuple[str, int] | None = None
     trained: int = 0
     content: bytes = b""
+
+    @property
+    def state(self) -> str:
+        """Which of TRAINED counts the sequence."""
+        return TRAINED[min(self.trained, 2)]
 
     @property
     def fingerprints(self) -> set[str]:
@@ -114,14 +121,17 @@ class SequenceLedger:
     rewritten, its rows contain how often each sequence was trained, up to the call of each model in
     `counted`; later calls are in trained.jsonl of the model.
 
-    remembered: number of newest sequences that datums can be matched to."""
+    remembered: number of newest sequences that datums can be matched to.
+    totals, forgotten: model -> the COUNTS of all its sequences, and of those not remembered.
+    untrained: model -> version -> number of remembered sequences that were not trained yet."""
 
     def __init__(self, path: Path, remembered: int = REMEMBERED) -> None:
         self.remembered = remembered
         self.sequences = dict[str, SampledSequence]()  # in the order of sampling
         self.by_fingerprint = dict[str, list[SampledSequence]]()
-        self.models = dict[str, ModelLedger]()
-        self.forgotten = dict[str, ModelLedger]()  # of the sequences that are not remembered
+        self.totals = defaultdict[str, Counter[str]](Counter)
+        self.forgotten = defaultdict[str, Counter[str]](Counter)
+        self.untrained = defaultdict[str, Counter[int]](Counter)
         self.rows = 0  # in the file
         self.row_tokens = 0  # whose content is in the file
         self.comparable: deque[SampledSequence] = deque()  # sequences with content
@@ -129,8 +139,10 @@ class SequenceLedger:
         self.counted = dict[str, int]()  # model -> the last call whose step was counted
         for row in jsonl.read(path):
             if (forgotten := row.get("forgotten")) is not None:
-                for ledgers in (self.models, self.forgotten):
-                    ledgers |= {model: ModelLedger(**totals) for model, totals in forgotten.items()}
+                for model, counts in forgotten.items():
+                    counts["never_trained"] = counts.pop("forgotten_untrained")
+                    self.totals[model] = Counter(counts)
+                    self.forgotten[model] = Counter(counts)
                 self.counted = row["counted"]
                 continue
             self._add(
@@ -149,7 +161,7 @@ class SequenceLedger:
     @property
     def sampled_total(self) -> int:
         """The number of sequences sampled since the server's directory was created."""
-        return sum(ledger.sampled for ledger in self.models.values())
+        return sum(counts["sampled"] for counts in self.totals.values())
 
     def mint(self, count: int) -> list[str]:
         """Return new ids for sequences that will be sampled."""
@@ -178,15 +190,13 @@ class SequenceLedger:
         if sequence.content:
             self._drop_oldest_content()
         del self.sequences[sequence.id]
-        self.forgotten.setdefault(sequence.model, ModelLedger()).add(sequence)
+        self.forgotten[sequence.model] += _count(sequence)
         for key in sequence.fingerprints:
             self.by_fingerprint[key].remove(sequence)
             if not self.by_fingerprint[key]:
                 del self.by_fingerprint[key]
         if not sequence.trained:
-            ledger = self.find_ledger(sequence.model)
-            ledger.untrained -= Counter({sequence.version: 1})
-            ledger.forgotten_untrained += 1
+            self.untrained[sequence.model] -= Counter([sequence.version])
 
     def _drop_oldest_content(self) -> None:
         sequence = self.comparable.popleft()
@@ -204,9 +214,8 @@ class SequenceLedger:
         A thread writes the new file, and rows that come meanwhile are copied from the old one."""
         async with self.rewriting:
             head: JsonObject = {"forgotten": {}, "counted": {**self.counted}}
-            for model, ledger in self.forgotten.items():
-                counts = ledger.to_dict()
-                head["forgotten"][model] = counts
+            for model, forgotten in self.forgotten.items():
+                counts = head["forgotten"][model] = {name: forgotten[name] for name in COUNTS}
                 counts["forgotten_untrained"] = counts.pop("never_trained")
             rows = [(sequence, sequence.trained) for sequence in self.sequences.values()]
             size = self.file.path.stat().st_size
@@ -238,17 +247,16 @@ class SequenceLedger:
         self.sequences[sequence.id] = sequence
         for key in sequence.fingerprints:
             self.by_fingerprint.setdefault(key, []).append(sequence)
-        self.find_ledger(sequence.model).add(sequence)
-
-    def find_ledger(self, model: str) -> ModelLedger:
-        return self.models.setdefault(model, ModelLedger())
+        self.totals[sequence.model] += _count(sequence)
+        if not sequence.trained:
+            self.untrained[sequence.model][sequence.version] += 1
 
     # ---- datums ----------------------------------------------------------------------------------
 
     def resolve(
         self,
         datum: Datum,
-        spans: Sequence[ProvenanceSpan] | None,
+        spans: Sequence[ProvenanceSpan],
         matched: Counter[str],
         ancestry: ModelAncestry,
     ) -> list[SampledRun]:
@@ -262,57 +270,24 @@ class SequenceLedger:
             while their adapters are new; the model's own sequences are matched first.
 
         Raises ConfigError, with the position, for spans that do not fit."""
-        if spans is not None:
-            span_runs = []
-            start = 0
-            for span in spans:
-                id, offset, length, sampled = span
-                stop = start + length
-                if min(offset, length) < 0 or stop > datum.length:
-                    raise ConfigError(
-                        f"position {start}: a provenance span has offset {offset} and length "
-                        f"{length}; spans cover the {datum.length} positions of the datum in order"
-                    )
-                if sampled and length:
-                    sequence = self.sequences.get(id)
-                    is_known = sequence is not None and _check_span(datum, span, start, sequence)
-                    span_runs.append(SampledRun(start, stop, sequence if is_known else None))
-                start = stop
-            if start != datum.length:
-                raise ConfigError(
-                    f"provenance spans cover {start} positions of a datum of {datum.length}"
-                )
-            mask, advantages = datum.get_field("mask"), datum.get_field("advantages")
-            if advantages is not None:
-                trained = advantages != 0 if mask is None else advantages * mask != 0
-                for run in span_runs:
-                    trained[run.start : run.stop] = False
-                if trained.any():
-                    raise ConfigError(
-                        f"position {trained.argmax()}: a token that a provenance span calls part "
-                        "of a prompt has an advantage; only sampled tokens may have one"
-                    )
-            return span_runs
-        logprobs = datum.fields.get("logprobs")
-        if logprobs is None:
+        if spans:
+            return self._resolve_spans(datum, spans)
+        if "logprobs" not in datum.fields:
             return []
         runs: list[SampledRun] = []
         covered = 0  # positions that are part of a run
         names = ("mask",) if "mask" in datum.fields else ("logprobs", "advantages")
-        columns = map(datum.get_field, names)
-        looks_sampled = np.any([column != 0 for column in columns if column is not None], axis=0)
-        for start, stop in find_runs(looks_sampled):
+        columns = [datum.fields[name] != 0 for name in names if name in datum.fields]
+        for start, stop in find_runs(np.any(columns, axis=0)):
             if start < covered:
                 continue
-            piece = slice(4 * start, 4 * stop)
-            key = compute_fingerprint(datum.targets[piece] + logprobs[piece])
+            key = compute_fingerprint(datum.encode(start, stop))
             fits = []
             for sequence in [*self.by_fingerprint.get(key, ())]:  # a thread may run this
                 first = start
                 if key != sequence.fingerprint and sequence.uncertain:
                     first -= sequence.uncertain[1]
-                piece = slice(4 * first, 4 * (first + sequence.length))
-                content = datum.targets[piece] + logprobs[piece]
+                content = datum.encode(first, first + sequence.length)
                 is_equal = compute_fingerprint(content) == sequence.fingerprint
                 # a client can make a sequence of the same fingerprint
                 if first >= 0 and is_equal and sequence.content in (b"", content):
@@ -337,26 +312,50 @@ class SequenceLedger:
             runs.append(SampledRun(first, covered, sequence))
         return runs
 
+    def _resolve_spans(self, datum: Datum, spans: Sequence[ProvenanceSpan]) -> list[SampledRun]:
+        """Return the runs that the client named."""
+        runs = []
+        start, length = 0, len(datum.tokens)
+        for span in spans:
+            stop = start + span.length
+            if min(span.offset, span.length) < 0 or stop > length:
+                raise ConfigError(
+                    f"position {start}: a provenance span has offset {span.offset} and length "
+                    f"{span.length}; spans cover the {length} positions of the datum in order"
+                )
+            if span.sampled and span.length:
+                sequence = self.sequences.get(span.sequence)
+                is_known = sequence is not None and _check_span(datum, span, start, sequence)
+                runs.append(SampledRun(start, stop, sequence if is_known else None))
+            start = stop
+        if start != length:
+            raise ConfigError(f"provenance spans cover {start} positions of a datum of {length}")
+        if "advantages" in datum.fields:
+            trained = datum.fields["advantages"] * datum.fields.get("mask", 1) != 0
+            for run in runs:
+                trained[run.start : run.stop] = False
+            if trained.any():
+                raise ConfigError(
+                    f"position {trained.argmax()}: a token that a provenance span calls part "
+                    "of a prompt has an advantage; only sampled tokens may have one"
+                )
+        return runs
+
     def sum_totals(self, model: str) -> dict[str, int]:
-        """Return the ledger of a model with all its branches."""
-        totals = Counter(ModelLedger().to_dict())
-        for branch, ledger in self.models.items():
-            if strip_branch(branch) == model:
-                totals.update(ledger.to_dict())
-        return {**totals}
+        """Return the COUNTS of a model with all its branches."""
+        branches = [x for branch, x in self.totals.items() if strip_branch(branch) == model]
+        return {name: sum(counts[name] for counts in branches) for name in COUNTS}
 
     def mark_trained(self, ids: Iterable[str], model: str, call: int) -> None:
         """Count that the optimizer step of a model's call trained these sequences."""
         self.counted[model] = call
         for sequence in filter(None, map(self.sequences.get, ids)):
+            counts = self.totals[sequence.model]
+            counts[sequence.state] -= 1
+            if not sequence.trained:
+                self.untrained[sequence.model] -= Counter([sequence.version])
             sequence.trained += 1
-            ledger = self.find_ledger(sequence.model)
-            if sequence.trained == 1:
-                ledger.untrained -= Counter({sequence.version: 1})
-                ledger.trained_once += 1
-            elif sequence.trained == 2:
-                ledger.trained_once -= 1
-                ledger.trained_again += 1
+            counts[sequence.state] += 1
 
     def close(self) -> None:
         self.file.close()
@@ -373,19 +372,19 @@ def _check_span(datum: Datum, span: ProvenanceSpan, start: int, sequence: Sample
             f"position {start}: {named}sequence {sequence.id}, which has {sequence.length}"
         )
     logprobs, content = datum.fields.get("logprobs"), sequence.content
+    stop = start + span.length
     if not content:
         if logprobs is None or span.length != sequence.length:
             return False
-        piece = slice(4 * start, 4 * (start + span.length))
-        return compute_fingerprint(datum.targets[piece] + logprobs[piece]) == sequence.fingerprint
-    for dtype, first, sent, name in (
-        ("<i4", 0, datum.targets, "token"),
-        ("<f4", sequence.length, logprobs, "log-probability"),
+        return compute_fingerprint(datum.encode(start, stop)) == sequence.fingerprint
+    for first, column, name in (
+        (0, datum.targets, "token"),
+        (sequence.length, logprobs, "log-probability"),
     ):
-        if sent is None:
+        if column is None:
             continue  # cross_entropy has no log-probabilities
-        expected = np.frombuffer(content, dtype, span.length, 4 * (first + span.offset))
-        values = np.frombuffer(sent, dtype, span.length, 4 * start)
+        expected = np.frombuffer(content, column.dtype, span.length, 4 * (first + span.offset))
+        values = column[start:stop]
         if len(different := np.flatnonzero(values != expected)):
             at = int(different[0])
             raise ConfigError(
@@ -415,34 +414,9 @@ def find_runs(inside: np.ndarray) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 
 
-@dataclass
-class ModelLedger:
-    """The sequences that a model's weights sampled.
-
-    untrained: version -> number of remembered sequences that were not trained yet.
-    """
-
-    sampled: int = 0
-    sampled_tokens: int = 0
-    trained_once: int = 0
-    trained_again: int = 0
-    forgotten_untrained: int = 0
-    untrained: Counter[int] = field(default_factory=Counter)
-
-    def add(self, sequence: SampledSequence) -> None:
-        self.sampled += 1
-        self.sampled_tokens += sequence.length
-        if not sequence.trained:
-            self.untrained[sequence.version] += 1
-        elif sequence.trained == 1:
-            self.trained_once += 1
-        else:
-            self.trained_again += 1
-
-    def to_dict(self) -> dict[str, int]:
-        """Return the counts of the ledger; those of trained ones add up to `sampled`."""
-        never_trained = sum(self.untrained.values()) + self.forgotten_untrained
-        return {name: getattr(self, name) for name in COUNTS} | {"never_trained": never_trained}
+def _count(sequence: SampledSequence) -> Counter[str]:
+    """Return the COUNTS of one sequence."""
+    return Counter({"sampled": 1, "sampled_tokens": sequence.length, sequence.state: 1})
 
 
 class LagCheck(NamedTuple):
@@ -458,17 +432,12 @@ def measure_lags(
     runs: Sequence[SampledRun],
     ancestry: ModelAncestry,
     version: int,
-    *,
-    limit: float,
-    unknown: str,
-    supervised: str,
+    staleness: TinkerStaleness,
 ) -> LagCheck:
     """Compute the lag of every position of a datum, and check it against the limit.
 
-    version: current version of the model that trains the datum.
-    unknown: train or refuse, for sampled tokens of unknown lag.
-    supervised: the same for tokens that cross_entropy trains and no run contains."""
-    lags = np.full(datum.length, NOT_SAMPLED, np.int32)
+    version: current version of the model that trains the datum."""
+    lags = np.full(len(datum.tokens), NOT_SAMPLED, np.int32)
     ids: list[str] = []
     refused = ""
     for start, stop, sequence in runs:
@@ -477,7 +446,7 @@ def measure_lags(
             ids.append(sequence.id)
         if sampled_at is None:
             lags[start:stop] = UNKNOWN
-            if unknown != "refuse" or refused:
+            if staleness.unknown != "refuse" or refused:
                 continue
             if sequence is None:
                 refused = (
@@ -495,17 +464,16 @@ def measure_lags(
                 )
             continue
         lags[start:stop] = lag = version - sampled_at
-        if lag > limit and sequence is not None:
+        if lag > staleness.max_lag and staleness.on_exceed != "mask" and sequence is not None:
             refused = refused or (
                 f"sequence {sequence.id} was sampled at version {sampled_at} of {ancestry.model}, "
                 f"which is at version {version}: a lag of {lag}, and staleness.max_lag = "
-                f"{limit:g}; sample from newer weights"
+                f"{staleness.max_lag:g}; sample from newer weights"
             )
-    mask, weights = datum.get_field("mask"), datum.get_field("weights")
-    if weights is not None and "advantages" not in datum.fields:
-        is_trained = (weights if mask is None else weights * mask) != 0
+    if "weights" in datum.fields and "advantages" not in datum.fields:
+        is_trained = datum.fields["weights"] * datum.fields.get("mask", 1) != 0
         lags[is_trained & (lags == NOT_SAMPLED)] = SUPERVISED
-    if supervised == "refuse" and not refused and (lags == SUPERVISED).any():
+    if staleness.supervised == "refuse" and not refused and (lags == SUPERVISED).any():
         refused = (
             f"cross_entropy trains position {(lags == SUPERVISED).argmax()}, which no provenance "
             "span calls sampled, and staleness.supervised = refuse"

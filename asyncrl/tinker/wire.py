@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.tinker.messages import (
     NOT_SAMPLED,
     Datum,
+    ForwardBackward,
     OptimizerStep,
     SampleCall,
     SampleResult,
@@ -61,19 +62,6 @@ async def decode(parse: Callable[..., _Decoded], *values: Any) -> _Decoded:
     if len(values[-1]) <= INLINE_BYTES:
         return parse(*values)
     return await asyncio.get_running_loop().run_in_executor(_thread, parse, *values)
-
-
-class LossCall(NamedTuple):
-    """A decoded forward_backward call.
-
-    spans: those of each datum, or None.  requested: the loss that the client named."""
-
-    data: list[Datum]
-    spans: list[list[ProvenanceSpan] | None]
-    loss: str
-    config: dict[str, float | str]
-    forward_only: bool
-    requested: str
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -134,7 +122,9 @@ def parse_loss_request(body: bytes) -> pb.ForwardBackwardRequest:
     return message
 
 
-def parse_loss_call(message: pb.ForwardBackwardRequest, substitute: str = "") -> LossCall:
+def parse_loss_call(
+    model: str, message: pb.ForwardBackwardRequest, substitute: str = ""
+) -> ForwardBackward:
     """Convert a forward_backward call.  Raises ConfigError for options that are not served.
 
     substitute: the loss that takes the place of stable_reinforce, or ""."""
@@ -143,27 +133,26 @@ def parse_loss_call(message: pb.ForwardBackwardRequest, substitute: str = "") ->
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
-    return LossCall(
-        [_parse_datum(index, datum) for index, datum in enumerate(message.data)],
-        [
-            [
-                ProvenanceSpan(arm.sequence_id, arm.offset, arm.length, sampled)
-                for span in datum.loss_fn_input_spans
-                for sampled in [span.HasField("sampled_tokens")]
-                for arm in [span.sampled_tokens if sampled else span.prompt_tokens]
-            ]
-            or None
-            for datum in message.data
-        ],
+    return ForwardBackward(
+        model,
+        [_parse_datum(f"datum {index}", datum) for index, datum in enumerate(message.data)],
         substitute if message.loss_fn == UNPUBLISHED else message.loss_fn,
         config,
         message.forward_only,
-        message.loss_fn,
     )
 
 
-def _parse_datum(index: int, message: pb.Datum) -> Datum:
-    where = f"datum {index}"
+def parse_spans(message: pb.Datum) -> list[ProvenanceSpan]:
+    """Return the provenance spans of a datum."""
+    return [
+        ProvenanceSpan(arm.sequence_id, arm.offset, arm.length, sampled)
+        for span in message.loss_fn_input_spans
+        for sampled in [span.HasField("sampled_tokens")]
+        for arm in [span.sampled_tokens if sampled else span.prompt_tokens]
+    ]
+
+
+def _parse_datum(where: str, message: pb.Datum) -> Datum:
     tokens = []
     for chunk in message.model_input:
         chunk_type = chunk.WhichOneof("chunk")
@@ -199,12 +188,8 @@ def _parse_datum(index: int, message: pb.Datum) -> Datum:
             f"{where}: loss_fn_inputs.target_tokens has {targets[wrong[0]]:g} at position "
             f"{wrong[0]}, which is no token id"
         )
-    return Datum(
-        ids.tobytes(),
-        target_ids.tobytes(),
-        {name: values.astype("<f4").tobytes() for name, values in fields.items()},
-        np.full(len(ids), NOT_SAMPLED, "<i4").tobytes(),
-    )
+    floats = {name: values.astype("<f4") for name, values in fields.items()}
+    return Datum(ids, target_ids, floats, np.full(len(ids), NOT_SAMPLED, "<i4"))
 
 
 def _parse_array(data: bytes, dtype: Any, where: str) -> np.ndarray:
@@ -327,10 +312,10 @@ def encode_scores(result: ScoreResult, loss: str = "", requested: str = "") -> b
     if loss != requested:
         message.metrics[f"{requested}_computed_as_{loss}:max"] = 1.0
     record = message.loss_fn_outputs.add()
-    record.num_datums = len(result.logprobs)
-    offsets = np.zeros(len(result.logprobs) + 1, "<i8")
-    np.cumsum([len(row) for row in result.logprobs], out=offsets[1:])
+    rows = [row.tobytes() for row in result.logprobs]
+    record.num_datums = len(rows)
     tensor = record.fields["logprobs"]
-    tensor.data, tensor.offsets = b"".join(result.logprobs), offsets.tobytes()
+    tensor.data = b"".join(rows)
+    tensor.offsets = np.cumsum([0, *map(len, rows)], dtype="<i8").tobytes()
     tensor.dtype = pb.DTYPE_FLOAT32
     return bytes(message.SerializeToString())

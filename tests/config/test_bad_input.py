@@ -409,7 +409,12 @@ def test_a_place_where_no_run_directory_can_be_made(tmp_path: Path, small_model:
     refused(by_hand, 2, "cannot be created: Not a directory")
 
 
-def test_a_file_that_cannot_be_written_is_one_line() -> None:
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    log = str(ROOT / "tests/data/logs/verl_0.9.1.jsonl.gz")
+    done = run_cli("diagnose", log, "--html", str(tmp_path / "none" / "a.html"))
+    refused(done, 1, f"{tmp_path / 'none'}", "is its folder missing, or was it removed?")
+    done = run_cli("simulate", "configs/demo.toml", "--times", "none.toml")
+    refused(done, 2, "Invalid value for '--times': File 'none.toml' does not exist")
     done = run_cli("keys", "/dev/null/keys", "--json")
     why = "Not a directory; is the disk full, or was the file removed or made read-only?"
     refused(done, 1, "/dev/null/keys", why)

@@ -2,23 +2,22 @@
 behind them, without processes to start."""
 
 import asyncio
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import tinker
 from tinker_kit import write_config
 
 from asyncrl.tinker import settings
 from asyncrl.tinker.app import TinkerServer
 from asyncrl.tinker.links import WorkerExited
-from asyncrl.tinker.messages import Request, Result, WorkerCall
+from asyncrl.tinker.messages import Request, Result
 from asyncrl.tinker.server import prepare_directory, run_workers
 from asyncrl.tinker.workers.sampler import Sampler
 from asyncrl.tinker.workers.trainer import ServedModels
-from asyncrl.tinker.workers.worker import LENGTH_BYTES, encode_frame
 from asyncrl.transport.http_server import HttpServer, ListenAddress
 
 KEY = "tml-local"
@@ -35,7 +34,6 @@ class DirectLink:
         self.exits: set[int] = set()
         self.generation = 1
         self.number = 0
-        self.decoder = msgspec.msgpack.Decoder(WorkerCall)
 
     async def start(self) -> None:
         """It runs."""
@@ -53,10 +51,7 @@ class DirectLink:
             self.kill()
             self.generation += 1
             raise WorkerExited("the process ended")
-        return self.act(
-            number,
-            self.decoder.decode(encode_frame(WorkerCall(number, request))[LENGTH_BYTES:]).request,
-        )
+        return self.act(number, pickle.loads(pickle.dumps(request)))
 
     def cancel(self, number: int) -> None:
         """Every call ends before another request is read."""

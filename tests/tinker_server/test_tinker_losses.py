@@ -32,7 +32,7 @@ from asyncrl.tinker.sequences import (
     measure_lag_metrics,
     measure_lags,
 )
-from asyncrl.tinker.settings import TinkerConfig, TinkerModel, TinkerTraining
+from asyncrl.tinker.settings import TinkerConfig, TinkerModel, TinkerStaleness, TinkerTraining
 from asyncrl.tinker.workers import trainer as training
 from asyncrl.tinker.workers.trainer import PackedDatums, ServedModels
 
@@ -68,29 +68,25 @@ def datums(trainer: ServedModels) -> list[Datum]:
         before = len(PROMPT) - 1
         rows.append(
             Datum(
-                np.concatenate([PROMPT, tokens[:-1]]).astype("<i4").tobytes(),
-                np.array([0] * before + tokens, "<i4").tobytes(),
+                np.concatenate([PROMPT, tokens[:-1]]).astype("<i4"),
+                np.array([0] * before + tokens, "<i4"),
                 {
-                    "logprobs": np.concatenate([np.zeros(before), logprobs])
-                    .astype("<f4")
-                    .tobytes(),
-                    "advantages": np.array(
-                        [0.0] * before + [advantage] * len(tokens), "<f4"
-                    ).tobytes(),
+                    "logprobs": np.concatenate([np.zeros(before), logprobs]).astype("<f4"),
+                    "advantages": np.array([0.0] * before + [advantage] * len(tokens), "<f4"),
                 },
-                np.array([-2] * before + [1] * len(tokens), "<i4").tobytes(),
+                np.array([-2] * before + [1] * len(tokens), "<i4"),
             )
         )
     return rows
 
 
 def mask_of(datum: Datum) -> np.ndarray:
-    return (np.frombuffer(datum.lags, "<i4") >= 0).astype("<f4")
+    return (datum.lags >= 0).astype("<f4")
 
 
 def replace_fields(datum: Datum, **fields: np.ndarray) -> Datum:
-    encoded = {name: row.astype("<f4").tobytes() for name, row in fields.items()}
-    return msgspec.structs.replace(datum, fields=encoded)
+    floats = {name: row.astype("<f4") for name, row in fields.items()}
+    return msgspec.structs.replace(datum, fields=floats)
 
 
 def gradient(
@@ -246,11 +242,10 @@ def test_masked_tokens_have_no_gradient(trainer: ServedModels) -> None:
     """`on_exceed = "mask"`: tokens above the limit are left out."""
     whole, rest = datums(trainer), []
     for place, datum in enumerate(whole):
-        lags = np.frombuffer(datum.lags, "<i4").copy()
+        lags = datum.lags.copy()
         lags[lags >= 0] = 3 if place == 1 else 2  # the limit itself is allowed
-        masked, kept = add_lags(datum, lags, 2.0)
-        rest.append(masked)
-        assert (kept >= 0).sum() == (0 if place == 1 else len(TOKENS[place]))
+        rest.append(add_lags(datum, lags, 2.0))
+        assert (rest[-1].lags >= 0).sum() == (0 if place == 1 else len(TOKENS[place]))
     model = trainer.models["m"]
     gradients = []
     for data in (rest, [whole[0], whole[2]]):
@@ -356,20 +351,21 @@ def ledger(tmp_path: Path) -> SequenceLedger:
 
 
 OWN = ModelAncestry("m", {"parent": 1})
-LIMITS = {"limit": 2.0, "unknown": "train", "supervised": "train"}
+LIMITS = TinkerStaleness(max_lag=2.0)
 
 
 def record(ledger: SequenceLedger, datum: Datum, version: int, model: str = "m") -> str:
     [id] = ledger.mint(1)
-    start = 4 * (len(PROMPT) - 1)
-    ledger.record(id, model, version, datum.targets[start:], datum.fields["logprobs"][start:])
+    start = len(PROMPT) - 1
+    columns = datum.targets[start:].tobytes(), datum.fields["logprobs"][start:].tobytes()
+    ledger.record(id, model, version, *columns)
     return id
 
 
 def lags_of(ledger: SequenceLedger, datum: Datum, **keys: object) -> tuple[list[int], str]:
-    spans = keys.pop("spans", None)
+    spans = keys.pop("spans", ())
     runs = ledger.resolve(datum, spans, Counter(), OWN)
-    checked = measure_lags(datum, runs, OWN, 4, **(LIMITS | keys))
+    checked = measure_lags(datum, runs, OWN, 4, msgspec.structs.replace(LIMITS, **keys))
     return checked.lags.tolist(), checked.refused
 
 
@@ -384,8 +380,10 @@ def test_a_sequence_is_found_by_the_bits_of_its_logprobs(
     lags, refused = lags_of(ledger, second)
     assert lags == [-2, -2, -2, 3, 3]
     assert "a lag of 3, and staleness.max_lag = 2" in refused and "seq-" in refused
-    fields = {name: first.fields[name] + second.fields[name] for name in first.fields}
-    turns = Datum(first.tokens + second.tokens, first.targets + second.targets, fields, b"")
+    both = first, second
+    fields = {name: np.concatenate([x.fields[name] for x in both]) for name in first.fields}
+    columns = (np.concatenate([getattr(x, name) for x in both]) for name in ("tokens", "targets"))
+    turns = Datum(*columns, fields, first.lags)
     assert lags_of(ledger, turns)[0] == [-2, -2, -2, 1, 1, 1, 1, -2, -2, -2, 3, 3]
     assert "not a sequence of this server" in lags_of(ledger, third, unknown="refuse")[1]
     ledger.close()
@@ -402,7 +400,7 @@ def test_tokens_without_doubt_are_found_without_an_advantage(
 ) -> None:
     """A token of probability 1 has log-probability 0, as prompts have in a datum."""
     whole = datums(trainer)[2]
-    logprobs = whole.get_field("logprobs").copy()
+    logprobs = whole.fields["logprobs"].copy()
     logprobs[[3, 6, 8]] = 0.0  # the first, one inside and the last
     sure = replace_fields(whole, logprobs=logprobs, advantages=0 * logprobs)
     id = record(ledger, sure, 3)
@@ -414,8 +412,8 @@ def test_tokens_without_doubt_are_found_without_an_advantage(
     again = SequenceLedger(tmp_path / "sequences.jsonl", remembered=1)
     assert lags_of(again, sure) == (expected, "")
     assert record(again, other, 3) != id and len(again.by_fingerprint) == 2
-    unknown = add_lags(sure, np.array(lags_of(ledger, other)[0], "<i4"), 9.0)[0]
-    inside = PackedDatums([unknown, add_lags(sure, np.array(expected, "<i4"), 9.0)[0]], CPU).inside
+    unknown = add_lags(sure, np.array(lags_of(ledger, other)[0], "<i4"), 9.0)
+    inside = PackedDatums([unknown, add_lags(sure, np.array(expected, "<i4"), 9.0)], CPU).inside
     assert inside.view(2, -1).sum(1).tolist() == [3, 6]
 
 
@@ -423,7 +421,7 @@ def test_a_mask_says_what_was_sampled(ledger: SequenceLedger, trainer: ServedMod
     """Some clients give the prompt's tokens log-probabilities, too."""
     whole = datums(trainer)[0]
     record(ledger, whole, 3)
-    logprobs = whole.get_field("logprobs").copy()
+    logprobs = whole.fields["logprobs"].copy()
     logprobs[: len(PROMPT) - 1] = -1.0
     filled = replace_fields(whole, logprobs=logprobs)
     assert lags_of(ledger, filled)[0] == [-1] * 7, "another sequence, by its log-probabilities"
@@ -442,9 +440,9 @@ def test_spans_are_checked(ledger: SequenceLedger, trainer: ServedModels, tmp_pa
             *(ProvenanceSpan(name, offset, length, True) for offset, length in pieces),
         ]
 
-    moved = first.get_field("logprobs").copy()
+    moved = first.fields["logprobs"].copy()
     moved[5] = np.nextafter(moved[5], np.float32(0))
-    moved = replace_fields(first, logprobs=moved, advantages=first.get_field("advantages"))
+    moved = replace_fields(first, logprobs=moved, advantages=first.fields["advantages"])
     refused = [
         (second, sampled((3, 2)), "position 3: .* names tokens 3 to 5 of sequence .* which has 4"),
         (second, sampled((0, 2)), "position 3: .* whose token 0 is 7, but the datum has 9"),
@@ -479,7 +477,7 @@ def test_spans_are_checked(ledger: SequenceLedger, trainer: ServedModels, tmp_pa
                 again.resolve(datum, spans, Counter(), OWN)
     masked = replace_fields(
         first,
-        logprobs=first.get_field("logprobs"),
+        logprobs=first.fields["logprobs"],
         advantages=np.ones(7),
         mask=np.array([0, 0, 0, 1, 1, 1, 0]),
     )
@@ -530,7 +528,7 @@ def test_supervised_tokens_may_be_forbidden(ledger: SequenceLedger, trainer: Ser
     nothing = replace_fields(first, weights=0 * weights)
     assert lags_of(ledger, nothing, supervised="refuse") == ([-2] * 7, "")
     own = [ProvenanceSpan(id, 0, 3, False), ProvenanceSpan(id, 0, 4, True)]
-    got = lags_of(ledger, tuned, spans=own, supervised="refuse", limit=9.0)
+    got = lags_of(ledger, tuned, spans=own, supervised="refuse", max_lag=9.0)
     assert got == ([-2, -2, -2, 4, 4, 4, 4], "")
     begun = [ProvenanceSpan(id, 0, 5, False), ProvenanceSpan(id, 2, 2, True)]
     assert lags_of(ledger, tuned, spans=begun)[0] == [-2, -2, -2, -3, -3, 4, 4]
@@ -558,11 +556,11 @@ def test_equal_sequences_are_told_by_model(ledger: SequenceLedger, trainer: Serv
     own = record(ledger, first, 3)
     foreign.append(record(ledger, first, 0, "other"))
     taken = Counter([own, own])
-    [run] = ledger.resolve(first, None, taken, OWN)
+    [run] = ledger.resolve(first, (), taken, OWN)
     assert run.sequence is not None and run.sequence.id == own and lags_of(ledger, first)[0][3] == 1
     record(ledger, second, 2, "other")
     inherited = record(ledger, second, 1, "parent")
-    [run] = ledger.resolve(second, None, Counter([inherited]), OWN)
+    [run] = ledger.resolve(second, (), Counter([inherited]), OWN)
     assert run.sequence is not None and run.sequence.id == inherited
 
 
@@ -572,14 +570,14 @@ def test_the_ledger_closes_and_counts_once(
     first, second, _ = datums(trainer)
     ids = [record(ledger, datum, 0) for datum in (first, first, second, first)]
     taken: Counter[str] = Counter()
-    found = [ledger.resolve(first, None, taken, OWN)[0].sequence for _ in range(2)]
+    found = [ledger.resolve(first, (), taken, OWN)[0].sequence for _ in range(2)]
     assert {sequence.id for sequence in found if sequence} == set(ids[:2])
     ledger.mark_trained(ids[:3], "m", 2)
     ledger.mark_trained(ids[:2], "m", 4)
     counts = {"sampled": 4, "never_trained": 1, "trained_once": 1, "trained_again": 2}
     asyncio.run(ledger.rewrite())
     for again in (ledger, SequenceLedger(tmp_path / "sequences.jsonl")):
-        assert again.find_ledger("m").to_dict() == {"sampled_tokens": 14, **counts}
+        assert again.sum_totals("m") == {"sampled_tokens": 14, **counts}
 
 
 def test_totals_without_remembered_sequences_stay(trainer: ServedModels, tmp_path: Path) -> None:
@@ -633,16 +631,16 @@ def test_the_ledger_remembers_the_newest_sequences_and_the_totals_of_all(
     asyncio.run(ledger.rewrite())
     assert path.read_bytes().count(b"\n") == 4 and not path.with_suffix(".part").exists()
     totals = {"sampled": 5, "sampled_tokens": 18, "trained_once": 3, "trained_again": 0}
-    assert ledger.find_ledger("m").to_dict() == totals | {"never_trained": 2}
+    assert ledger.sum_totals("m") == totals | {"never_trained": 2}
     assert lags_of(ledger, first)[0][3] == -1
     assert "or not among its newest" in lags_of(ledger, first, unknown="refuse")[1]
     assert lags_of(ledger, third)[0][3] == 1 and list(ledger.sequences) == ids[3:]
-    assert ledger.find_ledger("m").untrained == {3: 1}
+    assert ledger.untrained["m"] == {3: 1}
     ledger.close()
     again = SequenceLedger(path, remembered=2)
     assert again.counted == {"m": 2}  # of trained.jsonl, later calls are still to be counted
     again.mark_trained(ids[3:4], "m", 4)
-    assert again.find_ledger("m").to_dict() == totals | {"never_trained": 2}
+    assert again.sum_totals("m") == totals | {"never_trained": 2}
     assert (again.sampled_total, list(again.sequences)) == (5, ids[2:])
 
 

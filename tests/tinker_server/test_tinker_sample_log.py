@@ -23,10 +23,10 @@ def datum(ids: list[int], **fields: list[float]) -> Datum:
     inside = [lag != -2 for lag in lags]
     targets = [id if sampled else 0 for id, sampled in zip(ids[1:], inside, strict=True)]
     return Datum(
-        np.array(ids[:-1], "<i4").tobytes(),
-        np.array(targets, "<i4").tobytes(),
-        {name: np.array(row, "<f4").tobytes() for name, row in fields.items()},
-        np.array(lags, "<i4").tobytes(),
+        np.array(ids[:-1], "<i4"),
+        np.array(targets, "<i4"),
+        {name: np.array(row, "<f4") for name, row in fields.items()},
+        np.array(lags, "<i4"),
     )
 
 
@@ -43,7 +43,7 @@ TURNS = datum(
     lags=[-2, 1, 1, -2, -2, -1, -1],
 )
 RUNS = [sampled(1, 3), SampledRun(5, 7, None)]
-SCORES = np.array([9, -0.25, -0.75, 9, 9, -1.5, float("-inf")], "<f4").tobytes()
+SCORES = np.array([9, -0.25, -0.75, 9, 9, -1.5, float("-inf")], "<f4")
 
 
 def test_a_row_tells_every_token_of_a_conversation() -> None:
@@ -64,7 +64,7 @@ def test_a_row_tells_every_token_of_a_conversation() -> None:
     finite = ScoredDatum(TURNS, RUNS[:1], SCORES)
     assert finite.measure_distance() == pytest.approx((0.25 + 0.5) / 2)
     plain = datum([1, 2, 3], logprobs=[0, -1.23456], advantages=[0, 1], lags=[-2, 0])
-    row = ScoredDatum(plain, [sampled(1, 2)], np.zeros(2, "<f4").tobytes()).describe(Letters())
+    row = ScoredDatum(plain, [sampled(1, 2)], np.zeros(2, "<f4")).describe(Letters())
     assert (row["used"], row["behavior"]) == ([1], [-1.2346]), "without a mask, all are trained"
 
 
@@ -87,13 +87,15 @@ def test_the_furthest_the_longest_and_one_at_random(tmp_path: Path) -> None:
     runs = [[sampled(1, len(text) - 1, f"seq-{n}")] for n, text in enumerate(texts)]
     runs[2] = []  # nothing of it was sampled
     scores = [
-        np.full(len(text) - 1, -1.0 - moved, "<f4").tobytes()
+        np.full(len(text) - 1, -1.0 - moved, "<f4")
         for text, moved in zip(texts, (0.25, 0.0, 5.0, 0.5), strict=True)
     ]
     supervised = datum([1, 2, 3], weights=[1, 1])
     without = datum([1, 2, 3], logprobs=[0, -1], lags=[-2, 0])
     log.collect(
-        [*data, supervised, without], [*runs, [sampled(1, 2)], [sampled(1, 2)]], [*scores, b"", b""]
+        [*data, supervised, without],
+        [*runs, [sampled(1, 2)], [sampled(1, 2)]],
+        [*scores, scores[0], scores[0]],
     )
     assert len(log.collected) == 3, "of policy losses alone"
     log.write(20)

@@ -14,7 +14,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.tinker import model_records, wire
-from asyncrl.tinker.messages import Datum, OptimizerStep, SampleResult, ScoreResult, SequenceResult
+from asyncrl.tinker.messages import OptimizerStep, SampleResult, ScoreResult, SequenceResult
 from asyncrl.tinker.model_records import CallLog, TrainingCall, TrainingOutcome, find_saved
 
 
@@ -254,7 +254,7 @@ def loss_request(**fields: pb.Tensor | None) -> pb.ForwardBackwardRequest:
 def test_a_target_that_is_no_token_id_is_refused(dtype: str, code: int, token: float) -> None:
     """4294967299 would train token 3."""
     message = loss_request(target_tokens=tensor([5, token], dtype, code))
-    refused = refusal(wire.parse_loss_call, message)
+    refused = refusal(wire.parse_loss_call, "m", message)
     assert refused.startswith("datum 0: loss_fn_inputs.target_tokens has ")
     assert refused.endswith(" at position 1, which is no token id")
 
@@ -263,21 +263,23 @@ def test_options_of_a_loss_are_numbers_and_texts() -> None:
     message = pb.ForwardBackwardRequest(loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.5})
     message.loss_fn_config_v2["method"].text = "dapo"
     message.loss_fn_config_v2["loss.eps_high"].number = 0.25
-    call = wire.parse_loss_call(message)
+    call = wire.parse_loss_call("m", message)
     assert call.config == {"clip_low_threshold": 0.5, "method": "dapo", "loss.eps_high": 0.25}
-    assert (call.loss, call.requested, call.forward_only) == ("ppo", "ppo", False)
+    assert (call.loss, call.forward_only) == ("ppo", False)
 
 
 def test_a_datum_is_decoded_whole() -> None:
     ones = tensor([1, 1], "<i4", pb.DTYPE_INT32)
     message = loss_request(weights=tensor([0.5, -1]), mask=ones)
-    [found] = wire.parse_loss_call(message).data
-    pairs = [np.array(pair, "<i4").tobytes() for pair in ([5, 6], [6, 7], [-2, -2])]
-    floats = {"weights": np.array([0.5, -1], "<f4"), "mask": np.ones(2, "<f4")}
-    fields = {name: values.tobytes() for name, values in floats.items()}
-    assert found == Datum(pairs[0], pairs[1], fields, pairs[2])
+    [found] = wire.parse_loss_call("m", message).data
+    columns = {"tokens": found.tokens, "targets": found.targets, "lags": found.lags}
+    rows = {name: (x.dtype.str, x.tolist()) for name, x in (columns | found.fields).items()}
+    assert rows == {
+        **{"tokens": ("<i4", [5, 6]), "targets": ("<i4", [6, 7]), "lags": ("<i4", [-2, -2])},
+        **{"weights": ("<f4", [0.5, -1]), "mask": ("<f4", [1, 1])},
+    }
     del message.data[0].model_input[:]
-    assert refusal(wire.parse_loss_call, message) == "datum 0: model_input is empty"
+    assert refusal(wire.parse_loss_call, "m", message) == "datum 0: model_input is empty"
 
 
 DENSE = "weights: only dense tensors of one dimension are served"
@@ -300,9 +302,9 @@ DENSE = "weights: only dense tensors of one dimension are served"
 )
 def test_fields_of_a_datum_are_checked(fields: dict[str, Any], why: str) -> None:
     message = loss_request(**fields)
-    assert refusal(wire.parse_loss_call, message) == f"datum 0: loss_fn_inputs.{why}"
+    assert refusal(wire.parse_loss_call, "m", message) == f"datum 0: loss_fn_inputs.{why}"
     message.data[0].model_input.add()
-    assert "model_input has an empty chunk; only" in refusal(wire.parse_loss_call, message)
+    assert "model_input has an empty chunk; only" in refusal(wire.parse_loss_call, "m", message)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +322,7 @@ def test_a_value_of_another_type_is_refused(values: dict[str, Any], field: str) 
 
 
 def test_the_result_of_a_loss_has_all_logprobs_in_one_tensor() -> None:
-    rows = [np.array(row, "<f4").tobytes() for row in ([-1.0, -2.0], [-3.0])]
+    rows = [np.array(row, "<f4") for row in ([-1.0, -2.0], [-3.0])]
     message = pb.ForwardBackwardOutput()
     message.ParseFromString(wire.encode_scores(ScoreResult(logprobs=rows, loss=1.5)))
     assert message.loss_fn_output_type == "TorchLossReturn"

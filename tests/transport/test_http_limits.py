@@ -103,6 +103,8 @@ def test_heads_and_bodies_have_size_and_time(door: Door, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(http_server, "LARGEST_HEAD", 1000)
         begin = door.head()[:-2] + b"x-more: "
+        for size, status in ((1000, b"200"), (1001, b"431")):  # in one piece, to the last byte
+            assert door.ask(begin.ljust(size - 4, b"a") + b"\r\n\r\n")[9:12] == status
         with door.connect(begin.ljust(1000, b"a")) as connection:
             connection.sendall(b"a" * 100)
             assert connection.recv(65536).startswith(b"HTTP/1.1 431 ") and is_closed(connection)

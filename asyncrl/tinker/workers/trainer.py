@@ -37,7 +37,6 @@ from asyncrl.tinker.messages import (
     FREE_BYTES,
     LABEL,
     NOT_SAMPLED,
-    CallDone,
     CallFailure,
     Datum,
     DropGradient,
@@ -48,7 +47,6 @@ from asyncrl.tinker.messages import (
     Result,
     SaveWeights,
     ScoreResult,
-    StepResult,
     describe_failure,
 )
 from asyncrl.tinker.settings import TinkerConfig
@@ -212,7 +210,7 @@ class ServedModels:
             if self.base.device.type == "cuda":
                 torch.cuda.synchronize()  # raises if the GPU no longer works for this process
             return describe_failure(error)
-        return CallDone()
+        return None
 
     # ---- loss ------------------------------------------------------------------------------------
 
@@ -222,7 +220,7 @@ class ServedModels:
         if not request.data:
             return ScoreResult([], 0.0)
         model = self.models[request.model]
-        lengths = [datum.length for datum in request.data]
+        lengths = [len(datum.tokens) for datum in request.data]
         micros = split_by_length(lengths, self.config.training.micro_batch_tokens)
         batches = [[request.data[index] for index in indices] for indices in micros]
         plan = None
@@ -246,13 +244,13 @@ class ServedModels:
             )
             plan = prepare_step(batch, resolve_method(request.config), packed.adv, current)
             plan[1].factor = plan[1].factor * plan[0].valid.sum()
-        logprobs: dict[int, bytes] = {}
+        logprobs: dict[int, np.ndarray] = {}
         total, first = 0.0, 0
         for indices, data in zip(micros, batches, strict=True):
             with torch.set_grad_enabled(not request.forward_only):
                 lp = self.score(model.policy, data)
-            rows = torch.split(lp.detach().float().cpu(), [datum.length for datum in data])
-            logprobs |= zip(indices, (row.numpy().tobytes() for row in rows), strict=True)
+            rows = torch.split(lp.detach().float().cpu(), [lengths[index] for index in indices])
+            logprobs |= zip(indices, (row.numpy() for row in rows), strict=True)
             if plan is not None:
                 positions = torch.arange(first, first := first + len(lp), device=lp.device)
                 loss, sums = step_loss.compute_micro_loss(*plan, positions, lp.float())
@@ -293,13 +291,12 @@ class ServedModels:
                     f"datum {index}: {loss} has no loss_fn_inputs.{others[0]}; it reads "
                     f"target_tokens, {', '.join(sorted(readable))}"
                 )
-            if datum.length > (limit := self.config.sampling.context):
+            if len(datum.tokens) > (limit := self.config.sampling.context):
                 raise ConfigError(
-                    f"datum {index}: {datum.length} tokens exceed sampling.context = {limit} of "
-                    "the server"
+                    f"datum {index}: {len(datum.tokens)} tokens exceed sampling.context = {limit} "
+                    "of the server"
                 )
-            for name, data in (("model_input", datum.tokens), ("target_tokens", datum.targets)):
-                ids = np.frombuffer(data, "<i4")
+            for name, ids in (("model_input", datum.tokens), ("target_tokens", datum.targets)):
                 if len(ids) and (ids.min() < 0 or ids.max() >= self.vocabulary):
                     raise ConfigError(
                         f"datum {index}: {name} has a token outside the vocabulary of "
@@ -309,20 +306,18 @@ class ServedModels:
     @staticmethod
     def score(policy: PolicyModel, data: Sequence[Datum]) -> Tensor:
         """Return the log-probabilities [N] of the targets at every position of `data`."""
-        tokens = [np.frombuffer(datum.tokens, "<i4") for datum in data]
-        targets = np.concatenate([np.frombuffer(datum.targets, "<i4") for datum in data])
+        targets = np.concatenate([datum.targets for datum in data])
         # The last position needs a response token to be scored; no later position attends to it.
-        responses = [np.append(ids[1:], np.int32(0)) for ids in tokens]
         return policy.logprobs(
-            [ids[:1] for ids in tokens],
-            responses,
+            [datum.tokens[:1] for datum in data],
+            [np.append(datum.tokens[1:], np.int32(0)) for datum in data],
             torch.ones(len(data), device=policy.device),
             targets=torch.from_numpy(targets.astype(np.int64)),
         ).logprobs
 
     # ---- optimizer -------------------------------------------------------------------------------
 
-    def step(self, request: OptimizerStep) -> StepResult | CallFailure:
+    def step(self, request: OptimizerStep) -> dict[str, float] | CallFailure:
         """Make the optimizer step."""
         model = self.models[request.model]
         trainer = model.trainer
@@ -348,10 +343,8 @@ class ServedModels:
             metrics = {name: float(x) for name, x in model.sums.items()}
         constant = CONSTANT + (() if model.is_weighted else UNWEIGHTED)
         model.drop_gradient()
-        return StepResult(
-            {name: x for name, x in metrics.items() if not name.startswith(constant)}
-            | {"optim/grad_norm": norm, "optim/lr": request.learning_rate}
-        )
+        metrics = {name: x for name, x in metrics.items() if not name.startswith(constant)}
+        return metrics | {"optim/grad_norm": norm, "optim/lr": request.learning_rate}
 
 
 class PackedDatums:
@@ -364,21 +357,20 @@ class PackedDatums:
     def __init__(self, data: Sequence[Datum], device: torch.device) -> None:
         self.data = data
         self.device = device
-        lengths = torch.tensor([datum.length for datum in data], device=device)
+        lengths = torch.tensor([len(datum.tokens) for datum in data], device=device)
         self.seq = torch.repeat_interleave(torch.arange(len(data), device=device), lengths)
         self.mask = self.read_field("mask", 1.0)
         self.behavior = self.read_field("logprobs", 0.0)
         self.adv = self.read_field("advantages", 0.0)
-        lags = np.concatenate([np.frombuffer(datum.lags, "<i4") for datum in data])
+        lags = np.concatenate([datum.lags for datum in data])
         self.lag = torch.from_numpy(lags).to(device, torch.int64)
         self.inside = (self.mask != 0) & (self.lag != NOT_SAMPLED)
 
     def read_field(self, name: str, default: float) -> Tensor:
         """Return a field [N]."""
         values = [
-            np.full(datum.length, default, np.float32) if value is None else value
+            datum.fields.get(name, np.full(len(datum.tokens), default, np.float32))
             for datum in self.data
-            for value in [datum.get_field(name)]
         ]
         return torch.from_numpy(np.concatenate(values)).to(self.device)
 

@@ -2,80 +2,57 @@
 
 from __future__ import annotations
 
-import select
+import os
+import pickle
+import queue
 import signal
 import socket
 import sys
-from pathlib import Path
-
-import msgspec
+import threading
+from collections.abc import Callable
 
 from asyncrl.contract.importing import pause_collection
 from asyncrl.tinker import settings
-from asyncrl.tinker.messages import Cancel, SampleCall, WorkerCall, WorkerReply
-from asyncrl.transport.worker_pool import READ_BYTES
+from asyncrl.tinker.messages import Cancel, Request, Result, SampleCall
 
 LENGTH_BYTES = 8
+Calls = queue.SimpleQueue[tuple[int, Request]]
+Reply = Callable[[int, Result], None]
 
 
-def encode_frame(message: object) -> bytes:
-    """Encode a message, prefixed by its length."""
-    payload = msgspec.msgpack.encode(message)
-    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
+def receive_calls(descriptor: int, calls: Calls) -> None:
+    """Queue the calls that arrive; exit the process when the server's end is closed."""
+    try:
+        with open(descriptor, "rb", closefd=False) as stream:
+            while True:
+                calls.put(pickle.load(stream))
+    except (EOFError, ConnectionError, pickle.UnpicklingError):
+        os._exit(0)
 
 
-class CallChannel:
-    """The worker's end of the socket pair."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.wire = socket.socket(fileno=descriptor)
-        self.incoming = bytearray()
-        self.decoder = msgspec.msgpack.Decoder(WorkerCall)
-
-    def receive_calls(self, *, wait: bool) -> list[WorkerCall]:
-        """Return the calls that have arrived; wait for at least one if `wait`.
-
-        Exit the process when the server's end is closed."""
-        calls: list[WorkerCall] = []
-        while (wait and not calls) or select.select([self.wire], [], [], 0)[0]:
-            data = self.wire.recv(READ_BYTES)
-            if not data:
-                sys.exit(0)
-            self.incoming += data
-            while len(self.incoming) >= LENGTH_BYTES:
-                end = LENGTH_BYTES + int.from_bytes(self.incoming[:LENGTH_BYTES], "big")
-                if len(self.incoming) < end:
-                    break
-                calls.append(self.decoder.decode(self.incoming[LENGTH_BYTES:end]))
-                del self.incoming[:end]
-        return calls
-
-    def reply(self, reply: WorkerReply) -> None:
-        self.wire.sendall(encode_frame(reply))
-
-
-def train(config: settings.TinkerConfig, channel: CallChannel) -> None:
+def train(config: settings.TinkerConfig, calls: Calls, reply: Reply) -> None:
     """Carry out the training calls in order."""
     with pause_collection():
         from asyncrl.tinker.workers.trainer import ServedModels
     trainer = ServedModels(config)
     while True:
-        for call in channel.receive_calls(wait=True):
-            channel.reply(WorkerReply(call.number, trainer.handle(call.request)))
+        number, request = calls.get()
+        reply(number, trainer.handle(request))
 
 
-def sample(config: settings.TinkerConfig, channel: CallChannel) -> None:
+def sample(config: settings.TinkerConfig, calls: Calls, reply: Reply) -> None:
     """Carry out all sampling calls at the same time."""
     with pause_collection():
         from asyncrl.tinker.workers.sampler import Sampler
-    sampler = Sampler(config, lambda number, result: channel.reply(WorkerReply(number, result)))
+    sampler = Sampler(config, reply)
     while True:
-        for call in channel.receive_calls(wait=not sampler.is_busy):
-            if isinstance(call.request, Cancel):
-                sampler.cancel(call.request.number)
+        while not (sampler.is_busy and calls.empty()):
+            number, request = calls.get()
+            if isinstance(request, Cancel):
+                sampler.cancel(request.number)
             else:
-                assert isinstance(call.request, SampleCall)
-                sampler.add(call.number, call.request)
+                assert isinstance(request, SampleCall)
+                sampler.add(number, request)
         sampler.work()
 
 
@@ -84,7 +61,15 @@ ROLES = {"training": train, "sampling": sample}
 
 def main(role: str, config: str, descriptor: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server closes the socket when it stops
-    ROLES[role](settings.read(str(Path(config))), CallChannel(int(descriptor)))
+    wire = socket.socket(fileno=int(descriptor))
+    calls: Calls = queue.SimpleQueue()
+    threading.Thread(target=receive_calls, args=(wire.fileno(), calls), daemon=True).start()
+
+    def reply(number: int, result: Result) -> None:
+        payload = pickle.dumps((number, result))
+        wire.sendall(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
+
+    ROLES[role](settings.read(config), calls, reply)
 
 
 if __name__ == "__main__":
