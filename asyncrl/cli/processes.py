@@ -7,7 +7,9 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,13 @@ from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
 from asyncrl.contract.importing import pause_collection
 from asyncrl.records import buffer_leadership, process_log, rundir
+
+MODULES = {
+    "buffer": "buffer.service",
+    "generator": "actors.generator",
+    "gateway": "actors.gateway.environment_sessions",
+    "learner": "learner.loop",
+}
 
 
 def resolve_run(
@@ -110,34 +119,24 @@ def run_process(name: str, config: Any, run_dir: Path, index: int, *, moved: boo
     """Run one process to the run's end (True) or until it is asked to stop (False).
 
     moved: the process is a buffer that takes over the run."""
-    if name == "buffer":
-        with pause_collection():
-            from buffer.service import main as start_buffer
-        show = None
-        if not process_log.is_supervised():
-            from asyncrl.supervise.live import StatusLines
-
-            print_progress(f"buffer: serves {run_dir} to its other processes")
-            show = StatusLines().show
-        return start_buffer(config, run_dir, moved=moved, show=show)
-    if name == "learner":
-        with pause_collection():
-            from learner.loop import main as start_learner
-        return start_learner(config, run_dir)
-    if name == "gateway":
-        if not config.uses_sessions:
-            raise ConfigError(
-                "agent: the config has no sessions to serve; set agent.env, agent.tools, "
-                "agent.serve, agent.command or agent.function"
-            )
-        with pause_collection():
-            from actors.gateway.environment_sessions import main as start_gateway
-        return start_gateway(config, run_dir, index)
+    if name == "gateway" and not config.uses_sessions:
+        raise ConfigError(
+            "agent: the config has no sessions to serve; set agent.env, agent.tools, "
+            "agent.serve, agent.command or agent.function"
+        )
     with pause_collection():
-        import torch  # noqa: F401  # the engine needs it
+        if name == "generator":
+            import_module("torch")  # the engine needs it
+        start: Callable[..., bool] = import_module(MODULES[name]).main
+    if name != "buffer":
+        return start(config, run_dir, *([] if name == "learner" else [index]))
+    show = None
+    if not process_log.is_supervised():
+        from asyncrl.supervise.live import StatusLines
 
-        from actors.generator import main as start_generator
-    return start_generator(config, run_dir, index)
+        print_progress(f"buffer: serves {run_dir} to its other processes")
+        show = StatusLines().show
+    return start(config, run_dir, moved=moved, show=show)
 
 
 def run_recorded(name: str, config: Any, run_dir: Path, index: int, *, moved: bool = False) -> int:
@@ -201,8 +200,7 @@ def start_process(
 
 
 buffer, generator, gateway, learner = (
-    make_command(name, partial(start_process, name))
-    for name in ("buffer", "generator", "gateway", "learner")
+    make_command(name, partial(start_process, name)) for name in MODULES
 )
 
 

@@ -1,7 +1,7 @@
 """A server of the Tinker API that measures the lag of every trained token.
 
     client --- HTTP ---> server process (app.py, models.py, samplers.py; no model)
-                             |  calls over a socket pair (links.py, workers/worker.py)
+                             |  calls over pipes (links.py, workers/worker.py)
                              +--> training process: weights, optimizers (workers/trainer.py)
                              +--> sampling process: the embedded engine (workers/sampler.py)
 

@@ -29,15 +29,20 @@ from asyncrl.tinker.links import WorkerLink, log
 from asyncrl.tinker.model_records import (
     ModelRecord,
     TrainingCall,
-    TrainingOutcome,
-    build_branch_name,
     build_folder_name,
     find_saved,
+    locate_note,
     strip_branch,
 )
 from asyncrl.tinker.models import ServedModel
 from asyncrl.tinker.sample_log import TrainedSampleLog
-from asyncrl.tinker.samplers import SampleOutcome, SamplerRecord, SamplerService, SessionShares
+from asyncrl.tinker.samplers import (
+    CallPromise,
+    SamplePromise,
+    SamplerRecord,
+    SamplerService,
+    SessionShares,
+)
 from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.tinker.settings import TinkerConfig
 from asyncrl.tinker.wire import decode, parse_json, parse_object
@@ -127,8 +132,8 @@ class TinkerServer:
             self.trainer,
             self.ledger,
             TrainedSampleLog(folder, self.tokenizer),
-            shares=self.shares,
-            on_change=self.samplers.released.set,
+            self.shares,
+            self.samplers,
         )
         self.models[record.model] = model
         self.places.used[record.session] += 1
@@ -311,7 +316,7 @@ class TinkerServer:
             folder.mkdir(exist_ok=True)
             atomic_write.write(folder / "model.json", msgspec.json.encode(record))
             model = self._serve(record)
-        return await self._reply_promise(model, call)
+        return await self._submit(model, call)
 
     async def load_weights(self, request: Request, body: bytes) -> Reply:
         message = await decode(parse_json, sdk.LoadWeightsRequest, body)
@@ -339,16 +344,16 @@ class TinkerServer:
             raise ConfigError(f"model_id = {id}: this server has no such model")
         return model
 
-    async def _reply_promise(self, model: ServedModel, call: TrainingCall) -> JsonObject:
+    async def _submit(self, model: ServedModel, call: TrainingCall) -> JsonObject:
         async with model.submitting:
             await model.submit(call)
         return {"request_id": f"{model.id}:call:{call.number}", "model_id": model.id}
 
-    async def _submit(self, id: str | None, call: TrainingCall) -> JsonObject:
+    async def _submit_next(self, id: str | None, call: TrainingCall) -> JsonObject:
         model = self._find_model(id)
         if call.number < 1:
             raise ConfigError(f"seq_id = {call.number}: the calls of a model are numbered from 1")
-        return await self._reply_promise(model, call)
+        return await self._submit(model, call)
 
     async def submit_training_call(self, request: Request, body: bytes) -> Reply:
         values = await decode(parse_object, body)
@@ -357,16 +362,15 @@ class TinkerServer:
             raise ConfigError(
                 "the body must be JSON with model_id, a text, and seq_id, a whole number"
             )
-        call = TrainingCall(number, request.url.path.rpartition("/")[2], body)
-        return await self._submit(id, call)
+        route = request.url.path.rpartition("/")[2]
+        return await self._submit_next(id, TrainingCall(number, route, body))
 
     async def submit_loss(self, request: Request, body: bytes) -> Reply:
         if wire.PROTOBUF not in request.headers.get("content-type", ""):
             raise HTTPException(415, f"the body must be {wire.PROTOBUF}: update the client")
         message = await decode(wire.parse_loss_request, body)
         route = "forward" if message.forward_only else "forward_backward"
-        call = TrainingCall(message.seq_id, route, body)
-        return await self._submit(message.model_id, call)
+        return await self._submit_next(message.model_id, TrainingCall(message.seq_id, route, body))
 
     async def get_info(self, request: Request, body: bytes) -> Reply:
         message = await decode(parse_json, sdk.GetInfoRequest, body)
@@ -437,34 +441,27 @@ class TinkerServer:
 
     async def retrieve_future(self, request: Request, body: bytes) -> Reply:
         message = await decode(parse_json, sdk.FutureRetrieveRequest, body)
-        name, _, number = message.request_id.rpartition(":call:")
+        id = message.request_id
+        name, _, number = id.rpartition(":call:")
+        promise: CallPromise | None = self.samplers.promises.get(id)
+        model = None
         if name and number.isdecimal() and len(number) < 19:
             model = self._find_model(name)
-            if (pending := await model.find_promise(int(number))) is None:
-                raise HTTPException(410, f"{name} has no call {number}, or it is too long ago")
-            result = await _wait(request, pending)
-            if result is not None:
-                is_json = not (result.error or result.protobuf)
-                if is_json and model.log.read_call(int(number)) is not None:
-                    id = json.loads(result.reply).get("sampling_session_id")
-                    if id is not None:  # the sampler that save_weights_for_sampler has promised
-                        session, version = model.record.session, result.version
-                        weights = str(model.locate_version(result.branch, version))
-                        branch = build_branch_name(name, result.branch)
-                        self.samplers.open(SamplerRecord(id, session, branch, version, weights))
-                return _encode_outcome(result, protobuf=result.protobuf)
-            awaited = model.awaited_call
-            return _reply_try_again(
-                "" if awaited is None else f"waits for seq_id {awaited} of {name}"
-            )
-        promise = self.samplers.promises.get(message.request_id)
-        if promise is None:  # lost with an earlier server: the client samples again
-            raise HTTPException(410, f"{message.request_id} is not known here any more")
+            promise = await model.find_promise(int(number))
+        if promise is None:  # lost with an earlier server, or too long ago: it is made again
+            raise HTTPException(410, f"{id} is not known here any more")
         outcome = await _wait(request, promise.future)
         if outcome is None:
-            return _reply_try_again(promise.paced)
-        promise.is_retrieved = not request.scope["asyncrl.connection"].is_closed
-        return _encode_outcome(outcome, protobuf=True)
+            reason = (model or promise).waits_for
+            state = {"queue_state": "paused_capacity", "queue_state_reason": reason}
+            again = {"type": "try_again", **(state if reason else {"queue_state": "active"})}
+            return JSONResponse(again, 408)
+        if isinstance(promise, SamplePromise):
+            promise.is_retrieved = not request.scope["asyncrl.connection"].is_closed
+        if outcome.error:
+            return {"error": outcome.error, "category": outcome.category}
+        kind = wire.PROTOBUF if outcome.protobuf else "application/json"
+        return Response(outcome.reply, media_type=kind)
 
     # ---- the REST client -------------------------------------------------------------------------
 
@@ -542,7 +539,7 @@ class TinkerServer:
         params = request.path_params
         path = f"tinker://{params['id']}/{params['kind']}/{params['name']}"
         folder, _ = find_saved(self.folder, path)
-        folder.with_name(f"{folder.name}.json").unlink(missing_ok=True)
+        locate_note(folder).unlink(missing_ok=True)
         deleted = folder.with_name(f".{secrets.token_hex(4)}")  # its name may be saved meanwhile
         with contextlib.suppress(FileNotFoundError):
             folder.rename(deleted)
@@ -569,19 +566,6 @@ async def _wait(request: Request, future: asyncio.Future[_Outcome]) -> _Outcome 
     finished, _ = await asyncio.wait([future], timeout=POLL_S)
     connection.is_polling = False
     return future.result() if finished else None
-
-
-def _encode_outcome(outcome: TrainingOutcome | SampleOutcome, *, protobuf: bool) -> Response:
-    if outcome.error:
-        return JSONResponse({"error": outcome.error, "category": outcome.category})
-    return Response(outcome.reply, media_type=wire.PROTOBUF if protobuf else "application/json")
-
-
-def _reply_try_again(reason: str) -> Response:
-    state = {"queue_state": "paused_capacity", "queue_state_reason": reason}
-    return JSONResponse(
-        {"type": "try_again", **(state if reason else {"queue_state": "active"})}, 408
-    )
 
 
 def _format_time(seconds: float) -> str:

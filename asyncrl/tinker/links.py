@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import pickle
 import signal
-import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from asyncrl.contract.importing import end_with_parent, make_command
 from asyncrl.contract.printable import LONGEST_LINE, describe_exit, escape_line
 from asyncrl.records import process_log
-from asyncrl.tinker.messages import Cancel, Request, Result
+from asyncrl.tinker.messages import CallFailure, Cancel, ErrorCategory, Request
 from asyncrl.tinker.workers.worker import LENGTH_BYTES
 
 
@@ -37,6 +38,7 @@ class WorkerExited(Exception):
     text: str
     crashed: bool = False
     oldest: bool = False
+    category: ErrorCategory = "server"
 
 
 @dataclass(eq=False)
@@ -49,9 +51,8 @@ class WorkerLink:
 
     def __post_init__(self) -> None:
         self.generation = 0
-        self.process: subprocess.Popen[bytes] | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._waiting = dict[int, asyncio.Future[Result]]()
+        self.process: asyncio.subprocess.Process | None = None
+        self._waiting = dict[int, asyncio.Future[Any]]()
         self.take_number = itertools.count(1).__next__
         self._starting = asyncio.Lock()
         self._reader: asyncio.Task[None] | None = None
@@ -60,74 +61,73 @@ class WorkerLink:
     async def start(self) -> None:
         """Start the process unless it runs."""
         async with self._starting:
-            if self._writer is not None or self.closed:
+            if self.process is not None or self.closed:
                 return
-            own_end, worker_end = socket.socketpair()
-            descriptor = worker_end.fileno()
-            argv = make_command(
-                "asyncrl.tinker.workers.worker", self.role, str(self.config_path), str(descriptor)
-            )
-            with worker_end, self.log.open("ab") as log:
-                self.process = subprocess.Popen(
-                    argv,
-                    pass_fds=[descriptor],
-                    stdin=subprocess.DEVNULL,
+            argv = make_command("asyncrl.tinker.workers.worker", self.role, str(self.config_path))
+            with self.log.open("ab") as log:
+                self.process = await asyncio.create_subprocess_exec(
+                    *argv,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
                     stderr=log,
                     preexec_fn=end_with_parent(),
                 )
-            reader, self._writer = await asyncio.open_connection(sock=own_end)
             self.generation += 1
-            self._append_event("began")
-            self._reader = asyncio.create_task(self._read(reader))
+            self._append_event(self.process, "began")
+            self._reader = asyncio.create_task(self._read(self.process))
 
-    def _append_event(self, event: str, **fields: object) -> None:
+    def _append_event(
+        self, process: asyncio.subprocess.Process, event: str, **fields: object
+    ) -> None:
         """Append a row to the process log, which `asyncrl doctor` and `watch` read."""
-        assert self.process is not None
         folder = self.config_path.parent
-        process_log.append_event(
-            folder, self.role, self.process.pid, event, supervised=True, **fields
-        )
+        process_log.append_event(folder, self.role, process.pid, event, supervised=True, **fields)
 
-    async def call(self, request: Request, number: int | None = None) -> Result:
+    def _send(self, number: int, request: Request) -> None:
+        if self.process is None or self.process.stdin is None:
+            raise WorkerExited(f"the {self.role} process has ended")
+        self.process.stdin.write(pickle.dumps((number, request)))
+
+    async def call(self, request: Request, number: int | None = None) -> Any:
         """Send a call and return its result.
 
-        number: from `take_number`, for a call that may be canceled.  Raises WorkerExited."""
+        number: from `take_number`, for a call that may be canceled.  Raises WorkerExited and
+        CallFailure."""
         await self.start()
-        if self._writer is None:
-            raise WorkerExited(f"the {self.role} process has ended")
         number = self.take_number() if number is None else number
+        self._send(number, request)
         waiting = self._waiting[number] = asyncio.Future()
-        self._writer.write(pickle.dumps((number, request)))
         try:
-            result: Result = await waiting
+            result = await waiting
         finally:
             self._waiting.pop(number, None)
+        if isinstance(result, CallFailure):
+            raise result
         return result
 
     def cancel(self, number: int) -> None:
         """Cancel a call to the sampling process."""
-        if self._writer is not None and number in self._waiting:
-            self._writer.write(pickle.dumps((self.take_number(), Cancel(number))))
+        if self.process is not None and number in self._waiting:
+            self._send(self.take_number(), Cancel(number))
             self._waiting[number].cancel()
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
         try:
             while True:
-                length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-                number, result = pickle.loads(await reader.readexactly(length))
+                length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "big")
+                number, result = pickle.loads(await process.stdout.readexactly(length))
                 waiting = self._waiting.get(number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(result)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        assert self.process is not None and self._writer is not None
-        self._writer.close()
-        self._writer = None
-        code = self.process.wait()
-        self._append_event("ended", code=process_log.INTERRUPTED if self.closed else code)
-        if not self.closed:
-            log(f"the {self.role} process ended ({describe_exit(code)}); see {self.log}")
+        code = await process.wait()
+        self.process = None
+        self._append_event(process, "ended", code=process_log.INTERRUPTED if self.closed else code)
         text = f"the {self.role} process ended ({describe_exit(code)})"
+        if not self.closed:
+            log(f"{text}; see {self.log}")
         crashed = -code not in (signal.SIGKILL, signal.SIGTERM)
         unfinished = [call for _, call in sorted(self._waiting.items()) if not call.done()]
         for index, call in enumerate(unfinished):
@@ -136,8 +136,7 @@ class WorkerLink:
     async def close(self) -> None:
         """End the process."""
         self.closed = True
-        if self.process is not None and self._writer is not None:
-            self.process.terminate()
-            self._writer.close()
-            if self._reader is not None:
-                await self._reader
+        if self.process is not None and self._reader is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.terminate()
+            await self._reader

@@ -1,10 +1,11 @@
 """Messages between the server process and its training and sampling processes.
 
-They are pickled, because both ends of the socket pair belong to the server."""
+They are pickled, because both ends of the pipes belong to the server."""
 
 from __future__ import annotations
 
 import traceback
+from dataclasses import dataclass
 from typing import Literal
 
 from msgspec import Struct
@@ -165,8 +166,9 @@ class SampleResult(Struct, frozen=True):
     topk_logprobs: bytes = b""
 
 
-class CallFailure(Struct, frozen=True):
-    """Result of a call that failed.
+@dataclass
+class CallFailure(Exception):
+    """A call failed.  The worker replies with it, and the server's call raises it.
 
     spoiled: the model in the training process is in an unknown state and must be restored; without
         it, the call changed nothing.
@@ -175,6 +177,9 @@ class CallFailure(Struct, frozen=True):
     error: str
     category: ErrorCategory = "user"
     spoiled: bool = False
+
+    def __str__(self) -> str:
+        return self.error
 
 
 def describe_failure(error: Exception) -> CallFailure:

@@ -75,6 +75,11 @@ def strip_branch(branch: str) -> str:
     return branch.partition("@")[0]
 
 
+def locate_note(weights: Path) -> Path:
+    """Return the path of the record of saved weights."""
+    return weights.with_name(f"{weights.name}.json")
+
+
 def find_saved(root: Path, path: str, kind: str = "") -> tuple[Path, SavedWeights]:
     """Return the directory and the record of a tinker path.  Raises ConfigError."""
     match = re.fullmatch(r"tinker://([A-Za-z0-9:_-]+)/(weights|sampler_weights)/([^/]+)", path)
@@ -86,8 +91,7 @@ def find_saved(root: Path, path: str, kind: str = "") -> tuple[Path, SavedWeight
         )
     folder = root / build_folder_name(match[1]) / match[2] / match[3]
     try:
-        note = folder.with_name(f"{folder.name}.json").read_bytes()
-        return folder, msgspec.json.decode(note, type=SavedWeights)
+        return folder, msgspec.json.decode(locate_note(folder).read_bytes(), type=SavedWeights)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path}: this server has no such weights") from error
 
@@ -100,8 +104,17 @@ class TrainingCall(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class TrainingOutcome(msgspec.Struct, frozen=True):
-    """The result of a call, and its effect on the model's bookkeeping.
+class CallOutcome(msgspec.Struct, frozen=True):
+    """The result of a request: an encoded reply, or an error."""
+
+    reply: bytes = b""
+    protobuf: bool = False
+    error: str = ""
+    category: ErrorCategory = "user"
+
+
+class TrainingOutcome(CallOutcome, frozen=True):
+    """The result of a training call, and its effect on the model's bookkeeping.
 
     version: of the model, after the call.
     branch, parents: of the model, after the call (`ModelAncestry`).
@@ -112,13 +125,9 @@ class TrainingOutcome(msgspec.Struct, frozen=True):
         the outcome, if need be by the next server.
     """
 
-    reply: bytes = b""
-    protobuf: bool = False
     version: int = 0
     branch: int = 0
     parents: dict[str, int] = {}
-    error: str = ""
-    category: ErrorCategory = "user"
     lags: dict[int, int] = {}
     sequences: list[str] = []
     token_lags: bytes = b""

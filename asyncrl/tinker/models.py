@@ -21,7 +21,6 @@ import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import tinker.types as sdk
-import xxhash
 from starlette.exceptions import HTTPException
 
 from asyncrl.config import load
@@ -47,9 +45,7 @@ from asyncrl.tinker.messages import (
     ForwardBackward,
     LoadModel,
     Request,
-    Result,
     SaveWeights,
-    ScoreResult,
 )
 from asyncrl.tinker.model_records import (
     NAME,
@@ -60,9 +56,17 @@ from asyncrl.tinker.model_records import (
     TrainingOutcome,
     build_branch_name,
     find_saved,
+    locate_note,
 )
 from asyncrl.tinker.sample_log import TrainedSampleLog
-from asyncrl.tinker.samplers import INFLIGHT, SessionShares
+from asyncrl.tinker.samplers import (
+    INFLIGHT,
+    CallPromise,
+    SamplerRecord,
+    SamplerService,
+    SessionShares,
+    compute_digest,
+)
 from asyncrl.tinker.sequences import (
     ModelAncestry,
     SampledRun,
@@ -81,7 +85,7 @@ FARTHEST = 10_000  # most calls that a call may be ahead of the next one
 class ServedModel:
     """A model since its creation; a restarted server continues it.
 
-    shares: the disk space of calls that wait.  on_change: called after each call."""
+    shares: the disk space of calls that wait."""
 
     record: ModelRecord
     folder: Path
@@ -90,13 +94,12 @@ class ServedModel:
     ledger: SequenceLedger
     samples: TrainedSampleLog
     shares: SessionShares
-    on_change: Callable[[], object]
+    samplers: SamplerService
 
     def __post_init__(self) -> None:
         """Open the model's folder."""
         record, folder = self.record, self.folder
         self.id = record.model
-        self.sizes = dict[int, int]()  # bytes of the calls that wait
         self.log = CallLog(folder)
         self.logged = self.log.measure()  # bytes
         self.branch = 0  # number of the load_weights call that its weights descend from
@@ -105,8 +108,7 @@ class ServedModel:
         self.next = 0  # the number of the call that is carried out next
         self.unusable = ""  # why every call fails
         self.loaded = 0  # generation of the training process that holds the model
-        self.promises = dict[int, asyncio.Future[TrainingOutcome]]()
-        self.digests = dict[int, bytes]()  # of the bodies of pending calls
+        self.promises = dict[int, CallPromise]()
         self.arrived = asyncio.Event()
         self.submitting = asyncio.Lock()
         self.last_request = record.time
@@ -117,16 +119,16 @@ class ServedModel:
         path = folder / "config.toml"
         if not path.exists():
             atomic_write.write(path, load.dump(build_run_config(self.config, record.rank)))
-        self.trained_path = folder / "trained.jsonl"
-        rows = jsonl.read(self.trained_path)
+        path = folder / "trained.jsonl"
+        rows = jsonl.read(path)
         self.recorded = max((row["call"] for row in rows), default=0)
         self.listed = sum(len(row["sequences"]) for row in rows)  # ids in trained.jsonl
-        self.supervised = sum(row.get("supervised", 0) for row in rows)  # tokens
+        self.supervised = sum(row["supervised"] for row in rows)  # tokens
         counted = self.ledger.counted.get(record.model, -1)
         for row in rows:
             if (number := row["call"]) > counted:
                 self.ledger.mark_trained(row["sequences"], record.model, number)
-        self.trained_file = jsonl.JsonlAppender(self.trained_path)
+        self.trained_file = jsonl.JsonlAppender(path)
         self.metrics = metrics.MetricsWriter(folder)
         self.clock = metrics.RunClock(folder)
         self.clock.start(time.monotonic())
@@ -139,7 +141,7 @@ class ServedModel:
             self._apply_outcome(number, call.route if call else None, outcome)
         for number in self.log.list_numbers("call"):
             if number >= self.next and (waiting := self.log.read_call(number)) is not None:
-                self._open_promise(waiting)
+                self._open_promise(waiting, compute_digest(waiting.body))
 
     def _begin_step(self) -> None:
         """Clear the bookkeeping of the previous optimizer step."""
@@ -184,7 +186,7 @@ class ServedModel:
         """Drop the ids of sequences from trained.jsonl, after the ledger's file counts them.
 
         Without that, the file would grow with every sequence."""
-        rows = jsonl.read(self.trained_path)
+        rows = jsonl.read(self.trained_file.path)
         self.trained_file.replace(jsonl.encode(row | {"sequences": []} for row in rows))
         self.listed = 0
 
@@ -195,12 +197,14 @@ class ServedModel:
 
         Raises ConfigError, and HTTPException 429, after which clients repeat the request."""
         self.last_request = time.time()
-        number = call.number
+        number, digest = call.number, compute_digest(call.body)
         if number < self.next or number in self.promises:
-            first = self.digests.get(number)
-            if first is None and (old := self.log.read_call(number)) is not None and old.body:
-                first = xxhash.xxh3_128_digest(old.body)
-            if first not in (None, xxhash.xxh3_128_digest(call.body)):
+            first = b""
+            if number in self.promises:
+                first = self.promises[number].digest
+            elif (old := self.log.read_call(number)) is not None:
+                first = compute_digest(old.body)
+            if first not in (b"", digest):
                 raise ConfigError(
                     f"seq_id {number} of {self.id} was another call: each call of a "
                     "model needs the next seq_id"
@@ -217,28 +221,27 @@ class ServedModel:
         # the one that all others wait for is always accepted
         if number > self.next and not self.shares.is_free(self.record.session, len(call.body)):
             raise self.shares.refuse(self.record.session, "training calls")
-        self.digests[number] = xxhash.xxh3_128_digest(call.body)
         if self.logged > 2 * CALL_BYTES and call.route.startswith("forward"):
             call = msgspec.structs.replace(call, body=b"")  # refused in its turn, also if repeated
         await asyncio.to_thread(self.log.write, number, "call", call)
         self.logged += len(call.body)
-        self._open_promise(call)
+        self._open_promise(call, digest)
         self.arrived.set()
 
-    def _open_promise(self, call: TrainingCall) -> None:
-        self.sizes[call.number] = len(call.body)
+    def _open_promise(self, call: TrainingCall, digest: bytes) -> None:
         self.shares.used[self.record.session] += len(call.body)
-        self.promises[call.number] = asyncio.Future()
+        self.promises[call.number] = CallPromise(digest, len(call.body))
 
-    async def find_promise(self, number: int) -> asyncio.Future[TrainingOutcome] | None:
-        """Return the future of a call, also of one before a restart; None: unknown call."""
-        if number in self.promises:
-            return self.promises[number]
+    async def find_promise(self, number: int) -> CallPromise | None:
+        """Return the promise of a call, also of one before a restart; None: unknown call."""
+        promise = self.promises.get(number)
+        if promise is not None:
+            return promise
         outcome = await asyncio.to_thread(self.log.read_outcome, number)
         if outcome is None:
             return None
-        promise = asyncio.Future[TrainingOutcome]()
-        promise.set_result(outcome)
+        promise = CallPromise(b"", 0)
+        promise.future.set_result(outcome)
         return promise
 
     @property
@@ -247,10 +250,10 @@ class ServedModel:
         return self.next not in self.promises
 
     @property
-    def awaited_call(self) -> int | None:
-        """The number of a missing call that later calls wait for, or None."""
+    def waits_for(self) -> str:
+        """Which missing call the later calls wait for, or ""."""
         is_early = any(number > self.next for number in self.promises)
-        return self.next if is_early and self.is_idle else None
+        return f"waits for seq_id {self.next} of {self.id}" if is_early and self.is_idle else ""
 
     async def run(self) -> None:
         """Carry out the calls in the order of their numbers."""
@@ -258,7 +261,7 @@ class ServedModel:
             self.arrived.clear()
             while not self.is_idle:
                 await self._carry_out(self.next)
-                self.on_change()
+                self.samplers.released.set()
             await self.arrived.wait()
 
     async def _carry_out(self, number: int) -> None:
@@ -267,11 +270,10 @@ class ServedModel:
         assert call is not None
         try:
             outcome = await self._perform(call)
-        except ConfigError as error:
-            outcome = self._build_outcome(error=str(error))
+        except (ConfigError, CallFailure, WorkerExited) as error:
             log(f"{self.id}, call {number}, {call.route}: {error}")
-        except WorkerExited as error:
-            outcome = self._build_outcome(error=str(error), category="server")
+            category = getattr(error, "category", "user")
+            outcome = self._build_outcome(error=str(error), category=category)
         except Exception as error:  # a client waits for the outcome, and later calls must run
             log(f"{self.id}, call {number}, {call.route}", traceback=True)
             outcome = self._build_outcome(error=repr(error), category="server")
@@ -282,9 +284,9 @@ class ServedModel:
         if self.listed > 2 * self.ledger.remembered:
             await self.ledger.rewrite()
             await asyncio.to_thread(self._drop_sequences)
-        self.digests.pop(number, None)
-        self.shares.used -= Counter({self.record.session: self.sizes.pop(number)})
-        self.promises[number].set_result(outcome)
+        promise = self.promises[number]
+        self.shares.used -= Counter({self.record.session: promise.size})
+        promise.future.set_result(outcome)
         for finished in [call for call in self.promises if call < number - 16]:
             del self.promises[finished]  # `find_promise` reads it from disk
         is_due = not (outcome.error or self.version % self.config.training.checkpoint_every)
@@ -298,7 +300,7 @@ class ServedModel:
             path = str(self.log.locate_checkpoint(number, self.version))
             try:
                 await self._call_trainer(SaveWeights(self.id, path, True))
-            except (WorkerExited, ConfigError) as error:
+            except (WorkerExited, CallFailure) as error:
                 log(f"{self.id}: the checkpoint was not written: {error}")
         left = await asyncio.to_thread(self.log.prune)
         self.logged += left
@@ -328,22 +330,20 @@ class ServedModel:
 
     def _build_outcome(self, **values: Any) -> TrainingOutcome:
         """Build an outcome; by default, version and branch stay as they are."""
-        unchanged = TrainingOutcome(
-            version=self.version, branch=self.branch, parents=self.ancestry.parents
-        )
-        return msgspec.structs.replace(unchanged, **values)
+        unchanged = {"version": self.version, "branch": self.branch}
+        return TrainingOutcome(**unchanged | {"parents": self.ancestry.parents} | values)
 
     def _reply(self, reply: JsonObject, **values: Any) -> TrainingOutcome:
         return self._build_outcome(reply=json.dumps(reply).encode(), **values)
 
     # ---- the training process --------------------------------------------------------------------
 
-    async def _call_trainer(self, request: Request | None) -> Result:
+    async def _call_trainer(self, request: Request | None) -> Any:
         """Send a request to the training process, after restoring the model there if needed.
 
         request: None only restores the model.  A process that exits is started again, and the calls
         since the last checkpoint are repeated.  The request that it crashed on is not.  Raises
-        ConfigError, and WorkerExited for that request or after `restarts` restarts."""
+        CallFailure, and WorkerExited for that request or after `restarts` restarts."""
         for attempt in range(self.config.restarts + 1):
             try:
                 await self.trainer.start()
@@ -351,20 +351,14 @@ class ServedModel:
                     generation = self.trainer.generation
                     await self._restore()
                     self.loaded = generation
-                if request is None:
-                    return None
-                result = await self.trainer.call(request)
+                return request and await self.trainer.call(request)
             except WorkerExited as error:
                 if attempt == self.config.restarts or (error.crashed and error.oldest):
                     raise
-                continue
-            if isinstance(result, CallFailure):
-                if result.spoiled:
+            except CallFailure as failure:
+                if failure.spoiled:
                     self.loaded = 0
-                if result.category == "server":
-                    raise WorkerExited(result.error)
-                raise ConfigError(result.error)
-            return result
+                raise
         raise AssertionError("unreachable")
 
     async def _restore(self) -> None:
@@ -403,9 +397,10 @@ class ServedModel:
         return request
 
     async def _repeat(self, request: Request) -> None:
-        result = await self.trainer.call(request)
-        if isinstance(result, CallFailure):
-            raise WorkerExited(f"{self.id} cannot be restored: {result.error}")
+        try:
+            await self.trainer.call(request)
+        except CallFailure as failure:
+            raise WorkerExited(f"{self.id} cannot be restored: {failure}") from failure
 
     # ---- forward_backward ------------------------------------------------------------------------
 
@@ -439,7 +434,6 @@ class ServedModel:
 
         request, requested = await wire.decode(measure, body)
         result = await self._call_trainer(request)
-        assert isinstance(result, ScoreResult)
         reply = wire.encode_scores(result, request.loss, requested)
         if request.forward_only:
             return self._build_outcome(protobuf=True, reply=reply)
@@ -466,9 +460,7 @@ class ServedModel:
         if refused:
             await self._call_trainer(DropGradient(self.id))
             raise ConfigError(f"the step was not made, {refused}")
-        result = await self._call_trainer(request)
-        assert isinstance(result, dict)
-        step_metrics = result | measure_lag_metrics(self.lags)
+        step_metrics = await self._call_trainer(request) | measure_lag_metrics(self.lags)
         found = filter(None, map(self.ledger.sequences.get, set(self.sequences)))
         if lengths := [sequence.length for sequence in found]:
             step_metrics["answer/length"] = sum(lengths) / len(lengths)
@@ -509,7 +501,7 @@ class ServedModel:
             time.time(),
             number,
         )
-        atomic_write.write(_locate_note(path), msgspec.json.encode(note))
+        atomic_write.write(locate_note(path), msgspec.json.encode(note))
 
     def _locate_unused(self, kind: str, name: str, number: int, overwrite: bool) -> Path:
         """Return the directory of new weights.
@@ -537,25 +529,28 @@ class ServedModel:
 
     async def _save_for_sampler(self, call: TrainingCall) -> TrainingOutcome:
         request = wire.parse_json(sdk.SaveWeightsForSamplerRequest, call.body)
-        if request.path is not None and request.kind != "snapshot":
-            raise ConfigError(f"path = {request.path}: weights of kind = {request.kind} have none")
         values: JsonObject = {"type": "save_weights_for_sampler", "path": None}
-        if request.path is None:
-            path = self.locate_version(self.branch, self.version)
-            kind = ":" if request.kind == "snapshot" else INFLIGHT
-            values["sampling_session_id"] = f"{self.id}{kind}v{self.version}:{call.number}"
-        else:
-            path = self._locate_unused("sampler_weights", request.path, call.number, False)
-            values["path"] = f"tinker://{self.id}/sampler_weights/{request.path}"
-        if request.path is not None or not _locate_note(path).exists():
+        if (name := request.path) is not None:
+            if request.kind != "snapshot":
+                raise ConfigError(f"path = {name}: weights of kind = {request.kind} have none")
+            path = self._locate_unused("sampler_weights", name, call.number, False)
+            await self._write_saved(path, call.number)
+            return self._reply(values | {"path": f"tinker://{self.id}/sampler_weights/{name}"})
+        path = self.locate_version(self.branch, self.version)
+        if not locate_note(path).exists():
             await self._write_saved(path, call.number)
         notes = (self.folder / "versions").glob("*-*.json")
         versions = sorted(tuple(map(int, note.stem.split("-"))) for note in notes)
         for version in versions[: -self.config.weights.slots]:
-            path = self.locate_version(*version)
-            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
-            _locate_note(path).unlink(missing_ok=True)
-        return self._reply(values)
+            old = self.locate_version(*version)
+            await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
+            locate_note(old).unlink(missing_ok=True)
+        kind = ":" if request.kind == "snapshot" else INFLIGHT
+        id = f"{self.id}{kind}v{self.version}:{call.number}"
+        self.samplers.open(
+            SamplerRecord(id, self.record.session, self.ancestry.model, self.version, str(path))
+        )
+        return self._reply(values | {"sampling_session_id": id})
 
     def locate_version(self, branch: int, version: int) -> Path:
         """Return the directory of the weights of samplers without a name."""
@@ -588,10 +583,6 @@ class ServedModel:
         self.trained_file.close()
         self.samples.close()
         self.metrics.close()
-
-
-def _locate_note(weights: Path) -> Path:
-    return weights.with_name(f"{weights.name}.json")
 
 
 def add_lags(datum: Datum, lags: np.ndarray, limit: float) -> Datum:

@@ -36,9 +36,8 @@ class ScoredDatum:
     runs: Sequence[SampledRun]
     logprobs: np.ndarray
 
-    @property
-    def length(self) -> int:
-        """The number of sampled tokens."""
+    def count_sampled(self) -> int:
+        """Return the number of sampled tokens."""
         return sum(run.stop - run.start for run in self.runs)
 
     def measure_distance(self) -> float:
@@ -110,19 +109,15 @@ class TrainedSampleLog:
         """Write the datum furthest from its behavior policy, the longest, and a random one."""
         if not self.collected:
             return
-        indices = range(len(self.collected))
-        rules_of: dict[int, list[str]] = {}
-        for rule, index in (
-            (
-                "off_policy",
-                max(indices, key=lambda index: self.collected[index].measure_distance()),
-            ),
-            ("longest", max(indices, key=lambda index: self.collected[index].length)),
-            ("random", random.Random(version).randrange(len(indices))),
-        ):
-            rules_of.setdefault(index, []).append(rule)
-        for index, rules in sorted(rules_of.items()):
-            scored = self.collected[index]
+        by_rule = {
+            "off_policy": max(self.collected, key=ScoredDatum.measure_distance),
+            "longest": max(self.collected, key=ScoredDatum.count_sampled),
+            "random": random.Random(version).choice(self.collected),
+        }
+        for index, scored in enumerate(self.collected):
+            rules = [rule for rule, chosen in by_rule.items() if chosen is scored]
+            if not rules:
+                continue
             sequence = scored.describe(self.tokenizer)
             head = {
                 "batch": version,
@@ -138,7 +133,7 @@ class TrainedSampleLog:
                 "finish": "",
                 "calls": 0,
                 "excluded": 0,
-                "length": scored.length,
+                "length": scored.count_sampled(),
                 "group_rewards": [],
             }
             self.file.write(build_row(head, [sequence]))

@@ -19,8 +19,8 @@ from asyncrl.models.tokenizer import read_vocabulary_size
 from asyncrl.records import jsonl
 from asyncrl.tinker import wire
 from asyncrl.tinker.links import WorkerExited, WorkerLink, log
-from asyncrl.tinker.messages import CallFailure, ErrorCategory, SampleCall, SampleResult
-from asyncrl.tinker.model_records import find_saved
+from asyncrl.tinker.messages import CallFailure, SampleCall, SampleResult
+from asyncrl.tinker.model_records import CallOutcome, find_saved
 from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.tinker.settings import REFUSAL, TinkerConfig
 
@@ -65,33 +65,37 @@ class SamplerRecord(msgspec.Struct, frozen=True):
     path: str = ""
 
 
-class SampleOutcome(msgspec.Struct, frozen=True):
-    """The result of a request to sample."""
+@dataclass(eq=False)
+class CallPromise:
+    """A pending or finished request.
 
-    reply: bytes = b""
-    error: str = ""
-    category: ErrorCategory = "user"
+    digest: of its body.
+    size: the bytes of disk or memory that it and its result take at most."""
+
+    digest: bytes
+    size: int
+
+    def __post_init__(self) -> None:
+        self.future = asyncio.Future[CallOutcome]()
+        self.waits_for = ""  # why it waits, or ""
 
 
 @dataclass(eq=False)
-class SamplePromise:
-    """A pending or finished request to sample, with the ids of its sequences.
+class SamplePromise(CallPromise):
+    """A request to sample, with the ids of its sequences.
 
-    digest: of its body.
-    number: of its call to the sampling process.
-    size: the bytes of memory that it and its result take at most."""
+    number: of its call to the sampling process."""
 
-    digest: bytes
     sequences: list[str]
     sampler: SamplerRecord
     number: int
-    size: int
     is_retrieved: bool = False
-    paced: str = ""  # why it waits, or ""
     task: asyncio.Task[None] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.future = asyncio.Future[SampleOutcome]()
+
+def compute_digest(body: bytes) -> bytes:
+    """Return the digest by which a repeated request is recognized; b"" without a body."""
+    return xxhash.xxh3_128_digest(body) if body else b""
 
 
 @dataclass(eq=False)
@@ -169,7 +173,7 @@ class SamplerService:
         Raises ConfigError, and HTTPException as `_make_room` does."""
         sampler = self.find(request.sampling_session_id)
         name = f"{sampler.id}:sample:{request.seq_id}"
-        digest = xxhash.xxh3_128_digest(body)
+        digest = compute_digest(body)
         if request.seq_id is not None and name in self.promises:
             if self.promises[name].digest != digest:
                 raise ConfigError(f"seq_id {request.seq_id} of {sampler.id} was another request")
@@ -204,7 +208,7 @@ class SamplerService:
         sequences = self.ledger.mint(job.count)
         if request.seq_id is None:  # it must not take the name of another, which still counts
             name = f"{sampler.id}:sample:{sequences[0]}"
-        promise = SamplePromise(digest, sequences, sampler, self.link.take_number(), size)
+        promise = SamplePromise(digest, size, sequences, sampler, self.link.take_number())
         self.promises[name] = promise
         promise.task = asyncio.create_task(self._sample(job, promise))
         return name, promise
@@ -242,26 +246,28 @@ class SamplerService:
         sampler = promise.sampler
         try:
             while reason := self.pace(sampler, job.count):
-                promise.paced = reason
+                promise.waits_for = reason
                 self.released.clear()
                 await self.released.wait()
-            promise.paced = ""
+            promise.waits_for = ""
             self.in_flight[sampler.model] += job.count
             try:
                 outcome = await self._take_turn(job, promise)
             finally:
                 self.in_flight[sampler.model] -= job.count
         except asyncio.CancelledError:
-            outcome = SampleOutcome(error="the request was canceled")
+            outcome = CallOutcome(error="the request was canceled")
+        except (CallFailure, WorkerExited) as error:
+            outcome = CallOutcome(error=str(error), category=error.category)
         except Exception as error:  # a client waits for the outcome
             log(f"{sampler.id}: {error!r}")
-            outcome = SampleOutcome(error=repr(error), category="server")
+            outcome = CallOutcome(error=repr(error), category="server")
         self.suspects.discard(promise)
         if not promise.future.done():
             promise.future.set_result(outcome)
         asyncio.get_running_loop().call_later(UNCLAIMED_S, setattr, promise, "is_retrieved", True)
 
-    async def _take_turn(self, job: SampleCall, promise: SamplePromise) -> SampleOutcome:
+    async def _take_turn(self, job: SampleCall, promise: SamplePromise) -> CallOutcome:
         """Sample as soon as the session has few sequences in the sampling process.
 
         That process takes requests in their order, so those of other sessions wait for these few.
@@ -275,31 +281,27 @@ class SamplerService:
                     await taken.enter_async_context(places)
             return await self._call_sampler(job, promise)
 
-    async def _call_sampler(self, job: SampleCall, promise: SamplePromise) -> SampleOutcome:
+    async def _call_sampler(self, job: SampleCall, promise: SamplePromise) -> CallOutcome:
         """Sample; if the process exits, a new one samples the same sequences.
 
         If it crashed, one of its requests was the cause.  They and later ones are then sampled one
         by one, and the one on which it crashes again is not repeated."""
-        for _ in range(self.config.restarts + 1):
+        for attempt in range(self.config.restarts + 1):
             is_alone = bool(self.suspects)
             try:
                 async with self.one_by_one if is_alone else contextlib.nullcontext():
-                    result = await self.link.call(job, promise.number)
+                    result: SampleResult = await self.link.call(job, promise.number)
             except WorkerExited as error:
-                failure = SampleOutcome(error=str(error), category="server")
-                if error.crashed and is_alone:
-                    break
+                if attempt == self.config.restarts or (error.crashed and is_alone):
+                    raise
                 if error.crashed:
                     self.suspects.add(promise)
                 promise.number = self.link.take_number()
                 continue
-            if isinstance(result, CallFailure):
-                return SampleOutcome(error=result.error, category=result.category)
-            assert isinstance(result, SampleResult)
             for id, sequence in zip(promise.sequences, result.sequences, strict=True):
                 self.ledger.record(id, job.model, job.version, sequence.tokens, sequence.logprobs)
-            return SampleOutcome(wire.encode_samples(result))
-        return failure
+            return CallOutcome(wire.encode_samples(result), protobuf=True)
+        raise AssertionError("unreachable")
 
     def cancel(self, name: str) -> None:
         """Cancel a request that its client no longer waits for."""

@@ -31,6 +31,7 @@ from asyncrl.records.jsonl import JsonObject
 from asyncrl.tinker.messages import NOT_SAMPLED, SUPERVISED, UNKNOWN, Datum
 from asyncrl.tinker.model_records import strip_branch
 from asyncrl.tinker.settings import TinkerStaleness
+from buffer import training_log
 
 REMEMBERED = 200_000  # newest sequences of a server, about 100 MB
 COMPARABLE_TOKENS = 1 << 25  # of the newest sequences, 256 MiB
@@ -148,9 +149,9 @@ class SequenceLedger:
             self._add(
                 SampledSequence(
                     **{name: row[name] for name in COLUMNS},
-                    uncertain=tuple(row["uncertain"]) if row.get("uncertain") else None,
+                    uncertain=tuple(row["uncertain"]) if row["uncertain"] else None,
                     trained=row.get("trained", 0),
-                    content=base64.b64decode(row.get("content", "")),
+                    content=base64.b64decode(row["content"]),
                 )
             )
         self.file = jsonl.JsonlAppender(path)
@@ -483,18 +484,15 @@ def measure_lags(
 
 def measure_lag_metrics(lags: Counter[int]) -> dict[str, float]:
     """Compute the lag metrics of an optimizer step from {lag: trained tokens}."""
-    known = sorted((lag, tokens) for lag, tokens in lags.items() if lag >= 0)
-    total = sum(tokens for _, tokens in known)
-    unknown = lags[UNKNOWN]
+    known = {lag: tokens for lag, tokens in lags.items() if lag >= 0}
     metrics: dict[str, float] = {}
-    if total + unknown:
-        metrics["lag/unknown_share"] = unknown / (total + unknown)
-    if total:
-        cumulative = np.cumsum([tokens for _, tokens in known])
+    if total := sum(known.values()) + lags[UNKNOWN]:
+        metrics["lag/unknown_share"] = lags[UNKNOWN] / total
+    if known:
         metrics |= {
-            "lag/mean": sum(lag * tokens for lag, tokens in known) / total,
-            "lag/max": float(known[-1][0]),
-            "lag/p95": float(known[int(np.searchsorted(cumulative, 0.95 * total))][0]),
+            "lag/mean": training_log.mean(known),
+            "lag/max": float(max(known)),
+            "lag/p95": float(training_log.quantile(known, 0.95)),
         }
     return metrics
 

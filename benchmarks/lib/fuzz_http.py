@@ -138,7 +138,10 @@ class DirectLink:
 
     async def call(self, asked: Any, number: int | None = None) -> Any:
         number = self.take_number() if number is None else number
-        return self.act(number, pickle.loads(pickle.dumps(asked)))
+        result = self.act(number, pickle.loads(pickle.dumps(asked)))
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def cancel(self, number: int) -> None:
         """A call ends before another request is read."""
@@ -273,8 +276,8 @@ class Tinker:
         """Let the calls that can be carried out be carried out.  Raises AssertionError."""
         for _ in range(12):
             await asyncio.sleep(0)
-        futures = [x.future for x in self.server.samplers.promises.values()]
-        futures += [x for model in self.server.models.values() for x in model.promises.values()]
+        tables = [self.server.samplers.promises, *(x.promises for x in self.server.models.values())]
+        futures = [promise.future for promises in tables for promise in promises.values()]
         for future in futures:
             if future.done() and future.result().category == "server":
                 raise AssertionError(f"the server failed: {future.result().error}")

@@ -14,7 +14,7 @@ from tinker_kit import write_config
 from asyncrl.tinker import settings
 from asyncrl.tinker.app import TinkerServer
 from asyncrl.tinker.links import WorkerExited
-from asyncrl.tinker.messages import Request, Result
+from asyncrl.tinker.messages import CallFailure, Request, Result
 from asyncrl.tinker.server import prepare_directory, run_workers
 from asyncrl.tinker.workers.sampler import Sampler
 from asyncrl.tinker.workers.trainer import ServedModels
@@ -51,7 +51,10 @@ class DirectLink:
             self.kill()
             self.generation += 1
             raise WorkerExited("the process ended")
-        return self.act(number, pickle.loads(pickle.dumps(request)))
+        result = self.act(number, pickle.loads(pickle.dumps(request)))
+        if isinstance(result, CallFailure):
+            raise result
+        return result
 
     def cancel(self, number: int) -> None:
         """Every call ends before another request is read."""

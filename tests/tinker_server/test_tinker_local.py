@@ -146,7 +146,7 @@ def test_a_restart_continues_after_a_loss(start: Start, monkeypatch: pytest.Monk
     assert (row["step"], row["answer/length"], model.supervised) == (0, length, 6)
     model = start().server.models[name]  # the rows of the step are read
     assert (model.supervised, model.listed, model.recorded) == (6, 1, 4)
-    assert (model.version, model.awaited_call) == (1, 5)
+    assert (model.version, model.waits_for) == (1, f"waits for seq_id 5 of {name}")
 
 
 def test_pace_counts_lagging_sequences(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +377,7 @@ def test_changed_weights_fail_a_request_that_waited(start: Start, is_deleted: bo
         old = service.create_sampling_client(model_path=path).result()
         pace, samplers.pace = samplers.pace, lambda record, count: "held by the test"
         held = old.sample(prompt(), 1, types.SamplingParams(max_tokens=2)).future()
-        while not any(promise.paced for promise in [*samplers.promises.values()]):
+        while not any(promise.waits_for for promise in [*samplers.promises.values()]):
             assert not held.done()
         step(client, TUNED, "cross_entropy")
         if is_deleted:

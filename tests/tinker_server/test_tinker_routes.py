@@ -428,7 +428,7 @@ def test_a_request_to_sample_that_waits_is_canceled(
     try:
         promised = sampler.sample(prompt(), 1, types.SamplingParams(max_tokens=2)).future()
         name = f"{sampler._sampling_session_id}:sample:0"
-        while not (name in samplers.promises and samplers.promises[name].paced):
+        while not (name in samplers.promises and samplers.promises[name].waits_for):
             assert not promised.done()
         assert samplers.in_flight[""] == 0, "it has not begun"
         assert http.post("/cancel_future", json={"request_id": name}).status_code == 204

@@ -60,7 +60,7 @@ def test_a_row_tells_every_token_of_a_conversation() -> None:
         "mask": [1, 1, 0, 0, 1, 1],
         "used": [1, 1, 0, 0, 1, 0],
     }
-    assert scored.length == 4
+    assert scored.count_sampled() == 4
     finite = ScoredDatum(TURNS, RUNS[:1], SCORES)
     assert finite.measure_distance() == pytest.approx((0.25 + 0.5) / 2)
     plain = datum([1, 2, 3], logprobs=[0, -1.23456], advantages=[0, 1], lags=[-2, 0])

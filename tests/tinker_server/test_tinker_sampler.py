@@ -73,27 +73,6 @@ def test_weights_not_finite_fail_their_requests(sampler: Sampler, more: dict[str
     assert sample(sampler, sample_call(**more)) == [before]
 
 
-def test_an_engine_that_fails_repeats_its_requests_one_by_one(
-    sampler: Sampler, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Requests that wait for other weights meanwhile are sampled after them."""
-    alone = [sample(sampler, sample_call(seed=seed))[0] for seed in (1, 2)]
-    engine = type(sampler.engine)
-    decode = engine._decode
-
-    def fail(self: Any, steps: int) -> Any:
-        if any(row.request.seed == 666 for row in self.rows.values()):
-            raise RuntimeError("an index is out of bounds")
-        return decode(self, steps)
-
-    monkeypatch.setattr(engine, "_decode", fail)
-    calls = [sample_call(seed=seed) for seed in (1, 666, 2)]
-    first, failed, second, last = sample(sampler, *calls, sample_call("bad"))
-    assert [first, second, last] == [*alone, CallFailure(NOT_FINITE)]
-    assert failed == CallFailure("RuntimeError: an index is out of bounds", "server", spoiled=True)
-    assert "Traceback" in capfd.readouterr().err
-
-
 def test_requests_are_sampled_together_until_they_are_canceled(sampler: Sampler) -> None:
     [expected] = map(tokens_of, sample(sampler, sample_call(max_tokens=40)))
     results: dict[int, Any] = {}

@@ -26,7 +26,7 @@ def refusal(function: Any, *values: Any, **named: Any) -> str:
 
 def test_calls_and_outcomes_are_read_as_written(tmp_path: Path) -> None:
     assert TrainingOutcome() == TrainingOutcome(
-        *(b"", False, 0, 0, {}, "", "user", {}, [], b"", None, {}, {})
+        *(b"", False, "", "user", 0, 0, {}, {}, [], b"", None, {}, {})
     )
     log = CallLog(tmp_path / "new" / "model")
     assert CallLog(tmp_path / "new" / "model").list_numbers("call") == []

@@ -50,7 +50,7 @@ def get_version(request: SampleCall) -> Version:
     return request.weights, request.model, request.version
 
 
-@dataclass
+@dataclass(eq=False)
 class SampleJob:
     """A request that is being sampled, with its finished sequences."""
 
@@ -58,7 +58,6 @@ class SampleJob:
     request: SampleCall
     sequences: dict[int, SequenceResult] = field(default_factory=dict)
     prompt_scores: tuple[bytes, ...] = ()  # the further fields of its SampleResult
-    is_alone: bool = False  # no other request is sampled meanwhile
 
 
 @dataclass
@@ -74,19 +73,15 @@ class Sampler:
         config = self.config
         torch.set_num_threads(config.sampling.threads)
         memory.keep_freed()
-        self._build_engine()
+        self.engine = build_engine(build_run_config(config, 0))
+        self.loaded: Version | None = None  # weights in the engine
+        self.is_spoiled = False  # its cache has values that are not finite
         base = load_policy(config.model.path, config.model.dtype, config.model.device)
         self.base = dict(list_named_weights(base))
         self.tokenizer = load_tokenizer(config.model.path)
         self.versions: dict[Version, Mapping[str, torch.Tensor]] = {BASE: self.base}
         self.waiting: deque[SampleJob] = deque()
         self.jobs = dict[int, SampleJob]()  # in the engine
-
-    def _build_engine(self) -> None:
-        """Build the engine.  This raises if the GPU no longer works for the process."""
-        self.engine = build_engine(build_run_config(self.config, 0))
-        self.loaded: Version | None = None  # weights in the engine
-        self.is_spoiled = False  # its cache has values that are not finite
 
     @property
     def is_busy(self) -> bool:
@@ -105,22 +100,11 @@ class Sampler:
             self.engine.abort([(number, sample, 0) for sample in range(job.request.count)])
 
     def work(self) -> None:
-        """Pass requests of the loaded version to the engine, and make some decode steps."""
+        """Pass requests of the loaded version to the engine, and make some decode steps.
+
+        An engine that fails ends the process: the server finds the request that it failed on."""
         self._admit()
-        try:
-            completions = self.engine.step(STEPS)
-        except Exception as error:
-            # fail the request on which the engine failed; repeat several one by one to find it
-            failure = describe_failure(error)
-            jobs, self.jobs = list(self.jobs.values()), {}
-            self._build_engine()
-            if len(jobs) == 1:
-                self.reply(jobs[0].number, failure)
-                return
-            again = [SampleJob(job.number, job.request, is_alone=True) for job in jobs]
-            self.waiting = deque([*again, *self.waiting])
-            return
-        for completion in completions:
+        for completion in self.engine.step(STEPS):
             job = self.jobs[completion.key[0]]
             job.sequences[completion.key[1]] = self._cut_at_stop(job.request, completion)
             if len(job.sequences) == job.request.count:
@@ -146,20 +130,14 @@ class Sampler:
             except Exception as error:  # it must not cost the requests of other clients
                 self.reply(self.waiting.popleft().number, describe_failure(error))
                 return
-        remaining: deque[SampleJob] = deque()
-        while self.waiting:
-            job = self.waiting.popleft()
-            shares = not any(other.is_alone for other in (job, *self.jobs.values()))
-            if get_version(job.request) != self.loaded or (self.jobs and not shares):
-                remaining.append(job)
-                continue
+        for job in [job for job in self.waiting if get_version(job.request) == self.loaded]:
+            self.waiting.remove(job)
             try:
                 self._start(job)
             except Exception as error:
                 self.reply(job.number, describe_failure(error))
             else:
                 self.jobs[job.number] = job
-        self.waiting = remaining
 
     def _load(self, request: SampleCall) -> None:
         """Load the weights of a request into the engine, from where a model wrote them."""

@@ -1,4 +1,4 @@
-"""Main program of the training and sampling processes: `worker.py ROLE CONFIG DESCRIPTOR`."""
+"""Main program of the training and sampling processes: `worker.py ROLE CONFIG`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import pickle
 import queue
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -20,12 +19,11 @@ Calls = queue.SimpleQueue[tuple[int, Request]]
 Reply = Callable[[int, Result], None]
 
 
-def receive_calls(descriptor: int, calls: Calls) -> None:
+def receive_calls(calls: Calls) -> None:
     """Queue the calls that arrive; exit the process when the server's end is closed."""
     try:
-        with open(descriptor, "rb", closefd=False) as stream:
-            while True:
-                calls.put(pickle.load(stream))
+        while True:
+            calls.put(pickle.load(sys.stdin.buffer))
     except (EOFError, ConnectionError, pickle.UnpicklingError):
         os._exit(0)
 
@@ -59,15 +57,17 @@ def sample(config: settings.TinkerConfig, calls: Calls, reply: Reply) -> None:
 ROLES = {"training": train, "sampling": sample}
 
 
-def main(role: str, config: str, descriptor: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server closes the socket when it stops
-    wire = socket.socket(fileno=int(descriptor))
+def main(role: str, config: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends the process when it stops
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print goes to the log
     calls: Calls = queue.SimpleQueue()
-    threading.Thread(target=receive_calls, args=(wire.fileno(), calls), daemon=True).start()
+    threading.Thread(target=receive_calls, args=(calls,), daemon=True).start()
 
     def reply(number: int, result: Result) -> None:
         payload = pickle.dumps((number, result))
-        wire.sendall(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
+        replies.write(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
+        replies.flush()
 
     ROLES[role](settings.read(config), calls, reply)
 
