@@ -31,6 +31,7 @@ import psutil
 from lib import rounds
 from lib.results_file import ROOT
 
+from actors.engine import CompletionRequest
 from asyncrl.models.policy import build_model
 from asyncrl.models.tokenizer import collect_model_stops, load_tokenizer
 from asyncrl.tinker import demo_model, settings
@@ -84,7 +85,7 @@ class DirectSteps:
         self.results: dict[int, SampleResult | CallFailure] = {}
         self.sampler = Sampler(config, self.results.__setitem__)
         self.trainer = ServedModels(config)
-        self.ends = [*collect_model_stops(load_tokenizer(config.model.path), config.model.path)]
+        self.ends = collect_model_stops(load_tokenizer(config.model.path), config.model.path)
         self.handle(LoadModel("m", RANK, 0))
         self.version = 0
 
@@ -108,21 +109,19 @@ class DirectSteps:
 
     def sample(self, asked: Sequence[list[int]]) -> list[SampledAnswer]:
         for number, prompt in enumerate(asked):
-            call = SampleCall(
-                weights=str(self.folder / str(self.version)),
-                version=self.version,
-                prompt=np.array(prompt, "<i4").tobytes(),
-                count=1,
-                max_tokens=MOST_TOKENS,
+            first = CompletionRequest(
+                key=(number, 0, 0),
+                prompt=np.array(prompt, "<i4"),
+                group=0,
+                max_new_tokens=MOST_TOKENS,
                 temperature=1.0,
                 top_p=1.0,
-                top_k=-1,
-                seed=self.version,
-                ticket=number,
+                top_k=0,
                 stop=self.ends,
-                texts=[STOP],
+                seed=self.version,
             )
-            self.sampler.add(number, call)
+            version = str(self.folder / str(self.version)), "", self.version
+            self.sampler.add(number, SampleCall(version, first, 1, [STOP]))
         while self.sampler.is_busy:
             self.sampler.work()
         answers = []

@@ -6,7 +6,7 @@ import io
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -162,7 +162,11 @@ def make_command(key: str, function: Callable[..., Any]) -> Command:
     return ExampleCommand(
         **describe(key, function.__doc__),
         callback=function,
-        params=[make_parameter(row) for row in list_rows(TABLES[key].get("options", ()))],
+        params=[
+            make_parameter(row)
+            for option in TABLES[key].get("options", ())
+            for row in [TABLES["common"][name] for name in option.get("use", ())] or [option]
+        ],
     )
 
 
@@ -184,12 +188,6 @@ def describe(key: str, help_text: str | None = None) -> dict[str, Any]:
         "help": table.get("help", help_text),
         "examples": table["examples"],
     }
-
-
-def list_rows(options: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a command, those of `common` in the places that name them."""
-    for row in options:
-        yield from (TABLES["common"][name] for name in row["use"]) if "use" in row else (row,)
 
 
 class NumberRange(click.FloatRange):

@@ -53,7 +53,7 @@ class WorkerLink:
         self.generation = 0
         self.process: asyncio.subprocess.Process | None = None
         self._waiting = dict[int, asyncio.Future[Any]]()
-        self.take_number = itertools.count(1).__next__
+        self._numbers = itertools.count(1)
         self._starting = asyncio.Lock()
         self._reader: asyncio.Task[None] | None = None
         self.closed = False
@@ -88,28 +88,25 @@ class WorkerLink:
             raise WorkerExited(f"the {self.role} process has ended")
         self.process.stdin.write(pickle.dumps((number, request)))
 
-    async def call(self, request: Request, number: int | None = None) -> Any:
-        """Send a call and return its result.
+    async def call(self, request: Request) -> Any:
+        """Send a call and return its result; a canceled one is canceled in the process, too.
 
-        number: from `take_number`, for a call that may be canceled.  Raises WorkerExited and
-        CallFailure."""
+        Raises WorkerExited and CallFailure."""
         await self.start()
-        number = self.take_number() if number is None else number
+        number = next(self._numbers)
         self._send(number, request)
         waiting = self._waiting[number] = asyncio.Future()
         try:
             result = await waiting
+        except asyncio.CancelledError:
+            if self.process is not None and not self.closed:
+                self._send(number, Cancel())
+            raise
         finally:
             self._waiting.pop(number, None)
         if isinstance(result, CallFailure):
             raise result
         return result
-
-    def cancel(self, number: int) -> None:
-        """Cancel a call to the sampling process."""
-        if self.process is not None and number in self._waiting:
-            self._send(self.take_number(), Cancel(number))
-            self._waiting[number].cancel()
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None

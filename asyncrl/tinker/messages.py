@@ -11,6 +11,7 @@ from typing import Literal
 from msgspec import Struct
 from numpy import ndarray
 
+from actors.engine import CompletionRequest
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 
 ErrorCategory = Literal["user", "server"]
@@ -19,6 +20,11 @@ NOT_SAMPLED = -2  # lag of a token that is not trained, such as a prompt's
 FREE_BYTES = 1 << 30  # of the disk, which weights that a client names leave free
 LABEL = "asyncrl_label"  # file beside saved weights
 SUPERVISED = -3  # lag of a token that cross_entropy trains and no sequence contains
+
+
+# directory, branch and version of weights: a client may save later ones in the same directory
+WeightsVersion = tuple[str, str, int]
+BASE: WeightsVersion = ("", "", 0)
 
 
 class Datum(Struct, frozen=True):
@@ -103,35 +109,24 @@ class SaveWeights(Struct, frozen=True):
 class SampleCall(Struct, frozen=True):
     """Sample sequences after one prompt.
 
-    weights: directory of the sampler's weights; "": the base model.
-    model, version: the branch of these weights and its optimizer steps behind them.
-    ticket: selects the random stream together with seed, so a repeated call returns the same
-        sequences.
-    stop: token ids that end a sequence; the sequence includes the one that ended it.
+    version: of the weights.
+    first: the request of the first sequence, but for key and group; those of the others differ in
+        the sample of their random stream, so a repeated call returns the same sequences.
+    count: of the sequences.
     texts: texts that end a sequence; its last token is the one that completes the text.
+    prompt_topk: number of most likely tokens to score at each position of the prompt.
     """
 
-    weights: str
-    version: int
-    prompt: bytes
+    version: WeightsVersion
+    first: CompletionRequest
     count: int
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int
-    ticket: int
-    stop: list[int]
     texts: list[str]
     prompt_logprobs: bool = False
-    model: str = ""
-    prompt_topk: int = 0  # number of most likely tokens to score at each position of the prompt
+    prompt_topk: int = 0
 
 
 class Cancel(Struct, frozen=True):
-    """Cancel the call `number` if it still waits or is being sampled."""
-
-    number: int
+    """Cancel the call of this number if it still waits or is being sampled."""
 
 
 Request = (

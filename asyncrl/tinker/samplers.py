@@ -82,13 +82,10 @@ class CallPromise:
 
 @dataclass(eq=False)
 class SamplePromise(CallPromise):
-    """A request to sample, with the ids of its sequences.
-
-    number: of its call to the sampling process."""
+    """A request to sample, with the ids of its sequences."""
 
     sequences: list[str]
     sampler: SamplerRecord
-    number: int
     is_retrieved: bool = False
     task: asyncio.Task[None] = field(init=False)
 
@@ -191,24 +188,22 @@ class SamplerService:
         seed = request.sampling_params.seed
         job = wire.parse_sample_request(
             request,
+            (sampler.weights, sampler.model, sampler.version),
             stop_tokens=self.stop_tokens,
             limit=self.config.sampling.context,
             default=self.config.sampling.max_new_tokens,
             vocabulary=self.vocabulary,
-            weights=sampler.weights,
-            model=sampler.model,
-            version=sampler.version,
             seed=self.config.seed if seed is None else seed,
             ticket=self.ticket + 1 if seed is None else 0,
         )
         self.ticket += 1
-        size = len(body) + 4096 + job.count * (256 + 8 * job.max_tokens)
-        size += 2 * job.prompt_topk * len(job.prompt)
+        size = len(body) + 4096 + job.count * (256 + 8 * job.first.max_new_tokens)
+        size += 8 * job.prompt_topk * len(job.first.prompt)
         self._make_room(sampler.session, size)
         sequences = self.ledger.mint(job.count)
         if request.seq_id is None:  # it must not take the name of another, which still counts
             name = f"{sampler.id}:sample:{sequences[0]}"
-        promise = SamplePromise(digest, size, sequences, sampler, self.link.take_number())
+        promise = SamplePromise(digest, size, sequences, sampler)
         self.promises[name] = promise
         promise.task = asyncio.create_task(self._sample(job, promise))
         return name, promise
@@ -290,16 +285,16 @@ class SamplerService:
             is_alone = bool(self.suspects)
             try:
                 async with self.one_by_one if is_alone else contextlib.nullcontext():
-                    result: SampleResult = await self.link.call(job, promise.number)
+                    result: SampleResult = await self.link.call(job)
             except WorkerExited as error:
                 if attempt == self.config.restarts or (error.crashed and is_alone):
                     raise
                 if error.crashed:
                     self.suspects.add(promise)
-                promise.number = self.link.take_number()
                 continue
+            _, model, version = job.version
             for id, sequence in zip(promise.sequences, result.sequences, strict=True):
-                self.ledger.record(id, job.model, job.version, sequence.tokens, sequence.logprobs)
+                self.ledger.record(id, model, version, sequence.tokens, sequence.logprobs)
             return CallOutcome(wire.encode_samples(result), protobuf=True)
         raise AssertionError("unreachable")
 
@@ -308,7 +303,6 @@ class SamplerService:
         promise = self.promises.get(name)
         if promise is not None and not promise.future.done():
             promise.is_retrieved = True
-            self.link.cancel(promise.number)
             promise.task.cancel()
 
     def close(self) -> None:

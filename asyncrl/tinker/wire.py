@@ -14,6 +14,7 @@ import tinker.types as sdk
 from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
+from actors.engine import CompletionRequest
 from asyncrl.contract.errors import ConfigError
 from asyncrl.tinker.messages import (
     NOT_SAMPLED,
@@ -23,6 +24,7 @@ from asyncrl.tinker.messages import (
     SampleCall,
     SampleResult,
     ScoreResult,
+    WeightsVersion,
 )
 from asyncrl.tinker.sequences import ProvenanceSpan
 from asyncrl.tinker.settings import REFUSAL, UNPUBLISHED
@@ -215,18 +217,20 @@ def parse_step(model: str, body: bytes) -> OptimizerStep:
 
 def parse_sample_request(
     request: sdk.SampleRequest,
+    version: WeightsVersion,
     *,
     stop_tokens: Sequence[int],
     limit: int,
     default: int,
     vocabulary: int,
-    **sampler: Any,
+    seed: int,
+    ticket: int,
 ) -> SampleCall:
     """Convert an asample call.
 
-    sampler: the fields of the call that the request does not have.
     stop_tokens: the model's own stop tokens.  limit: length of prompt and sequence together.
-    default: length of a sequence whose request sets none.  Raises ConfigError."""
+    default: length of a sequence whose request sets none.
+    ticket: selects the random stream together with the seed.  Raises ConfigError."""
     for name in UNSERVED.split():
         if getattr(request, name, None):
             raise ConfigError(f"{name}: is not served")
@@ -265,20 +269,26 @@ def parse_sample_request(
         )
     stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
     token_ids = [text for text in stops if isinstance(text, int)]
+    is_endless = params.stop is not None and not stops
+    ends = [] if is_endless else dict.fromkeys([*stop_tokens, *token_ids])
+    greedy = params.temperature == 0
     return SampleCall(
-        prompt=np.array(ids, "<i4").tobytes(),
-        count=request.num_samples,
-        max_tokens=min(length, longest),
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        stop=[]
-        if params.stop is not None and not stops
-        else [*dict.fromkeys([*stop_tokens, *token_ids])],
-        texts=[text for text in stops if isinstance(text, str) and text],
-        prompt_logprobs=bool(request.prompt_logprobs),
-        prompt_topk=request.topk_prompt_logprobs,
-        **sampler,
+        version,
+        CompletionRequest(
+            key=(ticket, 0, 0),
+            prompt=np.array(ids, "<i4"),
+            group=0,
+            max_new_tokens=min(length, longest),
+            temperature=1.0 if greedy else params.temperature,
+            top_p=params.top_p,
+            top_k=1 if greedy else max(0, params.top_k),
+            stop=tuple(ends) or (-1,),
+            seed=seed,
+        ),
+        request.num_samples,
+        [text for text in stops if isinstance(text, str) and text],
+        bool(request.prompt_logprobs),
+        request.topk_prompt_logprobs,
     )
 
 

@@ -132,19 +132,12 @@ class DirectLink:
 
     close = start
 
-    def take_number(self) -> int:
+    async def call(self, asked: Any) -> Any:
         self.number += 1
-        return self.number
-
-    async def call(self, asked: Any, number: int | None = None) -> Any:
-        number = self.take_number() if number is None else number
-        result = self.act(number, pickle.loads(pickle.dumps(asked)))
+        result = self.act(self.number, pickle.loads(pickle.dumps(asked)))
         if isinstance(result, Exception):
             raise result
         return result
-
-    def cancel(self, number: int) -> None:
-        """A call ends before another request is read."""
 
 
 class Tinker:

@@ -40,24 +40,17 @@ class DirectLink:
 
     close = start
 
-    def take_number(self) -> int:
+    async def call(self, request: Request) -> Result:
         self.number += 1
-        return self.number
-
-    async def call(self, request: Request, number: int | None = None) -> Result:
-        number = self.take_number() if number is None else number
         self.exits = {left - 1 for left in self.exits if left > 0}
         if 0 in self.exits:
             self.kill()
             self.generation += 1
             raise WorkerExited("the process ended")
-        result = self.act(number, pickle.loads(pickle.dumps(request)))
+        result = self.act(self.number, pickle.loads(pickle.dumps(request)))
         if isinstance(result, CallFailure):
             raise result
         return result
-
-    def cancel(self, number: int) -> None:
-        """Every call ends before another request is read."""
 
 
 class LocalServer:

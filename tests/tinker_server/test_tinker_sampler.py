@@ -5,13 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tinker.types as sdk
 import torch
 from tinker_kit import SYMBOLS
 
 from asyncrl.models.policy import build_model, load_policy
-from asyncrl.tinker.messages import CallFailure, SampleCall, SampleResult
+from asyncrl.tinker import wire
+from asyncrl.tinker.messages import BASE, CallFailure, SampleCall, SampleResult
 from asyncrl.tinker.settings import TinkerConfig, TinkerModel, TinkerSampling
-from asyncrl.tinker.workers.sampler import BASE, KEPT, NO_LOGPROB, NOT_FINITE, STEPS, Sampler
+from asyncrl.tinker.workers.sampler import KEPT, NO_LOGPROB, NOT_FINITE, STEPS, Sampler
 
 PROMPT = np.arange(5, 25, dtype="<i4")
 
@@ -35,10 +37,21 @@ def sampler(config: TinkerConfig) -> Sampler:
     return made
 
 
-def sample_call(weights: str = "", **more: Any) -> SampleCall:
-    values = {"version": 0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop": [], "texts": []}
-    values |= {"prompt": PROMPT.tobytes(), "count": 3, "max_tokens": 20, "seed": 7, "ticket": 0}
-    return SampleCall(weights=weights, **values | more)
+def sample_call(
+    path: str = "", version: int = 0, count: int = 3, ticket: int = 0, **more: Any
+) -> SampleCall:
+    """The call that a request becomes; without `stop` and `texts` nothing ends its sequences."""
+    scores = {name: more.pop(name) for name in [*more] if "prompt_" in name}
+    prompt = sdk.ModelInput.from_ints(more.pop("prompt", PROMPT).tolist())
+    values = {"max_tokens": 20, "seed": 7, "stop": more.pop("texts", [])} | more
+    params = sdk.SamplingParams(**values)
+    return wire.parse_sample_request(
+        sdk.SampleRequest(prompt=prompt, num_samples=count, sampling_params=params, **scores),
+        (path, "", version),
+        **{"stop_tokens": (), "limit": 999, "default": 1, "vocabulary": 99},
+        seed=values["seed"],
+        ticket=ticket,
+    )
 
 
 def sample(sampler: Sampler, *calls: SampleCall) -> list[Any]:
@@ -81,7 +94,7 @@ def test_requests_are_sampled_together_until_they_are_canceled(sampler: Sampler)
     sampler.work()
     for number, weights in ((1, "bad"), (2, ""), (3, "")):
         sampler.add(number, sample_call(weights, seed=number))
-    sampler.add(4, sample_call(prompt=bytes(4 * 64)))
+    sampler.add(4, sample_call(prompt=np.zeros(64, "<i4")))
     sampler.work()
     assert (set(sampler.jobs), [job.number for job in sampler.waiting]) == ({0}, [1, 2, 3, 4])
     sampler.waiting.rotate(-1)
@@ -122,14 +135,14 @@ def test_a_request_sets_how_its_tokens_are_sampled(config: TinkerConfig, sampler
         sample_call(temperature=0.0),
         sample_call(top_k=1, temperature=0.5),
         sample_call(temperature=1e-3),
-        sample_call(prompt=PROMPT[:7].tobytes()),
+        sample_call(prompt=PROMPT[:7]),
     )
     assert tokens_of(same) == tokens_of(drawn) == tokens_of(many)[:3]
     assert {len(tokens) for tokens in tokens_of(many)} == {20}, "no token ends it"
     assert {1} < {token for tokens in tokens_of(many) for token in tokens}
     assert len({str(tokens_of(result)) for result in (drawn, other, seeded, greedy)}) == 4
     assert tokens_of(greedy) == tokens_of(one) == tokens_of(cold)
-    [alone] = sample(sampler, sample_call(prompt=PROMPT[:7].tobytes()))
+    [alone] = sample(sampler, sample_call(prompt=PROMPT[:7]))
     assert tokens_of(short) == tokens_of(alone) != tokens_of(drawn)
     assert not np.frombuffer(greedy.sequences[0].logprobs, "<f4").any()
     policy = load_policy(config.model.path, "float32", "cpu")
@@ -140,7 +153,9 @@ def test_a_request_sets_how_its_tokens_are_sampled(config: TinkerConfig, sampler
 
 def test_a_prompt_is_scored_with_likeliest_tokens(config: TinkerConfig, sampler: Sampler) -> None:
     plain, likely = sample(
-        sampler, sample_call(prompt_logprobs=True), sample_call(prompt_topk=3, max_tokens=1)
+        sampler,
+        sample_call(prompt_logprobs=True),
+        sample_call(topk_prompt_logprobs=3, max_tokens=1),
     )
     policy = load_policy(config.model.path, "float32", "cpu")
     own = policy.logprobs([PROMPT[:1]], [PROMPT[1:]], torch.ones(1)).logprobs.detach()

@@ -13,12 +13,12 @@ from asyncrl.config.methods import METHODS
 from asyncrl.models.policy import build_model
 from asyncrl.tinker.messages import (
     CallFailure,
+    Cancel,
     Datum,
     DropGradient,
     ForwardBackward,
     LoadModel,
     OptimizerStep,
-    SampleCall,
     SaveWeights,
     ScoreResult,
 )
@@ -208,7 +208,7 @@ def test_adapters_share_the_base(trainer: ServedModels) -> None:
     train(trainer, DATA)
     trainer.handle(PLAIN)
     assert all(torch.equal(before[name], row) for name, row in base.items())
-    wrong = trainer.handle(SampleCall("", 0, b"", 1, 1, 1.0, 1.0, 0, 0, 0, [], []))
+    wrong = trainer.handle(Cancel())
     assert wrong == CallFailure("AssertionError: ", "server", spoiled=True)
 
 

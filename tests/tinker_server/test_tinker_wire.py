@@ -1,6 +1,7 @@
 """Messages and files of the Tinker server, without a server: the calls on disk, saved weights, and
 what a request's body may hold."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -166,31 +167,33 @@ def sample_call(prompt: list[int], **more: Any) -> Any:
     )
     return wire.parse_sample_request(
         request,
-        stop_tokens=(1, 2),
-        limit=16,
-        default=9,
-        vocabulary=50,
-        **{"weights": "", "version": 0, "seed": 0, "ticket": 0},
+        ("", "", 0),
+        **{"stop_tokens": (1, 2), "limit": 16, "default": 9, "vocabulary": 50},
+        **{"seed": 3, "ticket": 4},
     )
 
 
 def test_a_request_for_samples_is_converted_whole() -> None:
-    found = msgspec.structs.asdict(sample_call([3, 49]))
-    wanted = {"weights": "", "version": 0, "count": 1, "max_tokens": 9, "temperature": 1.0}
-    wanted |= {"top_p": 1.0, "seed": 0, "ticket": 0, "stop": [1, 2], "texts": []}
-    wanted |= {"prompt": np.array([3, 49], "<i4").tobytes(), "prompt_topk": 0}
-    assert {name: found[name] for name in wanted} == wanted and not found["prompt_logprobs"]
-    found = msgspec.structs.asdict(
-        sample_call(
-            [3], num_samples=4, prompt_logprobs=True, topk_prompt_logprobs=32,
-            max_tokens=15, temperature=0.0, top_p=0.5, top_k=7, stop=[7, 1, 7],
-        )
+    call = sample_call([3, 49])
+    assert (call.version, call.count, call.texts, call.prompt_logprobs, call.prompt_topk) == (
+        *(("", "", 0), 1, [], False, 0),
+    )
+    first = dataclasses.asdict(call.first)
+    wanted = {"key": (4, 0, 0), "max_new_tokens": 9, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    wanted |= {"stop": (1, 2), "seed": 3}
+    assert {name: first[name] for name in wanted} == wanted and first["prompt"].tolist() == [3, 49]
+    call = sample_call(
+        [3], num_samples=4, prompt_logprobs=True, topk_prompt_logprobs=32,
+        max_tokens=15, temperature=0.0, top_p=0.5, top_k=7, stop=[7, 1, 7],
     )  # fmt: skip
-    wanted = {"count": 4, "max_tokens": 15, "temperature": 0.0, "top_p": 0.5, "top_k": 7}
-    wanted |= {"stop": [1, 2, 7], "texts": [], "prompt_logprobs": True, "prompt_topk": 32}
-    assert {name: found[name] for name in wanted} == wanted
-    assert sample_call([3] * 10).max_tokens == 6, "what is left of the context"
-    assert (sample_call([3], stop="x").texts, sample_call([3], stop=[]).stop) == (["x"], [])
+    assert (call.count, call.texts, call.prompt_logprobs, call.prompt_topk) == (4, [], True, 32)
+    first = dataclasses.asdict(call.first)
+    wanted = {"max_new_tokens": 15, "temperature": 1.0, "top_p": 0.5, "top_k": 1, "stop": (1, 2, 7)}
+    assert {name: first[name] for name in wanted} == wanted, "0 is greedy"
+    assert sample_call([3], temperature=0.5, top_k=7).first.top_k == 7
+    assert sample_call([3] * 10).first.max_new_tokens == 6, "what is left of the context"
+    assert sample_call([3], stop="x").texts == ["x"]
+    assert sample_call([3], stop=[]).first.stop == (-1,), "no token ends it"
 
 
 TOO_LONG = "a prompt of {} and max_tokens = {} do not fit sampling.context = 16 of the server"

@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from actors.engine import Completion, CompletionRequest, build_engine
+from actors.engine import Completion, build_engine
 from actors.engine_embedded import EmbeddedEngine
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
@@ -24,11 +24,13 @@ from asyncrl.models.adapters import merge_weights
 from asyncrl.models.policy import list_named_weights, load_policy
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.tinker.messages import (
+    BASE,
     LABEL,
     CallFailure,
     SampleCall,
     SampleResult,
     SequenceResult,
+    WeightsVersion,
     describe_failure,
 )
 from asyncrl.tinker.settings import TinkerConfig, build_run_config
@@ -40,14 +42,7 @@ NOT_FINITE = (
 STEPS = 8  # decode steps between checks for new requests
 KEPT = 4  # number of versions whose weights stay in memory
 NO_LOGPROB = -99999.0  # the API's value for an empty cell
-# directory, branch and version of weights: a client may save later ones in the same directory
-Version = tuple[str, str, int]
-BASE: Version = ("", "", 0)
 Reply = Callable[[int, SampleResult | CallFailure], None]
-
-
-def get_version(request: SampleCall) -> Version:
-    return request.weights, request.model, request.version
 
 
 @dataclass(eq=False)
@@ -55,7 +50,7 @@ class SampleJob:
     """A request that is being sampled, with its finished sequences."""
 
     number: int
-    request: SampleCall
+    call: SampleCall
     sequences: dict[int, SequenceResult] = field(default_factory=dict)
     prompt_scores: tuple[bytes, ...] = ()  # the further fields of its SampleResult
 
@@ -74,12 +69,12 @@ class Sampler:
         torch.set_num_threads(config.sampling.threads)
         memory.keep_freed()
         self.engine = build_engine(build_run_config(config, 0))
-        self.loaded: Version | None = None  # weights in the engine
+        self.loaded: WeightsVersion | None = None  # weights in the engine
         self.is_spoiled = False  # its cache has values that are not finite
         base = load_policy(config.model.path, config.model.dtype, config.model.device)
         self.base = dict(list_named_weights(base))
         self.tokenizer = load_tokenizer(config.model.path)
-        self.versions: dict[Version, Mapping[str, torch.Tensor]] = {BASE: self.base}
+        self.versions: dict[WeightsVersion, Mapping[str, torch.Tensor]] = {BASE: self.base}
         self.waiting: deque[SampleJob] = deque()
         self.jobs = dict[int, SampleJob]()  # in the engine
 
@@ -87,8 +82,8 @@ class Sampler:
     def is_busy(self) -> bool:
         return bool(self.jobs or self.waiting)
 
-    def add(self, number: int, request: SampleCall) -> None:
-        self.waiting.append(SampleJob(number, request))
+    def add(self, number: int, call: SampleCall) -> None:
+        self.waiting.append(SampleJob(number, call))
 
     def cancel(self, number: int) -> None:
         """Drop a request without a reply."""
@@ -97,7 +92,7 @@ class Sampler:
         if job is not None:
             if isinstance(self.engine, EmbeddedEngine):
                 self.is_spoiled |= not self.engine.out_logprob.isfinite().all()
-            self.engine.abort([(number, sample, 0) for sample in range(job.request.count)])
+            self.engine.abort([(number, sample, 0) for sample in range(job.call.count)])
 
     def work(self) -> None:
         """Pass requests of the loaded version to the engine, and make some decode steps.
@@ -106,10 +101,10 @@ class Sampler:
         self._admit()
         for completion in self.engine.step(STEPS):
             job = self.jobs[completion.key[0]]
-            job.sequences[completion.key[1]] = self._cut_at_stop(job.request, completion)
-            if len(job.sequences) == job.request.count:
+            job.sequences[completion.key[1]] = self._cut_at_stop(job.call.texts, completion)
+            if len(job.sequences) == job.call.count:
                 del self.jobs[job.number]
-                ordered = [job.sequences[sample] for sample in range(job.request.count)]
+                ordered = [job.sequences[sample] for sample in range(job.call.count)]
                 result = SampleResult(ordered, *job.prompt_scores)
                 logprobs = b"".join(sequence.logprobs for sequence in ordered)
                 is_finite = np.isfinite(np.frombuffer(logprobs, "<f4")).all()
@@ -122,15 +117,15 @@ class Sampler:
         if self.is_spoiled and isinstance(self.engine, EmbeddedEngine):
             self.engine.erase_cache()
         self.is_spoiled = False
-        if self.jobs and any(get_version(job.request) != self.loaded for job in self.waiting):
+        if self.jobs and any(job.call.version != self.loaded for job in self.waiting):
             return  # later requests of the loaded weights must not keep out those of others
         if self.waiting and not self.jobs:
             try:
-                self._load(self.waiting[0].request)
+                self._load(self.waiting[0].call.version)
             except Exception as error:  # it must not cost the requests of other clients
                 self.reply(self.waiting.popleft().number, describe_failure(error))
                 return
-        for job in [job for job in self.waiting if get_version(job.request) == self.loaded]:
+        for job in [job for job in self.waiting if job.call.version == self.loaded]:
             self.waiting.remove(job)
             try:
                 self._start(job)
@@ -139,14 +134,15 @@ class Sampler:
             else:
                 self.jobs[job.number] = job
 
-    def _load(self, request: SampleCall) -> None:
-        """Load the weights of a request into the engine, from where a model wrote them."""
-        if (version := get_version(request)) == self.loaded:
+    def _load(self, version: WeightsVersion) -> None:
+        """Load weights into the engine, from where a model wrote them."""
+        if version == self.loaded:
             return
+        directory, model, number = version
         if version not in self.versions:
-            path = Path(version[0])
+            path = Path(directory)
             gone = ConfigError(
-                f"version {request.version} of {request.model} was deleted or replaced: the server "
+                f"version {number} of {model} was deleted or replaced: the server "
                 f"keeps weights.slots = {self.config.weights.slots} versions without a name, and a "
                 "client may replace named ones; create a new sampling client"
             )
@@ -161,22 +157,20 @@ class Sampler:
             else:
                 weights = dict(list_named_weights(load_policy(path, self.config.model.dtype)))
             note = path / LABEL  # read last, as a model may replace them meanwhile
-            if note.exists() and note.read_text() != f"{request.version} {request.model}":
+            if note.exists() and note.read_text() != f"{number} {model}":
                 raise gone
             while len(self.versions) > KEPT:
                 oldest = next(kept for kept in self.versions if kept != BASE)
                 del self.versions[oldest]
             self.versions[version] = weights
         self.loaded = None  # if loading fails, the engine has parts of both
-        label = Label(0, request.version)
-        self.engine.load(self.versions[version], label, request.weights)
+        self.engine.load(self.versions[version], Label(0, number), directory)
         self.loaded = version
 
     def _start(self, job: SampleJob) -> None:
-        request = job.request
-        prompt = np.frombuffer(request.prompt, "<i4")
-        if request.prompt_logprobs or request.prompt_topk:
-            scores = self.engine.score([prompt], max(1, request.prompt_topk))[0]
+        call, prompt = job.call, job.call.first.prompt
+        if call.prompt_logprobs or call.prompt_topk:
+            scores = self.engine.score([prompt], max(1, call.prompt_topk))[0]
             columns = (
                 (scores.logprobs, np.nan, "<f4"),
                 (scores.top_ids, 0, "<i4"),
@@ -185,27 +179,21 @@ class Sampler:
             # the first token has no context, so its row stays empty
             job.prompt_scores = tuple(
                 np.insert(column, 0, empty, axis=0).astype(dtype).tobytes()
-                for column, empty, dtype in columns[: 3 if request.prompt_topk else 1]
+                for column, empty, dtype in columns[: 3 if call.prompt_topk else 1]
             )
-        greedy = request.temperature == 0
+        ticket = call.first.key[0]
         self.engine.add(
-            CompletionRequest(
+            replace(
+                call.first,
                 key=(job.number, sample, 0),
-                prompt=prompt,
                 group=job.number,
-                max_new_tokens=request.max_tokens,
-                temperature=1.0 if greedy else request.temperature,
-                top_p=request.top_p,
-                top_k=1 if greedy else max(0, request.top_k),
-                stop=tuple(request.stop) or (-1,),
-                seed=request.seed,
-                drawn_for=(request.ticket, sample),
+                drawn_for=(ticket, sample),
             )
-            for sample in range(request.count)
+            for sample in range(call.count)
         )
 
-    def _cut_at_stop(self, request: SampleCall, completion: Completion) -> SequenceResult:
-        """Cut a completion after the token that completes one of the request's stop texts.
+    def _cut_at_stop(self, texts: list[str], completion: Completion) -> SequenceResult:
+        """Cut a completion after the token that completes one of the stop texts.
 
         The tokens before the cut have the same distribution as if sampling had ended there."""
         length, is_complete = len(completion.tokens), completion.finish == "stop"
@@ -213,9 +201,9 @@ class Sampler:
 
         def has_stop_text(count: int) -> bool:
             decoded = self.tokenizer.decode(ids[:count])
-            return any(text in decoded for text in request.texts)
+            return any(text in decoded for text in texts)
 
-        if request.texts and has_stop_text(length):
+        if texts and has_stop_text(length):
             length, is_complete = next(filter(has_stop_text, itertools.count(1))), True
         return SequenceResult(
             completion.tokens[:length].astype("<i4").tobytes(),

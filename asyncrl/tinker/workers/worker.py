@@ -47,7 +47,7 @@ def sample(config: settings.TinkerConfig, calls: Calls, reply: Reply) -> None:
         while not (sampler.is_busy and calls.empty()):
             number, request = calls.get()
             if isinstance(request, Cancel):
-                sampler.cancel(request.number)
+                sampler.cancel(number)
             else:
                 assert isinstance(request, SampleCall)
                 sampler.add(number, request)
