@@ -38,12 +38,8 @@ from asyncrl.tinker import demo_model, settings
 from asyncrl.tinker.messages import (
     CallFailure,
     Datum,
-    ForwardBackward,
-    LoadModel,
-    OptimizerStep,
     SampleCall,
     SampleResult,
-    SaveWeights,
 )
 
 CONFIG = ROOT / "configs" / "examples" / "tinker_demo.toml"
@@ -86,11 +82,11 @@ class DirectSteps:
         self.sampler = Sampler(config, self.results.__setitem__)
         self.trainer = ServedModels(config)
         self.ends = collect_model_stops(load_tokenizer(config.model.path), config.model.path)
-        self.handle(LoadModel("m", RANK, 0))
+        self.handle("load", "m", RANK, 0)
         self.version = 0
 
-    def handle(self, request: Any) -> Any:
-        result = self.trainer.handle(request)
+    def handle(self, *call: Any) -> Any:
+        result = self.trainer.handle(*call)
         if isinstance(result, CallFailure):
             raise RuntimeError(result.error)
         return result
@@ -105,7 +101,7 @@ class DirectSteps:
     def publish(self) -> None:
         self.version += 1
         shutil.rmtree(self.folder / str(self.version - 8), ignore_errors=True)
-        self.handle(SaveWeights("m", str(self.folder / str(self.version))))
+        self.handle("save", "m", self.folder / str(self.version))
 
     def sample(self, asked: Sequence[list[int]]) -> list[SampledAnswer]:
         for number, prompt in enumerate(asked):
@@ -150,8 +146,8 @@ class DirectSteps:
                     np.concatenate([before - 2, 0 * answer.tokens]).astype("<i4"),
                 )
             )
-        self.handle(ForwardBackward("m", data, "importance_sampling", {}))
-        self.handle(OptimizerStep("m", RATE, 0.9, 0.95, 1e-8, 0.0, 0.0))
+        self.handle("forward_backward", "m", data, "importance_sampling", {})
+        self.handle("step", "m", RATE, (0.9, 0.95), 1e-8, 0.0, 0.0)
 
 
 class ServerSteps:

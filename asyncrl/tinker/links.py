@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.contract.importing import end_with_parent, make_command
 from asyncrl.contract.printable import LONGEST_LINE, describe_exit, escape_line
 from asyncrl.records import process_log
-from asyncrl.tinker.messages import CallFailure, Cancel, ErrorCategory, Request
+from asyncrl.tinker.messages import CallFailure, ErrorCategory
 from asyncrl.tinker.workers.worker import LENGTH_BYTES
 
 
@@ -83,24 +83,24 @@ class WorkerLink:
         folder = self.config_path.parent
         process_log.append_event(folder, self.role, process.pid, event, supervised=True, **fields)
 
-    def _send(self, number: int, request: Request) -> None:
+    def _send(self, *call: Any) -> None:
         if self.process is None or self.process.stdin is None:
             raise WorkerExited(f"the {self.role} process has ended")
-        self.process.stdin.write(pickle.dumps((number, request)))
+        self.process.stdin.write(pickle.dumps(call))
 
-    async def call(self, request: Request) -> Any:
-        """Send a call and return its result; a canceled one is canceled in the process, too.
+    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method in the process, and return its result.
 
-        Raises WorkerExited and CallFailure."""
+        A canceled call is canceled in the process, too.  Raises WorkerExited and CallFailure."""
         await self.start()
         number = next(self._numbers)
-        self._send(number, request)
+        self._send(number, method, arguments, options)
         waiting = self._waiting[number] = asyncio.Future()
         try:
             result = await waiting
         except asyncio.CancelledError:
             if self.process is not None and not self.closed:
-                self._send(number, Cancel())
+                self._send(number, "cancel", (), {})
             raise
         finally:
             self._waiting.pop(number, None)

@@ -1,6 +1,8 @@
-"""Messages between the server process and its training and sampling processes.
+"""What the server process and its training and sampling processes send each other.
 
-They are pickled, because both ends of the pipes belong to the server."""
+A call is the name of a method of `ServedModels`, `TrainedModel` or `Sampler`, with its arguments.
+
+It is pickled, because both ends of the pipes belong to the server."""
 
 from __future__ import annotations
 
@@ -47,65 +49,6 @@ class Datum(Struct, frozen=True):
         return self.targets[piece].tobytes() + self.fields["logprobs"][piece].tobytes()
 
 
-class LoadModel(Struct, frozen=True):
-    """Create a model, or load it from `path`, the directory of a state.
-
-    rank: of the adapter; 0: train all weights.  optimizer: also load the optimizer's moments.
-    checkpoint: directory to which the loaded model is written; "": none.
-    """
-
-    model: str
-    rank: int
-    seed: int
-    path: str = ""
-    optimizer: bool = False
-    checkpoint: str = ""
-
-
-class ForwardBackward(Struct, frozen=True):
-    """Add the gradient of a loss, summed over the tokens of `data`."""
-
-    model: str
-    data: list[Datum]
-    loss: str
-    config: dict[str, float | str]
-    forward_only: bool = False
-
-
-class OptimizerStep(Struct, frozen=True):
-    """Make an AdamW step with the gradient collected since the last step."""
-
-    model: str
-    learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    clip_norm: float  # 0: no clipping
-
-
-class DropGradient(Struct, frozen=True):
-    """Forget the gradient collected since the last optimizer step."""
-
-    model: str
-
-
-class SaveWeights(Struct, frozen=True):
-    """Write a model to the directory `path`.
-
-    state: include the optimizer, so that training can continue from it; otherwise write only the
-        weights, as a sampler needs them.
-    label: version and branch of the weights, for their file LABEL; "": they are not for samplers.
-    named: a client named them, and they stay until a client deletes them.
-    """
-
-    model: str
-    path: str
-    state: bool = False
-    label: str = ""
-    named: bool = False
-
-
 class SampleCall(Struct, frozen=True):
     """Sample sequences after one prompt.
 
@@ -125,17 +68,8 @@ class SampleCall(Struct, frozen=True):
     prompt_topk: int = 0
 
 
-class Cancel(Struct, frozen=True):
-    """Cancel the call of this number if it still waits or is being sampled."""
-
-
-Request = (
-    LoadModel | ForwardBackward | OptimizerStep | DropGradient | SaveWeights | SampleCall | Cancel
-)
-
-
 class ScoreResult(Struct, frozen=True):
-    """Result of ForwardBackward: float32 log-probabilities of each datum's targets."""
+    """Result of `forward_backward`: float32 log-probabilities of each datum's targets."""
 
     logprobs: list[ndarray]
     loss: float
@@ -150,7 +84,7 @@ class SequenceResult(Struct, frozen=True):
 
 
 class SampleResult(Struct, frozen=True):
-    """Result of SampleCall; prompt_logprobs: float32 [P], NaN at the first token.
+    """Result of a SampleCall; prompt_logprobs: float32 [P], NaN at the first token.
 
     topk_ids, topk_logprobs: int32 and float32 [P, prompt_topk].
     """
@@ -181,11 +115,9 @@ def describe_failure(error: Exception) -> CallFailure:
     """Turn what a call raised into its result, so that it costs no other call.
 
     An unexpected error also goes to the log of the process, with its traceback."""
+    if isinstance(error, CallFailure):
+        return error
     if isinstance(error, AsyncrlError):
         return CallFailure(str(error), "user" if isinstance(error, ConfigError) else "server")
     traceback.print_exception(error)
     return CallFailure(f"{type(error).__name__}: {error}", "server", spoiled=True)
-
-
-# a dict: the metrics of an optimizer step
-Result = ScoreResult | SampleResult | dict[str, float] | CallFailure | None

@@ -41,11 +41,6 @@ from asyncrl.tinker.messages import (
     NOT_SAMPLED,
     CallFailure,
     Datum,
-    DropGradient,
-    ForwardBackward,
-    LoadModel,
-    Request,
-    SaveWeights,
 )
 from asyncrl.tinker.model_records import (
     NAME,
@@ -297,9 +292,9 @@ class ServedModel:
             return
         self.logged = 0  # calls that come meanwhile find room
         if not has_checkpoint:
-            path = str(self.log.locate_checkpoint(number, self.version))
+            path = self.log.locate_checkpoint(number, self.version)
             try:
-                await self._call_trainer(SaveWeights(self.id, path, True))
+                await self._call_trainer("save", path, state=True)
             except (WorkerExited, CallFailure) as error:
                 log(f"{self.id}: the checkpoint was not written: {error}")
         left = await asyncio.to_thread(self.log.prune)
@@ -317,7 +312,7 @@ class ServedModel:
                     )
                 return await self._compute_loss(call.body)
             case "create_model":
-                await self._call_trainer(None)
+                await self._call_trainer()
                 return self._reply({"type": "create_model", "model_id": self.id})
             case "load_weights":
                 return await self._load(call)
@@ -338,12 +333,12 @@ class ServedModel:
 
     # ---- the training process --------------------------------------------------------------------
 
-    async def _call_trainer(self, request: Request | None) -> Any:
-        """Send a request to the training process, after restoring the model there if needed.
+    async def _call_trainer(self, method: str = "", *arguments: Any, **options: Any) -> Any:
+        """Call a method in the training process, after restoring the model there if needed.
 
-        request: None only restores the model.  A process that exits is started again, and the calls
-        since the last checkpoint are repeated.  The request that it crashed on is not.  Raises
-        CallFailure, and WorkerExited for that request or after `restarts` restarts."""
+        method: "" only restores the model.  A process that exits is started again, and the calls
+        since the last checkpoint are repeated.  The one that it crashed on is not.  Raises
+        CallFailure, and WorkerExited for that call or after `restarts` restarts."""
         for attempt in range(self.config.restarts + 1):
             try:
                 await self.trainer.start()
@@ -351,7 +346,9 @@ class ServedModel:
                     generation = self.trainer.generation
                     await self._restore()
                     self.loaded = generation
-                return request and await self.trainer.call(request)
+                if not method:
+                    return None
+                return await self.trainer.call(method, self.id, *arguments, **options)
             except WorkerExited as error:
                 if attempt == self.config.restarts or (error.crashed and error.oldest):
                     raise
@@ -365,40 +362,41 @@ class ServedModel:
         """Load the newest checkpoint in a new training process, and repeat the calls after it."""
         # a checkpoint without an outcome is that of a load_weights call that is made again
         checkpoints = [saved for saved in self.log.list_checkpoints() if saved[0] < self.next]
-        first, path = 0, ""
+        first, path = 0, None
         if checkpoints:
             last_call, version = checkpoints[-1]
-            first, path = last_call + 1, str(self.log.locate_checkpoint(last_call, version))
-        await self._repeat(LoadModel(self.id, self.record.rank, self.record.seed, path, bool(path)))
+            first, path = last_call + 1, self.log.locate_checkpoint(last_call, version)
+        record = self.record
+        await self._repeat("load", record.rank, record.seed, path, optimizer=True)
         for number in range(first, self.next):
-            if request := await asyncio.to_thread(self._read_request, number):
-                await self._repeat(request)
+            if call := await asyncio.to_thread(self._read_request, number):
+                await self._repeat(*call)
 
-    def _read_request(self, number: int) -> Request | None:
-        """Build the request that repeats a call of an earlier training process.
+    def _read_request(self, number: int) -> tuple[Any, ...]:
+        """Return method and arguments that repeat a call of an earlier training process.
 
-        None: the call left the model as it was.  Raises ConfigError if the call or its result is no
+        (): the call left the model as it was.  Raises ConfigError if the call or its result is no
         longer on the disk."""
         call, outcome = self.log.read_call(number), self.log.read_outcome(number)
         if call is None or outcome is None or (not outcome.error and call.route == "load_weights"):
             raise ConfigError(f"{self.id}: the newest checkpoint of its weights is gone")
         if call.route == "optim_step":
-            return DropGradient(self.id) if outcome.error else wire.parse_step(self.id, call.body)
+            return ("drop_gradient",) if outcome.error else ("step", *wire.parse_step(call.body))
         if outcome.error or call.route != "forward_backward":
-            return None
+            return ()
         message = wire.parse_loss_request(call.body)
-        request = wire.parse_loss_call(self.id, message, self.config.losses.stable_reinforce)
+        loss = wire.parse_loss_call(message, self.config.losses.stable_reinforce)
         lags = np.frombuffer(outcome.token_lags, "<i4")
-        splits = np.cumsum([len(datum.tokens) for datum in request.data])[:-1]
+        splits = np.cumsum([len(datum.tokens) for datum in loss.data])[:-1]
         # that of the call's own time; an earlier version of the server did not write it
         limit = self.config.staleness.max_lag if outcome.limit is None else outcome.limit
-        datum_lags = zip(request.data, np.split(lags, splits), strict=True)
-        request.data[:] = [add_lags(datum, lags, limit) for datum, lags in datum_lags]
-        return request
+        datum_lags = zip(loss.data, np.split(lags, splits), strict=True)
+        loss.data[:] = [add_lags(datum, lags, limit) for datum, lags in datum_lags]
+        return "forward_backward", *loss
 
-    async def _repeat(self, request: Request) -> None:
+    async def _repeat(self, method: str, *arguments: Any, **options: Any) -> None:
         try:
-            await self.trainer.call(request)
+            await self.trainer.call(method, self.id, *arguments, **options)
         except CallFailure as failure:
             raise WorkerExited(f"{self.id} cannot be restored: {failure}") from failure
 
@@ -413,32 +411,32 @@ class ServedModel:
         lags = Counter[int]()
         matched = Counter(self.sequences)
 
-        def measure(body: bytes) -> tuple[ForwardBackward, str]:
+        def measure(body: bytes) -> tuple[wire.LossCall, str]:
             message = wire.parse_loss_request(body)
-            request = wire.parse_loss_call(self.id, message, self.config.losses.stable_reinforce)
-            for index, datum in enumerate(request.data):
+            loss = wire.parse_loss_call(message, self.config.losses.stable_reinforce)
+            for index, datum in enumerate(loss.data):
                 spans = wire.parse_spans(message.data[index])
                 try:
                     runs = self.ledger.resolve(datum, spans, matched, self.ancestry)
                 except ConfigError as error:
                     raise ConfigError(f"datum {index}, {error}") from error
                 measured = measure_lags(datum, runs, self.ancestry, self.version, staleness)
-                if measured.refused and not request.forward_only:
+                if measured.refused and not loss.forward_only:
                     raise ConfigError(f"datum {index}: {measured.refused}")
                 sampled.append(runs)
                 token_lags.append(measured.lags.tobytes())
-                request.data[index] = add_lags(datum, measured.lags, staleness.max_lag)
-                lags.update(request.data[index].lags.tolist())
+                loss.data[index] = add_lags(datum, measured.lags, staleness.max_lag)
+                lags.update(loss.data[index].lags.tolist())
                 sequences.extend(measured.sequences)
-            return request, message.loss_fn
+            return loss, message.loss_fn
 
-        request, requested = await wire.decode(measure, body)
-        result = await self._call_trainer(request)
-        reply = wire.encode_scores(result, request.loss, requested)
-        if request.forward_only:
+        loss, requested = await wire.decode(measure, body)
+        result = await self._call_trainer("forward_backward", *loss)
+        reply = wire.encode_scores(result, loss.loss, requested)
+        if loss.forward_only:
             return self._build_outcome(protobuf=True, reply=reply)
         if self.samples.is_due(self.version):
-            self.samples.collect(request.data, sampled, result.logprobs)
+            self.samples.collect(loss.data, sampled, result.logprobs)
         del lags[NOT_SAMPLED]
         return self._build_outcome(
             protobuf=True,
@@ -454,13 +452,13 @@ class ServedModel:
     async def _make_step(self, call: TrainingCall) -> TrainingOutcome:
         refused = self.refused and f"because a forward_backward call of it failed: {self.refused}"
         try:
-            request = wire.parse_step(self.id, call.body)
+            adamw = wire.parse_step(call.body)
         except ConfigError as error:
             refused = str(error)
         if refused:
-            await self._call_trainer(DropGradient(self.id))
+            await self._call_trainer("drop_gradient")
             raise ConfigError(f"the step was not made, {refused}")
-        step_metrics = await self._call_trainer(request) | measure_lag_metrics(self.lags)
+        step_metrics = await self._call_trainer("step", *adamw) | measure_lag_metrics(self.lags)
         found = filter(None, map(self.ledger.sequences.get, set(self.sequences)))
         if lengths := [sequence.length for sequence in found]:
             step_metrics["answer/length"] = sum(lengths) / len(lengths)
@@ -492,7 +490,7 @@ class ServedModel:
     async def _write_saved(self, path: Path, number: int, *, state: bool = False) -> None:
         """Save the model under a name or as a version, and write its record."""
         label, named = f"{self.version} {self.ancestry.model}", path.parent.name != "versions"
-        await self._call_trainer(SaveWeights(self.id, str(path), state, label, named))
+        await self._call_trainer("save", path, state=state, label=label, named=named)
         note = SavedWeights(
             self.ancestry.model,
             self.record.rank,
@@ -566,11 +564,10 @@ class ServedModel:
             raise ConfigError(
                 f"{message.path} has rank {saved.rank}, the model has {self.record.rank}"
             )
-        checkpoint = str(self.log.locate_checkpoint(call.number, saved.version))
-        rank, seed = self.record.rank, self.record.seed
-        await self._call_trainer(
-            LoadModel(self.id, rank, seed, str(path), message.optimizer, checkpoint)
-        )
+        checkpoint = self.log.locate_checkpoint(call.number, saved.version)
+        origin = self.record.rank, self.record.seed, path
+        options = {"optimizer": message.optimizer, "checkpoint": checkpoint}
+        await self._call_trainer("load", *origin, **options)
         return self._reply(
             {"type": "load_weights", "path": message.path, "model_id": self.id},
             version=saved.version,

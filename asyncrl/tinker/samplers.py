@@ -285,7 +285,7 @@ class SamplerService:
             is_alone = bool(self.suspects)
             try:
                 async with self.one_by_one if is_alone else contextlib.nullcontext():
-                    result: SampleResult = await self.link.call(job)
+                    result: SampleResult = await self.link.call("add", job)
             except WorkerExited as error:
                 if attempt == self.config.restarts or (error.crashed and is_alone):
                     raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,8 +19,6 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.tinker.messages import (
     NOT_SAMPLED,
     Datum,
-    ForwardBackward,
-    OptimizerStep,
     SampleCall,
     SampleResult,
     ScoreResult,
@@ -64,6 +62,15 @@ async def decode(parse: Callable[..., _Decoded], *values: Any) -> _Decoded:
     if len(values[-1]) <= INLINE_BYTES:
         return parse(*values)
     return await asyncio.get_running_loop().run_in_executor(_thread, parse, *values)
+
+
+class LossCall(NamedTuple):
+    """The arguments of `ServedModels.forward_backward` after the model."""
+
+    data: list[Datum]
+    loss: str
+    options: dict[str, float | str]
+    forward_only: bool
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -124,9 +131,7 @@ def parse_loss_request(body: bytes) -> pb.ForwardBackwardRequest:
     return message
 
 
-def parse_loss_call(
-    model: str, message: pb.ForwardBackwardRequest, substitute: str = ""
-) -> ForwardBackward:
+def parse_loss_call(message: pb.ForwardBackwardRequest, substitute: str = "") -> LossCall:
     """Convert a forward_backward call.  Raises ConfigError for options that are not served.
 
     substitute: the loss that takes the place of stable_reinforce, or ""."""
@@ -135,8 +140,7 @@ def parse_loss_call(
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
-    return ForwardBackward(
-        model,
+    return LossCall(
         [_parse_datum(f"datum {index}", datum) for index, datum in enumerate(message.data)],
         substitute if message.loss_fn == UNPUBLISHED else message.loss_fn,
         config,
@@ -200,18 +204,20 @@ def _parse_array(data: bytes, dtype: Any, where: str) -> np.ndarray:
     return np.frombuffer(data, dtype)
 
 
-def parse_step(model: str, body: bytes) -> OptimizerStep:
-    """Decode an optim_step call.  Raises ConfigError."""
+def parse_step(body: bytes) -> tuple[Any, ...]:
+    """Decode an optim_step call: the arguments of `TrainedModel.step`.  Raises ConfigError."""
     params = parse_json(sdk.OptimStepRequest, body).optim_params
     if not isinstance(params, sdk.AdamParams):
         raise ConfigError(f"optimizer_params.type = {params.type}: only AdamW is served")
     for name, lowest, end in ADAM_RANGES:
         if not lowest <= (value := getattr(params, name)) < end:
             raise ConfigError(f"{name} = {value:g}: must be at least {lowest:g} and below {end:g}")
-    return OptimizerStep(
-        model,
-        **{name: getattr(params, name) for name, _, _ in ADAM_RANGES[:-1]},
-        clip_norm=max(0.0, params.grad_clip_norm),
+    return (
+        params.learning_rate,
+        (params.beta1, params.beta2),
+        params.eps,
+        params.weight_decay,
+        max(0.0, params.grad_clip_norm),
     )
 
 

@@ -122,7 +122,7 @@ def verdict(answer: bytes) -> str:
 class DirectLink:
     """The Tinker server's link to a worker's own code, in this process."""
 
-    def __init__(self, act: Callable[[int, Any], Any]) -> None:
+    def __init__(self, act: Callable[..., Any]) -> None:
         self.act = act
         self.generation = 1
         self.number = 0
@@ -132,9 +132,10 @@ class DirectLink:
 
     close = start
 
-    async def call(self, asked: Any) -> Any:
+    async def call(self, *call: Any, **options: Any) -> Any:
         self.number += 1
-        result = self.act(self.number, pickle.loads(pickle.dumps(asked)))
+        call, options = pickle.loads(pickle.dumps((call, options)))
+        result = self.act(self.number, *call, **options)
         if isinstance(result, Exception):
             raise result
         return result
@@ -236,11 +237,11 @@ class Tinker:
         body: bytes = message.SerializeToString()
         return request(TINKER + "forward_backward", body, more=more)
 
-    def _train(self, number: int, asked: Any) -> Any:
-        return self.trainer.handle(asked)
+    def _train(self, _: int, *call: Any, **options: Any) -> Any:
+        return self.trainer.handle(*call, **options)
 
-    def _sample(self, number: int, asked: Any) -> Any:
-        self.sampler.add(number, asked)
+    def _sample(self, number: int, method: str, asked: Any) -> Any:
+        getattr(self.sampler, method)(number, asked)
         while number not in self.results:
             self.sampler.work()
         return self.results.pop(number)

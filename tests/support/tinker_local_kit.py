@@ -14,7 +14,7 @@ from tinker_kit import write_config
 from asyncrl.tinker import settings
 from asyncrl.tinker.app import TinkerServer
 from asyncrl.tinker.links import WorkerExited
-from asyncrl.tinker.messages import CallFailure, Request, Result
+from asyncrl.tinker.messages import CallFailure, SampleCall
 from asyncrl.tinker.server import prepare_directory, run_workers
 from asyncrl.tinker.workers.sampler import Sampler
 from asyncrl.tinker.workers.trainer import ServedModels
@@ -28,7 +28,7 @@ class DirectLink:
 
     exits: before which of the next calls the worker is killed, by their count."""
 
-    def __init__(self, act: Callable[[int, Request], Result], kill: Callable[[], None]) -> None:
+    def __init__(self, act: Callable[..., Any], kill: Callable[[], None]) -> None:
         self.act = act
         self.kill = kill
         self.exits: set[int] = set()
@@ -40,14 +40,15 @@ class DirectLink:
 
     close = start
 
-    async def call(self, request: Request) -> Result:
+    async def call(self, *call: Any, **options: Any) -> Any:
         self.number += 1
         self.exits = {left - 1 for left in self.exits if left > 0}
         if 0 in self.exits:
             self.kill()
             self.generation += 1
             raise WorkerExited("the process ended")
-        result = self.act(self.number, pickle.loads(pickle.dumps(request)))
+        call, options = pickle.loads(pickle.dumps((call, options)))
+        result = self.act(self.number, *call, **options)
         if isinstance(result, CallFailure):
             raise result
         return result
@@ -64,7 +65,7 @@ class LocalServer:
         self.results: dict[int, Any] = {}
         self.sampler = Sampler(self.config, self.results.__setitem__)
         self.server = TinkerServer(self.config, self.folder, KEY)
-        self.training = DirectLink(lambda _, asked: self.trainer.handle(asked), self._kill)
+        self.training = DirectLink(self._train, self._kill)
         self.links = self.server.trainer, self.server.sampling
         self.server.trainer = self.training
         link = DirectLink(self._sample, lambda: None)
@@ -83,12 +84,14 @@ class LocalServer:
     def _kill(self) -> None:
         self.trainer.models.clear()
 
-    def _sample(self, number: int, asked: Any) -> Result:
-        self.sampler.add(number, asked)
+    def _train(self, _: int, *call: Any, **options: Any) -> Any:
+        return self.trainer.handle(*call, **options)
+
+    def _sample(self, number: int, method: str, asked: SampleCall) -> Any:
+        getattr(self.sampler, method)(number, asked)
         while number not in self.results:
             self.sampler.work()
-        result: Result = self.results.pop(number)
-        return result
+        return self.results.pop(number)
 
     def client(self) -> tinker.ServiceClient:
         return tinker.ServiceClient(base_url=self.url, api_key=KEY)

@@ -53,15 +53,15 @@ def scored(client: tinker.TrainingClient) -> np.ndarray:
     return output_logprobs(client.forward(TUNED, "cross_entropy").result())
 
 
-def crash_on(link: Any, matches: Callable[[Any], bool]) -> list[Any]:
-    """Let the process of a link crash on requests; return the list of those."""
+def crash_on(link: Any, matches: Callable[..., bool]) -> list[Any]:
+    """Let the process of a link crash on calls; return the list of those."""
     act, crashes = link.act, []
 
-    def crash(number: int, request: Any) -> Any:
-        if matches(request):
-            crashes.append(request)
+    def crash(number: int, *call: Any, **options: Any) -> Any:
+        if matches(*call):
+            crashes.append(call)
             raise WorkerExited("the process ended", crashed=True, oldest=True)
-        return act(number, request)
+        return act(number, *call, **options)
 
     link.act = crash
     return crashes
@@ -73,7 +73,9 @@ def test_a_call_on_which_the_training_process_crashes_is_not_repeated(
     client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
     step(client)
     before = scored(client)
-    crashes = crash_on(server.training, lambda request: getattr(request, "learning_rate", 0) == 7.0)
+    crashes = crash_on(
+        server.training, lambda method, id, rate=0.0, *_: (method, rate) == ("step", 7.0)
+    )
     with pytest.raises(tinker.RequestFailedError, match="the process ended") as failed:
         step(client, types.AdamParams(learning_rate=7.0))
     assert failed.value.category == types.RequestErrorCategory.Server and len(crashes) == 1

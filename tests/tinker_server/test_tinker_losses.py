@@ -22,7 +22,7 @@ from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.records import jsonl
 from asyncrl.tasks import fit
 from asyncrl.tinker import demo_model, sequences, settings
-from asyncrl.tinker.messages import CallFailure, Datum, ForwardBackward, LoadModel, ScoreResult
+from asyncrl.tinker.messages import CallFailure, Datum, ScoreResult
 from asyncrl.tinker.models import add_lags
 from asyncrl.tinker.sequences import (
     ModelAncestry,
@@ -49,7 +49,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> ServedModels:
     path = tmp_path_factory.mktemp("tinker") / "tiny"
     build_model(path, SYMBOLS, hidden=32, layers=1, heads=2, max_positions=64)
     made = ServedModels(TinkerConfig(model=TinkerModel(path=str(path))))
-    made.handle(LoadModel("m", rank=0, seed=0))
+    made.handle("load", "m", rank=0, seed=0)
     return made
 
 
@@ -97,7 +97,7 @@ def gradient(
 ) -> torch.Tensor:
     model = trainer.models["m"]
     model.drop_gradient()
-    result = trainer.handle(ForwardBackward("m", data or datums(trainer), loss, config))
+    result = trainer.handle("forward_backward", "m", data or datums(trainer), loss, config)
     assert isinstance(result, ScoreResult), result
     return torch.cat([weight.grad.flatten() for weight in model.trainer.parameters])
 
@@ -191,12 +191,12 @@ def test_a_methods_keys_are_learners(
             tables.setdefault(section, {})[name] = value
     theirs = learner_gradient(trainer, **tables)
     assert assert_equal(gradient(trainer, "ppo", keys), theirs)
-    request = ForwardBackward("m", datums(trainer), "ppo", keys)
-    together = trainer.handle(request)
+    request = ("forward_backward", "m", datums(trainer), "ppo", keys)
+    together = trainer.handle(*request)
     few = msgspec.structs.replace(trainer.config, training=TinkerTraining(micro_batch_tokens=9))
     monkeypatch.setattr(trainer, "config", few)
     assert assert_equal(gradient(trainer, "ppo", keys), theirs)
-    assert trainer.handle(request).loss == pytest.approx(together.loss, rel=1e-5)
+    assert trainer.handle(*request).loss == pytest.approx(together.loss, rel=1e-5)
 
 
 def test_cross_entropy_is_supervised_training(trainer: ServedModels) -> None:
@@ -234,7 +234,7 @@ def test_cross_entropy_is_supervised_training(trainer: ServedModels) -> None:
 def test_other_losses_are_refused(
     trainer: ServedModels, loss: str, config: dict[str, float | str], message: str
 ) -> None:
-    result = trainer.handle(ForwardBackward("m", datums(trainer), loss, config))
+    result = trainer.handle("forward_backward", "m", datums(trainer), loss, config)
     assert isinstance(result, CallFailure) and message in result.error
 
 
@@ -250,7 +250,7 @@ def test_masked_tokens_have_no_gradient(trainer: ServedModels) -> None:
     gradients = []
     for data in (rest, [whole[0], whole[2]]):
         model.drop_gradient()
-        assert isinstance(trainer.handle(ForwardBackward("m", data, "ppo", {})), ScoreResult)
+        assert isinstance(trainer.handle("forward_backward", "m", data, "ppo", {}), ScoreResult)
         gradients.append(torch.cat([weight.grad.flatten() for weight in model.trainer.parameters]))
     assert torch.allclose(*gradients, rtol=1e-5, atol=1e-6)
 

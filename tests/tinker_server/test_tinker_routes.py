@@ -448,9 +448,9 @@ def test_a_request_to_sample_that_waits_is_canceled(
     body, tickets = json.dumps(unnumbered | {"topk_prompt_logprobs": 2}), list[int]()
     act = samplers.link.act
 
-    def note(number: int, job: Any) -> Any:
-        tickets.append(job.ticket)
-        return act(number, job)
+    def note(number: int, method: str, job: Any) -> Any:
+        tickets.append(job.first.key[0])
+        return act(number, method, job)
 
     with monkeypatch.context() as patch:
         patch.setattr(samplers.link, "act", note)
@@ -548,9 +548,9 @@ def test_a_new_sampler_samples_the_same(server: LocalServer, service: tinker.Ser
     assert server.server.ledger.sampled_total == known + 2
     work, crashes = link.act, []
 
-    def crash(number: int, asked: Any) -> Any:
+    def crash(number: int, method: str, asked: Any) -> Any:
         if asked.count == 1:
-            return work(number, asked)
+            return work(number, method, asked)
         crashes.append(number)
         raise WorkerExited("the process ended", crashed=True)
 

@@ -13,13 +13,7 @@ from asyncrl.config.methods import METHODS
 from asyncrl.models.policy import build_model
 from asyncrl.tinker.messages import (
     CallFailure,
-    Cancel,
     Datum,
-    DropGradient,
-    ForwardBackward,
-    LoadModel,
-    OptimizerStep,
-    SaveWeights,
     ScoreResult,
 )
 from asyncrl.tinker.settings import (
@@ -32,7 +26,7 @@ from asyncrl.tinker.settings import (
 from asyncrl.tinker.workers.trainer import ServedModels
 
 TEXTS = [[5, 6, 7, 8, 1], [9, 10, 1], [4, 4, 12, 20, 21, 6, 1], [3, 2]]
-PLAIN = OptimizerStep("m", 1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)
+PLAIN = ("step", "m", 1e-2, (0.9, 0.95), 1e-8, 0.0, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +43,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TinkerConfig:
 @pytest.fixture
 def trainer(config: TinkerConfig) -> ServedModels:
     made = ServedModels(config)
-    made.handle(LoadModel("m", rank=0, seed=0))
+    made.handle("load", "m", rank=0, seed=0)
     return made
 
 
@@ -67,7 +61,7 @@ DATA = [datum(text) for text in TEXTS]
 def train(
     trainer: ServedModels, data: list[Datum], loss: str = "cross_entropy", **more: Any
 ) -> Any:
-    return trainer.handle(ForwardBackward("m", data, loss, {}, **more))
+    return trainer.handle("forward_backward", "m", data, loss, {}, **more)
 
 
 def gradient(trainer: ServedModels) -> torch.Tensor:
@@ -81,8 +75,8 @@ def weights(trainer: ServedModels) -> torch.Tensor:
 def test_steps_are_those_of_adamw(trainer: ServedModels) -> None:
     steps = [
         PLAIN,
-        OptimizerStep("m", 3e-3, 0.5, 0.7, 1e-3, 0.25, 0.0),
-        OptimizerStep("m", 1e-2, 0.8, 0.9, 1e-6, 0.0, 0.125),
+        ("step", "m", 3e-3, (0.5, 0.7), 1e-3, 0.25, 0.0),
+        ("step", "m", 1e-2, (0.8, 0.9), 1e-6, 0.0, 0.125),
     ]
     theirs = [x.detach().clone().requires_grad_() for x in trainer.models["m"].trainer.parameters]
     optimizer = torch.optim.AdamW(theirs, fused=True)
@@ -91,15 +85,16 @@ def test_steps_are_those_of_adamw(trainer: ServedModels) -> None:
         norm = float(gradient(trainer).norm())
         for mine, weight in zip(theirs, trainer.models["m"].trainer.parameters, strict=True):
             mine.grad = weight.grad.clone()
-        if step.clip_norm:
-            assert norm > 2 * step.clip_norm
-            torch.nn.utils.clip_grad_norm_(theirs, step.clip_norm)
-        group = {"lr": step.learning_rate, "betas": (step.beta1, step.beta2), "eps": step.eps}
-        optimizer.param_groups[0].update(group, weight_decay=step.weight_decay)
+        rate, betas, eps, weight_decay, clip_norm = step[2:]
+        if clip_norm:
+            assert norm > 2 * clip_norm
+            torch.nn.utils.clip_grad_norm_(theirs, clip_norm)
+        group = {"lr": rate, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        optimizer.param_groups[0].update(group)
         optimizer.step()
-        result = trainer.handle(step)
+        result = trainer.handle(*step)
         assert result["optim/grad_norm"] == pytest.approx(norm, rel=1e-5)
-        assert result["optim/lr"] == step.learning_rate
+        assert result["optim/lr"] == rate
         assert torch.equal(weights(trainer), torch.cat([x.detach().flatten() for x in theirs]))
         assert all(weight.grad is None for weight in trainer.models["m"].trainer.parameters)
 
@@ -107,7 +102,7 @@ def test_steps_are_those_of_adamw(trainer: ServedModels) -> None:
 def test_calls_add_up_and_a_dropped_gradient_is_gone(trainer: ServedModels) -> None:
     scored = train(trainer, DATA)
     whole = gradient(trainer)
-    trainer.handle(DropGradient("m"))
+    trainer.handle("drop_gradient", "m")
     losses = []
     for part in (DATA[:1], DATA[1:]):
         one = train(trainer, part)
@@ -116,12 +111,12 @@ def test_calls_add_up_and_a_dropped_gradient_is_gone(trainer: ServedModels) -> N
     assert sum(losses) == pytest.approx(scored.loss, rel=1e-6)
     sums = -sum(float(row.sum()) for row in scored.logprobs)
     assert scored.loss == pytest.approx(sums, rel=1e-6)
-    metrics = trainer.handle(PLAIN)
+    metrics = trainer.handle(*PLAIN)
     assert metrics["loss/policy"] == pytest.approx(scored.loss, rel=1e-6)
     assert set(metrics) == {"loss/policy", "optim/grad_norm", "optim/lr"}
     again = train(trainer, DATA, forward_only=True)
     assert all(weight.grad is None for weight in trainer.models["m"].trainer.parameters)
-    assert "loss/policy" not in trainer.handle(PLAIN) and again.loss < scored.loss
+    assert "loss/policy" not in trainer.handle(*PLAIN) and again.loss < scored.loss
 
 
 def test_rows_come_back_in_the_clients_order(trainer: ServedModels, monkeypatch: Any) -> None:
@@ -145,22 +140,22 @@ def test_rows_come_back_in_the_clients_order(trainer: ServedModels, monkeypatch:
 def test_a_gradient_that_is_not_finite_changes_nothing(trainer: ServedModels) -> None:
     before = weights(trainer)
     train(trainer, [datum(TEXTS[0], weights=[3e38] * 4)])
-    failed = trainer.handle(PLAIN)
+    failed = trainer.handle(*PLAIN)
     text = "the gradient is not finite: it was dropped, and the step was not made"
     assert failed == CallFailure(text) and torch.equal(weights(trainer), before)
     train(trainer, DATA)
-    assert isinstance(trainer.handle(PLAIN), dict)
+    assert isinstance(trainer.handle(*PLAIN), dict)
     assert not torch.equal(weights(trainer), before)
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_loss_without_data_adds_nothing(trainer: ServedModels, method: str) -> None:
-    result = trainer.handle(ForwardBackward("m", [], "ppo", {"method": method}))
+    result = trainer.handle("forward_backward", "m", [], "ppo", {"method": method})
     assert result == ScoreResult([], 0.0) or "more than a loss" in result.error
-    assert trainer.handle(ForwardBackward("m", [], "cross_entropy", {})) == ScoreResult([], 0.0)
+    assert trainer.handle("forward_backward", "m", [], "cross_entropy", {}) == ScoreResult([], 0.0)
     for proximal in ("version", "ema"):
         earlier = {"method": "ppo", "correction.proximal": proximal}
-        refused = trainer.handle(ForwardBackward("m", [], "ppo", earlier))
+        refused = trainer.handle("forward_backward", "m", [], "ppo", earlier)
         assert "version or ema and loss.center are more than a loss" in refused.error
 
 
@@ -169,26 +164,26 @@ def test_a_state_continues(
     trainer: ServedModels, tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the state was written on a GPU and there is none."""
-    trainer.handle(LoadModel("m", rank=rank, seed=2))
+    trainer.handle("load", "m", rank=rank, seed=2)
     train(trainer, DATA)
-    trainer.handle(PLAIN)
+    trainer.handle(*PLAIN)
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
-        saved = trainer.handle(SaveWeights("m", str(tmp_path / "state"), state=True))
+        saved = trainer.handle("save", "m", tmp_path / "state", state=True)
     assert saved is None
-    trainer.handle(SaveWeights("m", str(tmp_path / "sampler")))
+    trainer.handle("save", "m", tmp_path / "sampler")
     assert not (tmp_path / "sampler" / "state.pt").exists()
     at = weights(trainer)
     train(trainer, DATA)
-    trainer.handle(PLAIN)
+    trainer.handle(*PLAIN)
     expected = weights(trainer)
     for optimizer in (True, False):
-        request = LoadModel("m", rank, 0, str(tmp_path / "state"), optimizer=optimizer)
-        assert trainer.handle(request) is None and torch.equal(weights(trainer), at)
+        request = {"rank": rank, "seed": 0, "path": tmp_path / "state", "optimizer": optimizer}
+        assert trainer.handle("load", "m", **request) is None and torch.equal(weights(trainer), at)
         train(trainer, DATA)
-        trainer.handle(PLAIN)
+        trainer.handle(*PLAIN)
         assert torch.equal(weights(trainer), expected) == optimizer
-    missing = trainer.handle(LoadModel("m", rank, 0, str(tmp_path / "none")))
+    missing = trainer.handle("load", "m", rank, 0, tmp_path / "none")
     assert isinstance(missing, CallFailure) and str(tmp_path / "none") in missing.error
 
 
@@ -197,26 +192,27 @@ def test_adapters_share_the_base(trainer: ServedModels) -> None:
     places = {row.data_ptr() for row in base.values()}
     before = {name: row.clone() for name, row in base.items()}
     train(trainer, DATA)
-    trainer.handle(PLAIN)  # of rank 0: it has weights of its own
-    trainer.handle(LoadModel("m", rank=4, seed=1))
+    trainer.handle(*PLAIN)  # of rank 0: it has weights of its own
+    trainer.handle("load", "m", rank=4, seed=1)
     first = weights(trainer)
     assert places <= {row.data_ptr() for row in trainer.models["m"].policy.hf.state_dict().values()}
-    trainer.handle(LoadModel("m", rank=4, seed=1))
+    trainer.handle("load", "m", rank=4, seed=1)
     assert torch.equal(weights(trainer), first)
-    trainer.handle(LoadModel("m", rank=4, seed=2))
+    trainer.handle("load", "m", rank=4, seed=2)
     assert not torch.equal(weights(trainer), first)
     train(trainer, DATA)
-    trainer.handle(PLAIN)
+    trainer.handle(*PLAIN)
     assert all(torch.equal(before[name], row) for name, row in base.items())
-    wrong = trainer.handle(Cancel())
-    assert wrong == CallFailure("AssertionError: ", "server", spoiled=True)
+    wrong = trainer.handle("save", "m", None)
+    text = "AttributeError: 'NoneType' object has no attribute 'parent'"
+    assert wrong == CallFailure(text, "server", spoiled=True)
 
 
 def test_an_adapter_has_scale_and_rank_as_asked(config: TinkerConfig, tmp_path: Path) -> None:
     lora = TinkerLora(alpha=6.0, target_modules=["q_proj"])
     trainer = ServedModels(msgspec.structs.replace(config, lora=lora))
-    trainer.handle(LoadModel("m", rank=4, seed=1))
-    trainer.handle(SaveWeights("m", str(tmp_path / "saved")))
+    trainer.handle("load", "m", rank=4, seed=1)
+    trainer.handle("save", "m", tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
     assert (saved["r"], saved["lora_alpha"], saved["target_modules"]) == (4, 6.0, ["q_proj"])
 
@@ -236,7 +232,7 @@ def test_masks_and_weights_scale_tokens(trainer: ServedModels) -> None:
     assert result.loss == pytest.approx(-float((terms * scale).sum()), rel=1e-5)
     ours = gradient(trainer)
     assert trainer.models["m"].sums["loss/policy"] == pytest.approx(result.loss)
-    trainer.handle(DropGradient("m"))
+    trainer.handle("drop_gradient", "m")
     train(trainer, [datum(TEXTS[0], weights=(terms * scale).tolist())])
     assert torch.allclose(ours, gradient(trainer), rtol=1e-5, atol=1e-6)
     supervised = train(trainer, [datum(TEXTS[0], weights=factors, mask=mask)])
@@ -249,10 +245,10 @@ def test_gspo_reads_the_mask_of_its_ratio(trainer: ServedModels) -> None:
     for mask in ({}, {"sequence_ratio_mask": [0, 1, 1, 1]}, {"sequence_ratio_mask": [0, 1, 0, 0]}):
         given = datum(TEXTS[0], logprobs=BEHAVIOR, advantages=SIGNS, **mask)
         options = {"clip_low_threshold": 0.0, "clip_high_threshold": 99.0}
-        result = trainer.handle(ForwardBackward("m", [given], "gspo", options))
+        result = trainer.handle("forward_backward", "m", [given], "gspo", options)
         assert isinstance(result, ScoreResult), result
         gradients.append(gradient(trainer))
-        trainer.handle(DropGradient("m"))
+        trainer.handle("drop_gradient", "m")
     assert torch.equal(gradients[0], gradients[1])
     assert not torch.allclose(gradients[0], gradients[2])
     assert "ppo has no loss_fn_inputs.seq" in train(trainer, [given], "ppo").error
@@ -262,7 +258,7 @@ def test_the_step_reports_what_its_tokens_measure(trainer: ServedModels) -> None
     given = datum(TEXTS[0], logprobs=BEHAVIOR, advantages=SIGNS)
     result = train(trainer, [given], "ppo")
     raw = np.frombuffer(result.logprobs[0], "<f4")[1:].astype(float) - np.array(BEHAVIOR[1:])
-    metrics = trainer.handle(PLAIN)
+    metrics = trainer.handle(*PLAIN)
     assert metrics["kl/behavior_target_k1"] == pytest.approx(-raw.mean(), rel=1e-4)
     clipped = [
         (r > math.log(1.2)) if sign > 0 else (r < math.log(0.8))
@@ -274,7 +270,7 @@ def test_the_step_reports_what_its_tokens_measure(trainer: ServedModels) -> None
     train(trainer, [msgspec.structs.replace(given, lags=lags)], "ppo", forward_only=False)
     now = train(trainer, [given], "ppo", forward_only=True)
     raw = np.frombuffer(now.logprobs[0], "<f4")[1:].astype(float) - np.array(BEHAVIOR[1:])
-    known = trainer.handle(PLAIN)["kl/behavior_target_k1"]
+    known = trainer.handle(*PLAIN)["kl/behavior_target_k1"]
     assert known == pytest.approx(-(raw[0] + raw[2]) / 2, rel=1e-4)
 
 
@@ -331,15 +327,16 @@ def test_only_a_method_reports_importance_weights(trainer: ServedModels) -> None
     given = datum(TEXTS[0], logprobs=BEHAVIOR, advantages=SIGNS)
     found = []
     for config in ({}, {"method": "vespo"}, {}):
-        assert isinstance(trainer.handle(ForwardBackward("m", [given], "ppo", config)), ScoreResult)
-        found.append(trainer.handle(PLAIN).keys() & weighted)
+        scored = trainer.handle("forward_backward", "m", [given], "ppo", config)
+        assert isinstance(scored, ScoreResult)
+        found.append(trainer.handle(*PLAIN).keys() & weighted)
     assert found[0] == found[2] == set() and found[1] == weighted
-    trainer.handle(ForwardBackward("m", [given], "ppo", {"method": "vespo"}))
-    trainer.handle(DropGradient("m"))
+    trainer.handle("forward_backward", "m", [given], "ppo", {"method": "vespo"})
+    trainer.handle("drop_gradient", "m")
     train(trainer, [given], "ppo")
-    assert not trainer.handle(PLAIN).keys() & weighted
+    assert not trainer.handle(*PLAIN).keys() & weighted
     # a call without gradient leaves the step as it was
     train(trainer, [given], "ppo")
-    method = ForwardBackward("m", [given], "ppo", {"method": "vespo"}, forward_only=True)
-    assert trainer.handle(method).loss == 0.0
-    assert not trainer.handle(PLAIN).keys() & weighted
+    method = ("forward_backward", "m", [given], "ppo", {"method": "vespo"}, True)
+    assert trainer.handle(*method).loss == 0.0
+    assert not trainer.handle(*PLAIN).keys() & weighted

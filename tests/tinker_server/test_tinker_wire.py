@@ -15,7 +15,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.tinker import model_records, wire
-from asyncrl.tinker.messages import OptimizerStep, SampleResult, ScoreResult, SequenceResult
+from asyncrl.tinker.messages import SampleResult, ScoreResult, SequenceResult
 from asyncrl.tinker.model_records import CallLog, TrainingCall, TrainingOutcome, find_saved
 
 
@@ -143,7 +143,7 @@ LARGEST = float(np.finfo(np.float32).max)
 )
 def test_adamw_numbers_that_ruin_weights_are_refused(numbers: dict[str, Any], message: str) -> None:
     values = {"model_id": "m", "seq_id": 1, "adam_params": numbers}
-    assert message in refusal(wire.parse_step, "m", json.dumps(values).encode())
+    assert message in refusal(wire.parse_step, json.dumps(values).encode())
 
 
 def test_a_step_takes_the_numbers_of_its_call() -> None:
@@ -154,7 +154,8 @@ def test_a_step_takes_the_numbers_of_its_call() -> None:
     ):
         adam = dict(zip(names, numbers, strict=True)) | {"grad_clip_norm": norm}
         body = json.dumps({"model_id": "x", "seq_id": 1, "adam_params": adam}).encode()
-        assert wire.parse_step("m", body) == OptimizerStep("m", *numbers, clip_norm=clipped)
+        rate, beta1, beta2, *others = numbers
+        assert wire.parse_step(body) == (rate, (beta1, beta2), *others, clipped)
 
 
 def sample_call(prompt: list[int], **more: Any) -> Any:
@@ -257,7 +258,7 @@ def loss_request(**fields: pb.Tensor | None) -> pb.ForwardBackwardRequest:
 def test_a_target_that_is_no_token_id_is_refused(dtype: str, code: int, token: float) -> None:
     """4294967299 would train token 3."""
     message = loss_request(target_tokens=tensor([5, token], dtype, code))
-    refused = refusal(wire.parse_loss_call, "m", message)
+    refused = refusal(wire.parse_loss_call, message)
     assert refused.startswith("datum 0: loss_fn_inputs.target_tokens has ")
     assert refused.endswith(" at position 1, which is no token id")
 
@@ -266,15 +267,15 @@ def test_options_of_a_loss_are_numbers_and_texts() -> None:
     message = pb.ForwardBackwardRequest(loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.5})
     message.loss_fn_config_v2["method"].text = "dapo"
     message.loss_fn_config_v2["loss.eps_high"].number = 0.25
-    call = wire.parse_loss_call("m", message)
-    assert call.config == {"clip_low_threshold": 0.5, "method": "dapo", "loss.eps_high": 0.25}
+    call = wire.parse_loss_call(message)
+    assert call.options == {"clip_low_threshold": 0.5, "method": "dapo", "loss.eps_high": 0.25}
     assert (call.loss, call.forward_only) == ("ppo", False)
 
 
 def test_a_datum_is_decoded_whole() -> None:
     ones = tensor([1, 1], "<i4", pb.DTYPE_INT32)
     message = loss_request(weights=tensor([0.5, -1]), mask=ones)
-    [found] = wire.parse_loss_call("m", message).data
+    [found] = wire.parse_loss_call(message).data
     columns = {"tokens": found.tokens, "targets": found.targets, "lags": found.lags}
     rows = {name: (x.dtype.str, x.tolist()) for name, x in (columns | found.fields).items()}
     assert rows == {
@@ -282,7 +283,7 @@ def test_a_datum_is_decoded_whole() -> None:
         **{"weights": ("<f4", [0.5, -1]), "mask": ("<f4", [1, 1])},
     }
     del message.data[0].model_input[:]
-    assert refusal(wire.parse_loss_call, "m", message) == "datum 0: model_input is empty"
+    assert refusal(wire.parse_loss_call, message) == "datum 0: model_input is empty"
 
 
 DENSE = "weights: only dense tensors of one dimension are served"
@@ -305,9 +306,9 @@ DENSE = "weights: only dense tensors of one dimension are served"
 )
 def test_fields_of_a_datum_are_checked(fields: dict[str, Any], why: str) -> None:
     message = loss_request(**fields)
-    assert refusal(wire.parse_loss_call, "m", message) == f"datum 0: loss_fn_inputs.{why}"
+    assert refusal(wire.parse_loss_call, message) == f"datum 0: loss_fn_inputs.{why}"
     message.data[0].model_input.add()
-    assert "model_input has an empty chunk; only" in refusal(wire.parse_loss_call, "m", message)
+    assert "model_input has an empty chunk; only" in refusal(wire.parse_loss_call, message)
 
 
 @pytest.mark.parametrize(

@@ -183,10 +183,10 @@ def test_requests_of_one_client_leave_room_for_another(
     call, hold, refused = link.call, threading.Event(), threading.Event()
     hold.set()
 
-    async def held(request: Any) -> Any:
+    async def held(method: str, request: Any) -> Any:
         while request.first.seed == 7 and hold.is_set():
             await asyncio.sleep(0.002)
-        return await call(request)
+        return await call(method, request)
 
     make_room = local.server.samplers._make_room
 

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,13 +40,6 @@ from asyncrl.tinker.messages import (
     NOT_SAMPLED,
     CallFailure,
     Datum,
-    DropGradient,
-    ForwardBackward,
-    LoadModel,
-    OptimizerStep,
-    Request,
-    Result,
-    SaveWeights,
     ScoreResult,
     describe_failure,
 )
@@ -119,20 +113,17 @@ def resolve_method(options: Options) -> Config:
 class TrainedModel:
     """One client's weights, optimizer and collected gradient."""
 
-    def __init__(self, base: PolicyModel, request: LoadModel, lora: LoraConfig) -> None:
-        shared = {id(weight): weight for weight in base.hf.parameters()} if request.rank else {}
+    def __init__(self, base: PolicyModel, lora: LoraConfig, rank: int, seed: int) -> None:
+        """rank: of the adapter; 0: train all weights."""
+        shared = {id(weight): weight for weight in base.hf.parameters()} if rank else {}
         hf = copy.deepcopy(base.hf, shared)
         self.policy = PolicyModel(hf, base.tokenizer_dir, generation_config=base.generation_config)
-        if request.rank:
-            adapter = LoraConfig(
-                rank=request.rank, alpha=lora.alpha, target_modules=lora.target_modules
-            )
-            adapters.attach(self.policy, adapter, request.seed)
+        if rank:
+            adapter = LoraConfig(rank=rank, alpha=lora.alpha, target_modules=lora.target_modules)
+            adapters.attach(self.policy, adapter, seed)
         parameters = [weight for weight in hf.parameters() if weight.requires_grad]
         self.trainer = Trainer(parameters, SftTraining())
         self.drop_gradient()
-        if request.path:
-            self.load(Path(request.path), request.optimizer)
 
     def load(self, path: Path, optimizer: bool) -> None:
         """Load a state that `save` wrote.  Raises DamagedDataError."""
@@ -146,15 +137,22 @@ class TrainedModel:
             state = torch.load(path / STATE, weights_only=True, map_location="cpu")
             self.trainer.optimizer.load_state_dict(state["optimizer"])
 
-    def save(self, request: SaveWeights) -> None:
-        """Write the weights with their label, with `state` also the optimizer.
+    def save(
+        self, path: Path, *, state: bool = False, label: str = "", named: bool = False
+    ) -> None:
+        """Write the model to the directory `path`.
+
+        state: include the optimizer, so that training can continue from it; otherwise write only
+            the weights, as a sampler needs them.
+        label: version and branch of the weights, for their file LABEL; "": they are not for
+            samplers.
+        named: a client named them, and they stay until a client deletes them.
 
         Raises ConfigError if too little of the disk would stay free: named weights leave room for
         two checkpoints, and others for the rows and calls of the server."""
-        path, state = Path(request.path), request.state
         path.parent.mkdir(exist_ok=True)
         size = sum(weight.nbytes for weight in self.trainer.parameters) * (3 if state else 1)
-        floor = FREE_BYTES + 2 * size if request.named else FREE_BYTES // 2
+        floor = FREE_BYTES + 2 * size if named else FREE_BYTES // 2
         if (free := shutil.disk_usage(path.parent).free) < size + floor:
             raise ConfigError(
                 f"{path}: not saved: {size / 2**20:.1f} MiB would leave less than "
@@ -165,13 +163,48 @@ class TrainedModel:
             weights = folder / (MODEL if state else "")
             weights.parent.mkdir(exist_ok=True)
             export(self.policy, weights)
-            if request.label:
-                (weights / LABEL).write_text(request.label, encoding="utf-8")
+            if label:
+                (weights / LABEL).write_text(label, encoding="utf-8")
             if state:
                 torch.save({"optimizer": self.trainer.optimizer.state_dict()}, folder / STATE)
                 checkpoint.seal(folder)
 
+    def step(
+        self,
+        rate: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        clip_norm: float,
+    ) -> dict[str, float]:
+        """Make an AdamW step with the gradient collected since the last one; return metrics.
+
+        clip_norm: 0: no clipping.  Raises CallFailure."""
+        self.trainer.clip_norm = clip_norm
+        for group in self.trainer.optimizer.param_groups:
+            group.update(betas=betas, eps=eps, weight_decay=weight_decay)
+        norm = self.trainer.apply(rate)
+        if not math.isfinite(norm):
+            self.drop_gradient()
+            raise CallFailure(
+                "the gradient is not finite: it was dropped, and the step was not made"
+            )
+        if not torch.stack([weight.isfinite().all() for weight in self.trainer.parameters]).all():
+            raise CallFailure(
+                f"the step with learning_rate = {rate:g} made weights that are not finite: it was "
+                "undone",
+                spoiled=True,
+            )
+        metrics = diagnostics.compute_metrics(self.sums)
+        if "tokens" not in self.sums:
+            metrics = {name: float(x) for name, x in self.sums.items()}
+        constant = CONSTANT + (() if self.is_weighted else UNWEIGHTED)
+        self.drop_gradient()
+        metrics = {name: x for name, x in metrics.items() if not name.startswith(constant)}
+        return metrics | {"optim/grad_norm": norm, "optim/lr": rate}
+
     def drop_gradient(self) -> None:
+        """Forget the gradient collected since the last optimizer step."""
         self.trainer.drop_gradient()
         self.sums: dict[str, Tensor] = {}
         self.is_weighted = False  # a loss of the current step has its own importance weights
@@ -188,49 +221,66 @@ class ServedModels:
         self.vocabulary = int(self.base.hf.config.get_text_config().vocab_size)
         self.models: dict[str, TrainedModel] = {}
 
-    def handle(self, request: Request) -> Result:
-        """Carry out one call."""
+    def handle(self, method: str, id: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of this class, or of the model `id`; a failure is the result."""
         try:
-            match request:
-                case LoadModel():
-                    model = TrainedModel(self.base, request, self.config.lora)
-                    if request.checkpoint:
-                        model.save(SaveWeights(request.model, request.checkpoint, True))
-                    self.models[request.model] = model
-                case ForwardBackward():
-                    return self.forward_backward(request)
-                case OptimizerStep():
-                    return self.step(request)
-                case DropGradient():
-                    self.models[request.model].drop_gradient()
-                case _:
-                    assert isinstance(request, SaveWeights)
-                    self.models[request.model].save(request)
+            if method in ("load", "forward_backward"):
+                return getattr(self, method)(id, *arguments, **options)
+            return getattr(self.models[id], method)(*arguments, **options)
         except Exception as error:  # it must not cost the models of other clients
             if self.base.device.type == "cuda":
                 torch.cuda.synchronize()  # raises if the GPU no longer works for this process
             return describe_failure(error)
-        return None
+
+    def load(
+        self,
+        id: str,
+        rank: int,
+        seed: int,
+        path: Path | None = None,
+        *,
+        optimizer: bool = False,
+        checkpoint: Path | None = None,
+    ) -> None:
+        """Create a model, or load it from `path`, the directory of a state.
+
+        optimizer: also load the optimizer's moments.
+        checkpoint: directory to which the loaded model is written."""
+        model = TrainedModel(self.base, self.config.lora, rank, seed)
+        if path is not None:
+            model.load(path, optimizer)
+        if checkpoint is not None:
+            model.save(checkpoint, state=True)
+        self.models[id] = model
 
     # ---- loss ------------------------------------------------------------------------------------
 
-    def forward_backward(self, request: ForwardBackward) -> ScoreResult:
-        """Score the targets and collect the gradient of the loss.  Raises ConfigError."""
-        self._check_request(request)
-        if not request.data:
+    def forward_backward(
+        self,
+        id: str,
+        data: Sequence[Datum],
+        loss: str,
+        options: Options,
+        forward_only: bool = False,
+    ) -> ScoreResult:
+        """Score the targets, and add the gradient of a loss, summed over the tokens of `data`.
+
+        Raises ConfigError."""
+        self._check(data, loss, options)
+        if not data:
             return ScoreResult([], 0.0)
-        model = self.models[request.model]
-        lengths = [len(datum.tokens) for datum in request.data]
+        model = self.models[id]
+        lengths = [len(datum.tokens) for datum in data]
         micros = split_by_length(lengths, self.config.training.micro_batch_tokens)
-        batches = [[request.data[index] for index in indices] for indices in micros]
+        batches = [[data[index] for index in indices] for indices in micros]
         plan = None
-        if METHOD in request.config and not request.forward_only:
+        if METHOD in options and not forward_only:
             # by the learner's own functions: the reduction weights tokens and datums as in a run,
             # times the number of tokens, so that the loss is a sum like the others
             with torch.no_grad():
-                scores = [self.score(model.policy, data) for data in batches]
+                scores = [self.score(model.policy, part) for part in batches]
             current = torch.cat(scores).float()
-            packed = PackedDatums([datum for data in batches for datum in data], current.device)
+            packed = PackedDatums([datum for part in batches for datum in part], current.device)
             zeros = torch.zeros(len(lengths), device=current.device)
             batch = LossBatch(
                 seq=packed.seq,
@@ -242,31 +292,30 @@ class ServedModels:
                 truncated=zeros.bool(),
                 start=current,
             )
-            plan = prepare_step(batch, resolve_method(request.config), packed.adv, current)
+            plan = prepare_step(batch, resolve_method(options), packed.adv, current)
             plan[1].factor = plan[1].factor * plan[0].valid.sum()
         logprobs: dict[int, np.ndarray] = {}
         total, first = 0.0, 0
-        for indices, data in zip(micros, batches, strict=True):
-            with torch.set_grad_enabled(not request.forward_only):
-                lp = self.score(model.policy, data)
+        for indices, part in zip(micros, batches, strict=True):
+            with torch.set_grad_enabled(not forward_only):
+                lp = self.score(model.policy, part)
             rows = torch.split(lp.detach().float().cpu(), [lengths[index] for index in indices])
             logprobs |= zip(indices, (row.numpy() for row in rows), strict=True)
             if plan is not None:
                 positions = torch.arange(first, first := first + len(lp), device=lp.device)
-                loss, sums = step_loss.compute_micro_loss(*plan, positions, lp.float())
-                total += float(loss.detach())
-            elif METHOD not in request.config:
-                loss, sums = compute_policy_loss(request, data, lp)
+                value, sums = step_loss.compute_micro_loss(*plan, positions, lp.float())
+                total += float(value.detach())
+            elif METHOD not in options:
+                value, sums = compute_policy_loss(loss, options, part, lp)
                 total += float(sums["loss/policy"])
-            if not request.forward_only:
-                model.trainer.accumulate(loss)
+            if not forward_only:
+                model.trainer.accumulate(value)
                 diagnostics.add_sums(model.sums, sums)
                 model.is_weighted |= plan is not None
         return ScoreResult([logprobs[index] for index in range(len(lengths))], total)
 
-    def _check_request(self, request: ForwardBackward) -> None:
+    def _check(self, data: Sequence[Datum], loss: str, options: Options) -> None:
         """Raise ConfigError for a loss, an option or an input of a datum that is not served."""
-        loss, options = request.loss, request.config
         if loss not in NAMES:
             raise ConfigError(f"loss_fn = {loss}: choose one of {', '.join(NAMES)}")
         for name, value in options.items():
@@ -282,7 +331,7 @@ class ServedModels:
                 raise ConfigError(f"loss_fn_config.{name}: {loss} has no such option; {hint}")
         required = ("logprobs", "advantages") if sampled else ("weights",)
         readable = {"weights", "mask", *required} | ({RATIO_MASK} if loss == "gspo" else set())
-        for index, datum in enumerate(request.data):
+        for index, datum in enumerate(data):
             for name in required:
                 if name not in datum.fields:
                     raise ConfigError(f"datum {index}: {loss} needs loss_fn_inputs.{name}")
@@ -315,37 +364,6 @@ class ServedModels:
             targets=torch.from_numpy(targets.astype(np.int64)),
         ).logprobs
 
-    # ---- optimizer -------------------------------------------------------------------------------
-
-    def step(self, request: OptimizerStep) -> dict[str, float] | CallFailure:
-        """Make the optimizer step."""
-        model = self.models[request.model]
-        trainer = model.trainer
-        trainer.clip_norm = request.clip_norm
-        for group in trainer.optimizer.param_groups:
-            group["betas"] = (request.beta1, request.beta2)
-            group["eps"] = request.eps
-            group["weight_decay"] = request.weight_decay
-        norm = trainer.apply(request.learning_rate)
-        if not math.isfinite(norm):
-            model.drop_gradient()
-            return CallFailure(
-                "the gradient is not finite: it was dropped, and the step was not made"
-            )
-        if not torch.stack([weight.isfinite().all() for weight in trainer.parameters]).all():
-            return CallFailure(
-                f"the step with learning_rate = {request.learning_rate:g} made weights that are "
-                "not finite: it was undone",
-                spoiled=True,
-            )
-        metrics = diagnostics.compute_metrics(model.sums)
-        if "tokens" not in model.sums:
-            metrics = {name: float(x) for name, x in model.sums.items()}
-        constant = CONSTANT + (() if model.is_weighted else UNWEIGHTED)
-        model.drop_gradient()
-        metrics = {name: x for name, x in metrics.items() if not name.startswith(constant)}
-        return metrics | {"optim/grad_norm": norm, "optim/lr": request.learning_rate}
-
 
 class PackedDatums:
     """The N packed tokens of some datums.
@@ -376,13 +394,13 @@ class PackedDatums:
 
 
 def compute_policy_loss(
-    request: ForwardBackward, data: Sequence[Datum], lp: Tensor
+    name: str, options: Options, data: Sequence[Datum], lp: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of `data` and the sums for its metrics; lp: [N] with gradient."""
     packed = PackedDatums(data, lp.device)
     current = lp.detach().float()
     scale = packed.mask * packed.read_field("weights", 1.0)
-    if request.loss == CROSS_ENTROPY:
+    if name == CROSS_ENTROPY:
         loss = -(scale * lp).sum()
         return loss, {"loss/policy": loss.detach().double()}
     inside = packed.inside
@@ -396,7 +414,7 @@ def compute_policy_loss(
         packed.seq,
         n=len(data),
     )
-    term = compute_term(request.loss, tokens, request.config)
+    term = compute_term(name, tokens, options)
     coefficient = torch.where(inside, term.coefficient * scale, 0.0)
     loss = -(coefficient * torch.where(inside, lp, 0.0)).sum()
     known_lag = inside & (packed.lag >= 0)

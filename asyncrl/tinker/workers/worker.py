@@ -9,14 +9,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from asyncrl.contract.importing import pause_collection
 from asyncrl.tinker import settings
-from asyncrl.tinker.messages import Cancel, Request, Result, SampleCall
 
 LENGTH_BYTES = 8
-Calls = queue.SimpleQueue[tuple[int, Request]]
-Reply = Callable[[int, Result], None]
+# number, method and arguments of each
+Calls = queue.SimpleQueue[tuple[int, str, tuple[Any, ...], dict[str, Any]]]
+Reply = Callable[[int, Any], None]
 
 
 def receive_calls(calls: Calls) -> None:
@@ -34,8 +35,8 @@ def train(config: settings.TinkerConfig, calls: Calls, reply: Reply) -> None:
         from asyncrl.tinker.workers.trainer import ServedModels
     trainer = ServedModels(config)
     while True:
-        number, request = calls.get()
-        reply(number, trainer.handle(request))
+        number, method, arguments, options = calls.get()
+        reply(number, trainer.handle(method, *arguments, **options))
 
 
 def sample(config: settings.TinkerConfig, calls: Calls, reply: Reply) -> None:
@@ -45,12 +46,8 @@ def sample(config: settings.TinkerConfig, calls: Calls, reply: Reply) -> None:
     sampler = Sampler(config, reply)
     while True:
         while not (sampler.is_busy and calls.empty()):
-            number, request = calls.get()
-            if isinstance(request, Cancel):
-                sampler.cancel(number)
-            else:
-                assert isinstance(request, SampleCall)
-                sampler.add(number, request)
+            number, method, arguments, _ = calls.get()
+            getattr(sampler, method)(number, *arguments)
         sampler.work()
 
 
@@ -64,7 +61,7 @@ def main(role: str, config: str) -> None:
     calls: Calls = queue.SimpleQueue()
     threading.Thread(target=receive_calls, args=(calls,), daemon=True).start()
 
-    def reply(number: int, result: Result) -> None:
+    def reply(number: int, result: Any) -> None:
         payload = pickle.dumps((number, result))
         replies.write(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
         replies.flush()
