@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import os
 import secrets
 import signal
 import sys
@@ -116,12 +115,12 @@ def serve(config: TinkerConfig, source: str) -> None:
             raise server.failure
 
     with record_process(folder):
-        path = folder / KEY
-        if not path.exists():
-            descriptor = private.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            with open(descriptor, "w", encoding="utf-8") as key_file:
-                key_file.write(f"tml-{secrets.token_urlsafe(24)}\n")
+        path = folder / KEY  # no other user can write into the folder
+        path.touch(0o600)
         key = private.require_private(path).read_text(encoding="utf-8").strip()
+        if not key:
+            key = f"tml-{secrets.token_urlsafe(24)}"
+            path.write_text(f"{key}\n", encoding="utf-8")
         logs = folder / "logs"
         logs.mkdir(exist_ok=True)
         file = logging.FileHandler(logs / "server.log", encoding="utf-8")
