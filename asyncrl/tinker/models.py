@@ -67,6 +67,7 @@ from asyncrl.tinker.sequences import (
     SampledRun,
     SequenceLedger,
     build_trained_row,
+    check_lags,
     measure_lag_metrics,
     measure_lags,
 )
@@ -416,18 +417,19 @@ class ServedModel:
             loss = wire.parse_loss_call(message, self.config.losses.stable_reinforce)
             for index, datum in enumerate(loss.data):
                 spans = wire.parse_spans(message.data[index])
+                model = self.ancestry, self.version
                 try:
                     runs = self.ledger.resolve(datum, spans, matched, self.ancestry)
+                    measured = measure_lags(datum, runs, *model)
+                    if not loss.forward_only:
+                        check_lags(measured, runs, *model, staleness)
                 except ConfigError as error:
                     raise ConfigError(f"datum {index}, {error}") from error
-                measured = measure_lags(datum, runs, self.ancestry, self.version, staleness)
-                if measured.refused and not loss.forward_only:
-                    raise ConfigError(f"datum {index}: {measured.refused}")
                 sampled.append(runs)
-                token_lags.append(measured.lags.tobytes())
-                loss.data[index] = add_lags(datum, measured.lags, staleness.max_lag)
+                token_lags.append(measured.tobytes())
+                loss.data[index] = add_lags(datum, measured, staleness.max_lag)
                 lags.update(loss.data[index].lags.tolist())
-                sequences.extend(measured.sequences)
+                sequences.extend(run.sequence.id for run in runs if run.sequence is not None)
             return loss, message.loss_fn
 
         loss, requested = await wire.decode(measure, body)

@@ -104,8 +104,10 @@ class ModelAncestry:
     model: str
     parents: dict[str, int] = field(default_factory=dict)
 
-    def find_version(self, sequence: SampledSequence) -> int | None:
+    def find_version(self, sequence: SampledSequence | None) -> int | None:
         """Return the version of this branch that sampled a sequence; None: none of its versions."""
+        if sequence is None:
+            return None
         if sequence.model == self.model:
             return sequence.version
         if not sequence.model:
@@ -420,66 +422,57 @@ def _count(sequence: SampledSequence) -> Counter[str]:
     return Counter({"sampled": 1, "sampled_tokens": sequence.length, sequence.state: 1})
 
 
-class LagCheck(NamedTuple):
-    """The lags of a datum's positions, int32 [n], and the ids of their sequences."""
-
-    lags: np.ndarray
-    sequences: list[str]
-    refused: str = ""  # why the datum may not be trained
-
-
 def measure_lags(
-    datum: Datum,
+    datum: Datum, runs: Sequence[SampledRun], ancestry: ModelAncestry, version: int
+) -> np.ndarray:
+    """Return the lag of every position of a datum, int32 [n].
+
+    version: current version of the model that trains the datum."""
+    lags = np.full(len(datum.tokens), NOT_SAMPLED, np.int32)
+    for start, stop, sequence in runs:
+        sampled_at = ancestry.find_version(sequence)
+        lags[start:stop] = UNKNOWN if sampled_at is None else version - sampled_at
+    if "weights" in datum.fields and "advantages" not in datum.fields:
+        is_trained = datum.fields["weights"] * datum.fields.get("mask", 1) != 0
+        lags[is_trained & (lags == NOT_SAMPLED)] = SUPERVISED
+    return lags
+
+
+def check_lags(
+    lags: np.ndarray,
     runs: Sequence[SampledRun],
     ancestry: ModelAncestry,
     version: int,
     staleness: TinkerStaleness,
-) -> LagCheck:
-    """Compute the lag of every position of a datum, and check it against the limit.
-
-    version: current version of the model that trains the datum."""
-    lags = np.full(len(datum.tokens), NOT_SAMPLED, np.int32)
-    ids: list[str] = []
-    refused = ""
+) -> None:
+    """Raise ConfigError for tokens that may not be trained at these lags."""
     for start, stop, sequence in runs:
-        sampled_at = None if sequence is None else ancestry.find_version(sequence)
-        if sequence is not None:
-            ids.append(sequence.id)
-        if sampled_at is None:
-            lags[start:stop] = UNKNOWN
-            if staleness.unknown != "refuse" or refused:
-                continue
-            if sequence is None:
-                refused = (
-                    f"tokens {start} to {stop} of a datum are not a sequence of this server, or "
-                    f"not among its newest {REMEMBERED}, so their lag is unknown, and "
-                    "staleness.unknown = refuse; pass tokens and log-probabilities on unchanged, "
-                    "or name the sequence by provenance spans, which show the position that "
-                    "differs"
-                )
-            else:
-                refused = (
-                    f"sequence {sequence.id} was sampled by {sequence.model or 'the base model'}, "
-                    f"which is not an earlier version of {ancestry.model}: its lag is unknown, and "
-                    "staleness.unknown = refuse"
-                )
-            continue
-        lags[start:stop] = lag = version - sampled_at
+        lag = lags[start]
         if lag > staleness.max_lag and staleness.on_exceed != "mask" and sequence is not None:
-            refused = refused or (
-                f"sequence {sequence.id} was sampled at version {sampled_at} of {ancestry.model}, "
-                f"which is at version {version}: a lag of {lag}, and staleness.max_lag = "
-                f"{staleness.max_lag:g}; sample from newer weights"
+            raise ConfigError(
+                f"sequence {sequence.id} was sampled at version {version - lag} of "
+                f"{ancestry.model}, which is at version {version}: a lag of {lag}, and "
+                f"staleness.max_lag = {staleness.max_lag:g}; sample from newer weights"
             )
-    if "weights" in datum.fields and "advantages" not in datum.fields:
-        is_trained = datum.fields["weights"] * datum.fields.get("mask", 1) != 0
-        lags[is_trained & (lags == NOT_SAMPLED)] = SUPERVISED
-    if staleness.supervised == "refuse" and not refused and (lags == SUPERVISED).any():
-        refused = (
+        if lag != UNKNOWN or staleness.unknown != "refuse":
+            continue
+        if sequence is None:
+            raise ConfigError(
+                f"tokens {start} to {stop} are not a sequence of this server, or not among its "
+                f"newest {REMEMBERED}, so their lag is unknown, and staleness.unknown = refuse; "
+                "pass tokens and log-probabilities on unchanged, or name the sequence by "
+                "provenance spans, which show the position that differs"
+            )
+        raise ConfigError(
+            f"sequence {sequence.id} was sampled by {sequence.model or 'the base model'}, which is "
+            f"not an earlier version of {ancestry.model}: its lag is unknown, and "
+            "staleness.unknown = refuse"
+        )
+    if staleness.supervised == "refuse" and (lags == SUPERVISED).any():
+        raise ConfigError(
             f"cross_entropy trains position {(lags == SUPERVISED).argmax()}, which no provenance "
             "span calls sampled, and staleness.supervised = refuse"
         )
-    return LagCheck(lags, ids, refused)
 
 
 def measure_lag_metrics(lags: Counter[int]) -> dict[str, float]:

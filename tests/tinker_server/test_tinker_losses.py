@@ -29,6 +29,7 @@ from asyncrl.tinker.sequences import (
     ProvenanceSpan,
     SequenceLedger,
     build_trained_row,
+    check_lags,
     measure_lag_metrics,
     measure_lags,
 )
@@ -365,8 +366,12 @@ def record(ledger: SequenceLedger, datum: Datum, version: int, model: str = "m")
 def lags_of(ledger: SequenceLedger, datum: Datum, **keys: object) -> tuple[list[int], str]:
     spans = keys.pop("spans", ())
     runs = ledger.resolve(datum, spans, Counter(), OWN)
-    checked = measure_lags(datum, runs, OWN, 4, msgspec.structs.replace(LIMITS, **keys))
-    return checked.lags.tolist(), checked.refused
+    lags, refused = measure_lags(datum, runs, OWN, 4), ""
+    try:
+        check_lags(lags, runs, OWN, 4, msgspec.structs.replace(LIMITS, **keys))
+    except ConfigError as error:
+        refused = str(error)
+    return lags.tolist(), refused
 
 
 def test_a_sequence_is_found_by_the_bits_of_its_logprobs(
