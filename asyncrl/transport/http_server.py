@@ -259,16 +259,16 @@ class BoundedConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         while data and not self.is_closed:
-            room = LARGEST_HEAD + 1 - self.head_bytes  # where a longer head is incomplete
-            part, data = data[:room], data[room:]
-            self.head_bytes += len(part)
-            super().data_received(part)
-            if self.head_bytes > LARGEST_HEAD and not self.is_closed:
-                if self.in_head and not self.is_responding:
-                    self.transport.write(HEAD_TOO_LARGE)
-                    self.transport.close()
-                else:  # within another response
-                    self.transport.abort()
+            room = LARGEST_HEAD - self.head_bytes
+            if room > 0:
+                part, data = data[:room], data[room:]
+                self.head_bytes += len(part)
+                super().data_received(part)
+            elif self.in_head and not self.is_responding:
+                self.transport.write(HEAD_TOO_LARGE)
+                self.transport.close()
+            else:  # within another response
+                self.transport.abort()
         if self.in_head and self.timer is None and not self.is_closed:  # the head is incomplete
             self.timer = self.loop.call_later(HEAD_S, self.transport.abort)
 
