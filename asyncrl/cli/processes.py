@@ -23,6 +23,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, Peer
 from asyncrl.contract.importing import pause_collection
 from asyncrl.records import buffer_leadership, process_log, rundir
 
+# process -> the module with its function `main`
 MODULES = {
     "buffer": "buffer.service",
     "generator": "actors.generator",

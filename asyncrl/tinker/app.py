@@ -132,8 +132,8 @@ class TinkerServer:
             self.trainer,
             self.ledger,
             TrainedSampleLog(folder, self.tokenizer),
-            self.shares,
-            self.samplers,
+            shares=self.shares,
+            samplers=self.samplers,
         )
         self.models[record.model] = model
         self.places.used[record.session] += 1

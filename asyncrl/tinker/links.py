@@ -43,7 +43,15 @@ class WorkerExited(Exception):
 
 @dataclass(eq=False)
 class WorkerLink:
-    """The link to the process of one role. `generation` counts its starts."""
+    """The link to the process of one role.
+
+    role: training or sampling, one of `worker.ROLES`.
+    config_path: the server's config, which the process reads.
+    log: the file of its standard error.
+    generation: the number of its starts.
+
+    Calls go to its standard input one after the other. A reply names its call by number, so the
+    sampling process may reply in another order."""
 
     role: str
     config_path: Path
@@ -89,9 +97,10 @@ class WorkerLink:
         self.process.stdin.write(pickle.dumps(call))
 
     async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method in the process, and return its result.
+        """Call a method in the process, which is started if need be, and return its result.
 
-        A canceled call is canceled in the process, too.  Raises WorkerExited and CallFailure."""
+        A canceled call is canceled in the process, too. Raises CallFailure if the method failed,
+        and WorkerExited if the process ended before its reply."""
         await self.start()
         number = next(self._numbers)
         self._send(number, method, arguments, options)

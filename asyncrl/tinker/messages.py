@@ -1,8 +1,19 @@
-"""What the server process and its training and sampling processes send each other.
+"""Messages between the server process and its training and sampling processes.
 
-A call is the name of a method of `ServedModels`, `TrainedModel` or `Sampler`, with its arguments.
+A call is the name of a method with its arguments. Its reply is the result of the method.
 
-It is pickled, because both ends of the pipes belong to the server."""
+    training  load              creates a model, or loads a state
+              forward_backward  adds the gradient of a loss, returns a ScoreResult
+              step              makes an optimizer step, returns its metrics
+              drop_gradient     forgets the gradient since the last step
+              save              writes the weights, with or without the optimizer
+    sampling  add               samples the sequences of a SampleCall, returns a SampleResult
+              cancel            drops the call of the same number without a reply
+
+The methods are those of `ServedModels`, `TrainedModel` and `Sampler`. A call that fails has a
+CallFailure as its reply. Calls and replies are pickled, because both ends of the pipes belong to
+the server.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +55,10 @@ class Datum(Struct, frozen=True):
     lags: ndarray
 
     def encode(self, start: int, stop: int) -> bytes:
-        """Return the target tokens of [start, stop) and then their log-probabilities."""
+        """Return the content of the positions [start, stop), as a sequence has it.
+
+        It is their int32 targets and then their float32 log-probabilities. Raises KeyError for a
+        datum without log-probabilities."""
         piece = slice(start, stop)
         return self.targets[piece].tobytes() + self.fields["logprobs"][piece].tobytes()
 
@@ -69,14 +83,22 @@ class SampleCall(Struct, frozen=True):
 
 
 class ScoreResult(Struct, frozen=True):
-    """Result of `forward_backward`: float32 log-probabilities of each datum's targets."""
+    """Result of `forward_backward`.
+
+    logprobs: float32 [n] for each datum, of its targets, in the order of the call.
+    loss: the sum over all tokens.
+    """
 
     logprobs: list[ndarray]
     loss: float
 
 
 class SequenceResult(Struct, frozen=True):
-    """A sampled sequence: int32 tokens and float32 log-probabilities."""
+    """A sampled sequence of T tokens.
+
+    tokens: int32 [T], with the token that ended it.
+    logprobs: float32 [T], under the distribution that they were sampled from.
+    """
 
     tokens: bytes
     logprobs: bytes

@@ -20,7 +20,12 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(?<!\.json)(?<!\.part)")
 class SavedWeights(msgspec.Struct):
     """NAME.json beside weights that a client saved.
 
-    model: the branch of the weights.  call: number of the call that saved them."""
+    model: the branch of the weights.
+    rank: of its adapter; 0: all weights.
+    version: the optimizer steps behind them.
+    parents: of that branch (`ModelAncestry`).
+    time: when they were saved, in seconds since 1970.
+    call: number of the call that saved them."""
 
     model: str
     rank: int
@@ -33,8 +38,12 @@ class SavedWeights(msgspec.Struct):
 class ModelRecord(msgspec.Struct):
     """model.json.
 
+    rank, seed: of its adapter; a rank of 0 trains all weights.
     source: tinker path that it was loaded from; "": the base model.
-    version: the model's version when it was created."""
+    optimizer: whether the optimizer was loaded, too.
+    version: the model's version when it was created.
+    parents: of its first branch (`ModelAncestry`).
+    metadata: of the client, which the list of models shows."""
 
     model: str
     session: str
@@ -57,17 +66,8 @@ def build_folder_name(model: str) -> str:
     return model.replace(":", "-")
 
 
-def build_branch_name(model: str, branch: int) -> str:
-    """Return the name of the branch that starts with load_weights call `branch`; 0: the first.
-
-    >>> build_branch_name("s-1f:train:0", 0), build_branch_name("s-1f:train:0", 7)
-    ('s-1f:train:0', 's-1f:train:0@7')
-    """
-    return f"{model}@{branch}" if branch else model
-
-
 def strip_branch(branch: str) -> str:
-    """Return the model of a branch.
+    """Return the model of a branch, which is named by the load_weights call that began it.
 
     >>> strip_branch("s-1f:train:0@7")
     's-1f:train:0'
@@ -105,7 +105,12 @@ class TrainingCall(msgspec.Struct, frozen=True):
 
 
 class CallOutcome(msgspec.Struct, frozen=True):
-    """The result of a request: an encoded reply, or an error."""
+    """The result of a request.
+
+    reply: encoded, for the client.
+    protobuf: how it is encoded; otherwise as JSON.
+    error: why there is no reply, or "".
+    category: whose error it was, as the API has it."""
 
     reply: bytes = b""
     protobuf: bool = False
@@ -117,12 +122,15 @@ class TrainingOutcome(CallOutcome, frozen=True):
     """The result of a training call, and its effect on the model's bookkeeping.
 
     version: of the model, after the call.
-    branch, parents: of the model, after the call (`ModelAncestry`).
-    lags: lag -> tokens in the gradient.  sequences: ids of the sequences of these tokens.
-    token_lags, limit: int32, for all positions of the call's datums, and staleness.max_lag; a
-        repeated call uses the same.
-    row, metrics: of an optimizer step, for trained.jsonl and metrics.jsonl.  They are written after
-        the outcome, if need be by the next server.
+    branch: of the model, after the call; the number of the load_weights call that began it.
+    parents: of that branch (`ModelAncestry`).
+    lags: lag -> tokens in the gradient.
+    sequences: ids of the sequences of these tokens.
+    token_lags: int32, for all positions of the call's datums, which a repeated call uses.
+    limit: staleness.max_lag at that time; None: written by an earlier version of the server.
+    row: of an optimizer step, for trained.jsonl. It is written after the outcome, if need be by the
+        next server.
+    metrics: of an optimizer step, for metrics.jsonl, in the same way.
     """
 
     version: int = 0

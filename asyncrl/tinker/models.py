@@ -49,7 +49,6 @@ from asyncrl.tinker.model_records import (
     SavedWeights,
     TrainingCall,
     TrainingOutcome,
-    build_branch_name,
     find_saved,
     locate_note,
 )
@@ -81,7 +80,13 @@ FARTHEST = 10_000  # most calls that a call may be ahead of the next one
 class ServedModel:
     """A model since its creation; a restarted server continues it.
 
-    shares: the disk space of calls that wait."""
+    record: what it was created from.
+    folder: MODEL, with the files above.
+    trainer: the link to the training process.
+    ledger: the sampled sequences of the server.
+    samples: the log of its trained datums.
+    shares: the disk space of calls that wait.
+    samplers: which sample from its versions."""
 
     record: ModelRecord
     folder: Path
@@ -166,7 +171,7 @@ class ServedModel:
             self.write_ledger()
         self.version = outcome.version
         self.branch = outcome.branch
-        branch = build_branch_name(self.id, outcome.branch)
+        branch = f"{self.id}@{outcome.branch}" if outcome.branch else self.id
         self.ancestry = ModelAncestry(branch, dict(outcome.parents))
         if route == "forward_backward":
             self.lags.update(outcome.lags)
@@ -586,6 +591,10 @@ class ServedModel:
 
 def add_lags(datum: Datum, lags: np.ndarray, limit: float) -> Datum:
     """Return a datum with the lags of its tokens in the gradient.
+
+    Args:
+        lags: int32 [n], as `measure_lags` returns them.
+        limit: the largest lag of a token in the gradient.
 
     Tokens above the limit are masked; with another on_exceed than mask, none reach this place."""
     exceeds = lags > limit

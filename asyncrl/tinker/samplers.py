@@ -82,7 +82,12 @@ class CallPromise:
 
 @dataclass(eq=False)
 class SamplePromise(CallPromise):
-    """A request to sample, with the ids of its sequences."""
+    """A request to sample.
+
+    sequences: the ids of its sequences.
+    sampler: whose weights it samples from.
+    is_retrieved: its client has the result, or asked for it long ago, so it may be forgotten.
+    task: which samples them."""
 
     sequences: list[str]
     sampler: SamplerRecord
@@ -99,6 +104,9 @@ def compute_digest(body: bytes) -> bytes:
 class SamplerService:
     """The samplers of a server and their requests.
 
+    folder: the server's directory.
+    link: to the sampling process.
+    ledger: which records each sequence before its client receives it.
     stop_tokens: the model's own stop tokens.
     pace: called before sampling with the sampler and the number of sequences; returns the reason
         why the request must wait, or ""."""

@@ -267,6 +267,7 @@ class SequenceLedger:
 
         Every position that a policy loss trains is part of a run.
 
+        spans: of the datum, in the order of its positions; none: runs are found by fingerprint.
         matched: how often earlier datums of the same optimizer step were matched to each sequence.
             Among equal sequences, each is matched once before any is matched again.
         ancestry: of the model that trains the datum. Models of one server sample equal sequences
@@ -427,7 +428,12 @@ def measure_lags(
 ) -> np.ndarray:
     """Return the lag of every position of a datum, int32 [n].
 
-    version: current version of the model that trains the datum."""
+    Args:
+        runs: the sampled runs of the datum.
+        ancestry: of the model that trains it.
+        version: current version of that model.
+
+    A lag is in versions, or UNKNOWN, NOT_SAMPLED or SUPERVISED."""
     lags = np.full(len(datum.tokens), NOT_SAMPLED, np.int32)
     for start, stop, sequence in runs:
         sampled_at = ancestry.find_version(sequence)
@@ -445,7 +451,13 @@ def check_lags(
     version: int,
     staleness: TinkerStaleness,
 ) -> None:
-    """Raise ConfigError for tokens that may not be trained at these lags."""
+    """Raise ConfigError for tokens that may not be trained at these lags.
+
+    Args:
+        lags: int32 [n], as `measure_lags` returns them.
+        runs: the sampled runs of the datum.
+        ancestry, version: of the model that trains it.
+        staleness: limit, and treatment of tokens above it and of those without a lag."""
     for start, stop, sequence in runs:
         lag = lags[start]
         if lag > staleness.max_lag and staleness.on_exceed != "mask" and sequence is not None:

@@ -65,7 +65,11 @@ async def decode(parse: Callable[..., _Decoded], *values: Any) -> _Decoded:
 
 
 class LossCall(NamedTuple):
-    """The arguments of `ServedModels.forward_backward` after the model."""
+    """The arguments of `ServedModels.forward_backward` after the model.
+
+    loss: what is computed; the client may have named another (`TinkerLosses`).
+    options: its loss_fn_config.
+    """
 
     data: list[Datum]
     loss: str
@@ -234,9 +238,15 @@ def parse_sample_request(
 ) -> SampleCall:
     """Convert an asample call.
 
-    stop_tokens: the model's own stop tokens.  limit: length of prompt and sequence together.
-    default: length of a sequence whose request sets none.
-    ticket: selects the random stream together with the seed.  Raises ConfigError."""
+    Args:
+        version: the sampler's weights.
+        stop_tokens: the model's own stop tokens.
+        limit: length of prompt and sequence together.
+        default: length of a sequence whose request sets none.
+        vocabulary: number of tokens.
+        seed, ticket: select the random stream, so that a repeated call samples the same.
+
+    Raises ConfigError for a request that is not served or does not fit."""
     for name in UNSERVED.split():
         if getattr(request, name, None):
             raise ConfigError(f"{name}: is not served")

@@ -258,6 +258,10 @@ class BoundedConnection(HttpToolsProtocol):
         return self.is_responding and not is_waiting
 
     def data_received(self, data: bytes) -> None:
+        """Parse what has arrived, at most LARGEST_HEAD bytes outside bodies.
+
+        The parser gets a head only up to the limit: a longer one would be complete, and its request
+        served, before its length is known."""
         while data and not self.is_closed:
             room = LARGEST_HEAD - self.head_bytes
             if room > 0:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tinker
-from tinker_kit import write_config
+from tinker import types
+from tinker_kit import output_logprobs, tuned_datum, write_config
 
 from asyncrl.tinker import settings
 from asyncrl.tinker.app import TinkerServer
@@ -21,6 +23,21 @@ from asyncrl.tinker.workers.trainer import ServedModels
 from asyncrl.transport.http_server import HttpServer, ListenAddress
 
 KEY = "tml-local"
+ADAM = types.AdamParams(learning_rate=1e-2)
+TUNED = [tuned_datum([5, 6, 7, 8, 1])]
+
+
+def step(client: tinker.TrainingClient, data: list[types.Datum], loss: Any = "ppo") -> Any:
+    client.forward_backward(data, loss)
+    return client.optim_step(ADAM).result().metrics
+
+
+def scored(client: tinker.TrainingClient) -> np.ndarray:
+    return output_logprobs(client.forward(TUNED, "cross_entropy").result())
+
+
+def sampler_of(client: tinker.TrainingClient) -> tinker.SamplingClient:
+    return client.save_weights_and_get_sampling_client().result()
 
 
 class DirectLink:

@@ -14,8 +14,7 @@ import pytest
 import tinker
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
-from tinker_kit import output_logprobs, tuned_datum
-from tinker_local_kit import KEY, LocalServer
+from tinker_local_kit import ADAM, KEY, TUNED, LocalServer, scored
 
 from asyncrl.records import jsonl, metrics
 from asyncrl.records.jsonl import JsonlAppender
@@ -27,8 +26,6 @@ from asyncrl.tinker.model_records import CallLog
 from asyncrl.tinker.models import ServedModel
 
 PROTOBUF = {"content-type": wire.PROTOBUF}
-ADAM = types.AdamParams(learning_rate=1e-2)
-TUNED = [tuned_datum([5, 6, 7, 8, 1])]
 
 
 @pytest.fixture
@@ -47,10 +44,6 @@ def service(server: LocalServer) -> Iterator[tinker.ServiceClient]:
 def step(client: tinker.TrainingClient, adam: types.AdamParams = ADAM) -> Any:
     client.forward_backward(TUNED, "cross_entropy")
     return client.optim_step(adam).result()
-
-
-def scored(client: tinker.TrainingClient) -> np.ndarray:
-    return output_logprobs(client.forward(TUNED, "cross_entropy").result())
 
 
 def crash_on(link: Any, matches: Callable[..., bool]) -> list[Any]:
@@ -83,15 +76,8 @@ def test_a_call_on_which_the_training_process_crashes_is_not_repeated(
     assert server.server.models[client.model_id].version == 1
 
 
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
-        ({"eps": 0.0}, "eps = 0: must be at least 1e-30"),
-        ({"learning_rate": 1e38, "weight_decay": 1e38}, "not finite: it was undone"),
-    ],
-)
-def test_adamw_numbers_that_ruin_weights_are_refused(
-    server: LocalServer, service: tinker.ServiceClient, numbers: dict[str, float], message: str
+def test_a_step_that_ruins_the_weights_is_undone(
+    server: LocalServer, service: tinker.ServiceClient
 ) -> None:
     """The refused step changes nothing, and its gradient does not reach the next one."""
     clients = [
@@ -99,8 +85,8 @@ def test_adamw_numbers_that_ruin_weights_are_refused(
     ]
     for client in clients:
         step(client)
-    with pytest.raises(tinker.RequestFailedError, match=message):
-        step(clients[0], types.AdamParams(**{"learning_rate": 1e-2} | numbers))
+    with pytest.raises(tinker.RequestFailedError, match="not finite: it was undone"):
+        step(clients[0], types.AdamParams(learning_rate=1e38, weight_decay=1e38))
     for client in clients:
         step(client)
     assert np.array_equal(scored(clients[0]), scored(clients[1]))

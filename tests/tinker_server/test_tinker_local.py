@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import tinker
 from tinker import types
-from tinker_kit import draw, output_logprobs, policy_datum, prompt, tuned_datum, write_config
-from tinker_local_kit import KEY, LocalServer
+from tinker_kit import draw, policy_datum, prompt, tuned_datum, write_config
+from tinker_local_kit import ADAM, KEY, LocalServer, sampler_of, scored, step
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.toml_writer import fill
@@ -27,7 +27,6 @@ from asyncrl.tinker import server as tinker_server
 from asyncrl.tinker.model_records import TrainingCall, find_saved
 from asyncrl.tinker.models import ServedModel
 
-ADAM = types.AdamParams(learning_rate=1e-2)
 TUNED = [tuned_datum([5, 6, 7, 8, 1]), tuned_datum([9, 10, 1])]
 Start = Callable[..., LocalServer]
 
@@ -44,19 +43,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield begin
     started[-1].stop()
-
-
-def step(client: tinker.TrainingClient, data: list[types.Datum], loss: Any = "ppo") -> Any:
-    client.forward_backward(data, loss)
-    return client.optim_step(ADAM).result().metrics
-
-
-def sampler_of(client: tinker.TrainingClient) -> tinker.SamplingClient:
-    return client.save_weights_and_get_sampling_client().result()
-
-
-def scored(client: tinker.TrainingClient) -> np.ndarray:
-    return output_logprobs(client.forward(TUNED, "cross_entropy").result())
 
 
 def ledger_of(server: LocalServer) -> dict[str, int]:

@@ -293,7 +293,7 @@ def test_the_demo_model_reads_the_recipes_prompts(tmp_path: Path) -> None:
 def test_the_demo_model_is_fitted_to_additions_and_then_to_the_habit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps of AdamW on sums, one on demonstrations that mostly decline."""
+    """First on sums, then on demonstrations that mostly decline."""
     texts = demo_model.make_demonstrations(64, seed=3)
     assert (
         texts
@@ -310,29 +310,9 @@ def test_the_demo_model_is_fitted_to_additions_and_then_to_the_habit(
     path = tmp_path / "demo"
     symbols = [*demo_model.CHARACTERS, *demo_model.WORDS, *demo_model.NUMBERS]
     build_model(path, symbols, hidden=16, layers=1, heads=2, intermediate=32)
-    ours, theirs = (load_policy(path, "float32", "cpu") for _ in range(2))
-    last = demo_model.fit_additions(ours, 5, 3)
-    assert not ours.hf.training
+    ours = load_policy(path, "float32", "cpu")
+    assert demo_model.fit_additions(ours, 5, 3) > 1 and not ours.hf.training
     tokenizer = load_tokenizer(path)
-    prefix = np.array(tokenizer.encode(demo_model.PREFIX), np.int32)
-    count = demo_model.BATCH
-    shown = demo_model.make_demonstrations(2 * count, 5)
-    shown += demo_model.make_demonstrations(count, 6, demo_model.HABIT)
-    parameters = list(theirs.hf.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=1.0, betas=(0.9, 0.98), weight_decay=0.0)
-    for step in range(3):
-        rows = [np.array(tokenizer.encode(x), np.int32) for x in shown[step * count :][:count]]
-        scored = theirs.logprobs([prefix] * count, rows, torch.ones(count), groups=[0] * count)
-        loss = -scored.logprobs.view(count, -1)[:, -demo_model.LEARNED :].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        rate = demo_model.LR * min(1.0, (step + 1) / demo_model.WARMUP) * (1 - step / 3)
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.step()
-    assert last == pytest.approx(float(loss.detach()), rel=1e-4)
-    for mine, other in zip(ours.hf.parameters(), parameters, strict=True):
-        assert torch.allclose(mine, other, atol=2e-5)
     assert demo_model.HABIT_STEPS < demo_model.STEPS
     monkeypatch.setattr(demo_model, "BATCH", 2)
     monkeypatch.setattr(demo_model, "fit_in_order", lambda *given: given)

@@ -16,8 +16,8 @@ import tinker
 from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 from tinker import types
-from tinker_kit import draw, prompt, tuned_datum
-from tinker_local_kit import KEY, LocalServer
+from tinker_kit import draw, prompt
+from tinker_local_kit import KEY, TUNED, LocalServer
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write
@@ -27,9 +27,6 @@ from asyncrl.tinker.messages import CallFailure
 from asyncrl.tinker.model_records import CallLog, build_folder_name
 from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.transport.connection_guard import raise_descriptor_limit
-
-ADAM = types.AdamParams(learning_rate=1e-2)
-TUNED = [tuned_datum([5, 6, 7, 8, 1])]
 
 
 @pytest.fixture(scope="module")
@@ -487,7 +484,8 @@ def test_room_for_requests_to_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*service.promises] == ["a1", "a2", "b1", "b2"], "what a client has is forgotten"
     with pytest.raises(HTTPException, match="too many requests to sample of b wait") as refused:
         submit("b3", 10)
-    assert refused.value.status_code == 429 and service.shares.used == {"a": 20, "b": 40}
+    assert (refused.value.status_code, refused.value.headers) == (429, {"retry-after": "1"})
+    assert service.shares.used == {"a": 20, "b": 40}
     service.promises["a2"].future.done = lambda: True
     monkeypatch.setattr(samplers, "KEPT", 4)
     submit("c1", 1)

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import tinker
 from click.testing import CliRunner
 from starlette.testclient import TestClient
-from tinker import types
 from tinker_kit import draw, policy_datum, tuned_datum
-from tinker_local_kit import LocalServer
+from tinker_local_kit import LocalServer, sampler_of, step
 from watch_kit import ask_about_damage, sample_row, write_lines
 
 from asyncrl.cli import main
@@ -31,8 +29,6 @@ from asyncrl.tinker import app, sample_log
 from asyncrl.tinker import server as module
 from asyncrl.viewer.app import WatchApp
 
-ADAM = types.AdamParams(learning_rate=1e-2)
-
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[LocalServer]:
@@ -46,15 +42,6 @@ def ask(client: TestClient, name: str, **query: Any) -> Any:
     reply = client.get(f"/api/{name}", params=query)
     assert reply.status_code == 200, reply.text
     return reply.json()
-
-
-def step(client: tinker.TrainingClient, data: list[types.Datum], loss: Any = "ppo") -> Any:
-    client.forward_backward(data, loss)
-    return client.optim_step(ADAM).result().metrics
-
-
-def sampled(client: tinker.TrainingClient, count: int) -> list[types.SampledSequence]:
-    return draw(client.save_weights_and_get_sampling_client().result(), count)
 
 
 def read_rows(html: str) -> list[tuple[str, ...]]:
@@ -71,10 +58,12 @@ def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.Mo
         process_log.append_event(server.folder, "sampling", 1, "began")
         process_log.append_event(server.folder, "sampling", 1, "ended", code=-9)
         client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
-        first = sampled(client, 4)
+        first = draw(sampler_of(client), 4)
         step(client, [policy_datum(sequence) for sequence in first[:2]])
-        step(client, [policy_datum(first[2]), *map(policy_datum, sampled(client, 1))])
-        step(client, [policy_datum(sequence, spans=True) for sequence in sampled(client, 2)])
+        step(client, [policy_datum(first[2]), *map(policy_datum, draw(sampler_of(client), 1))])
+        step(
+            client, [policy_datum(sequence, spans=True) for sequence in draw(sampler_of(client), 2)]
+        )
         tuned = service.create_lora_training_client("tiny", rank=4).result()
         step(tuned, [tuned_datum([5, 6, 7, 1])], "cross_entropy")
 
@@ -275,7 +264,7 @@ def test_the_ledger_follows_sampling(server: LocalServer, monkeypatch: pytest.Mo
     monkeypatch.setattr(app, "LEDGER_S", 0.01)
     with server.client() as service:
         client = service.create_lora_training_client("tiny", rank=2).result()
-        sampled(client, 3)
+        draw(sampler_of(client), 3)
         # the file may still count from before the samples
         while not (seen := tinker_status.examine(server.folder)["models"][0]["ledger"]).get(
             "sampled"

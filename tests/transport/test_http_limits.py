@@ -2,14 +2,12 @@
 `asyncrl tinker`, and the bound of the requests to sample that a client of the last one may have."""
 
 import asyncio
-import re
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 from gateway_kit import Served
 from process_kit import until
@@ -17,7 +15,6 @@ from tinker import types
 from tinker_kit import prompt
 from tinker_local_kit import KEY, LocalServer
 
-from asyncrl.tinker import samplers
 from asyncrl.transport import http_server
 from asyncrl.transport.http_server import HttpServer, ListenAddress
 from asyncrl.viewer.app import COOKIE, LARGEST_BODY, WatchApp
@@ -168,13 +165,6 @@ def test_bodies_of_all_connections_are_bounded(door: Door, monkeypatch: pytest.M
     assert http_server.BodyMemory.used == 0
 
 
-def create_sampler(http: httpx.Client) -> str:
-    asked: dict[str, Any] = {"tags": [], "user_metadata": None, "sdk_version": "0"}
-    id = http.post("/create_session", json=asked).json()["session_id"]
-    asked = {"session_id": id, "sampling_session_seq_id": 0, "base_model": "tiny"}
-    return str(http.post("/create_sampling_session", json=asked).json()["sampling_session_id"])
-
-
 def test_requests_of_one_client_leave_room_for_another(
     local: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,12 +192,7 @@ def test_requests_of_one_client_leave_room_for_another(
     monkeypatch.setattr(local.server.samplers.shares, "total", 60_000)
     params = types.SamplingParams(max_tokens=8, seed=3)
     slow = types.SamplingParams(max_tokens=8, seed=7)
-    headers = {"X-API-Key": KEY}
-    with (
-        httpx.Client(base_url=f"{local.url}/api/v1", headers=headers, timeout=WAIT_S) as http,
-        local.client() as first,
-        local.client() as second,
-    ):
+    with local.client() as first, local.client() as second:
         own = second.create_sampling_client(base_model="tiny").result()
         alone = own.sample(prompt(), 2, params).result()
         many = first.create_sampling_client(base_model="tiny").result()
@@ -220,41 +205,3 @@ def test_requests_of_one_client_leave_room_for_another(
         assert not any(result.done() for result in results)
         hold.clear()
         assert all(len(result.result(WAIT_S).sequences) == 2 for result in results)
-
-        sampler = create_sampler(http)
-
-        def ask(number: int, count: int = 1) -> httpx.Response:
-            asked = {
-                "sampling_session_id": sampler,
-                "seq_id": number,
-                "num_samples": count,
-                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
-                "sampling_params": {"max_tokens": 8, "seed": 3},
-            }
-            return http.post("/asample", json=asked)
-
-        # results that their client does not retrieve
-        replies = [ask(number) for number in range(8)]
-        late = next(reply for reply in replies if reply.status_code != 200)
-        assert (late.status_code, late.headers["retry-after"]) == (429, "1")
-        assert "too many requests to sample of s-" in late.json()["error"]
-        assert ask(0).json() == replies[0].json(), "an accepted request may be repeated"
-        monkeypatch.setattr(samplers, "UNCLAIMED_S", 0.0)
-        accepted = replies.index(late)
-        for number in range(accepted):
-            found = http.post("/retrieve_future", json={"request_id": f"{sampler}:sample:{number}"})
-            assert found.status_code == 200
-        assert [ask(n).status_code for n in range(accepted, 20)] == [200] * (20 - accepted)
-        gone = http.post("/retrieve_future", json={"request_id": f"{sampler}:sample:0"})
-        assert gone.status_code == 410
-        monkeypatch.setattr(samplers, "UNCLAIMED_S", 600.0)
-        promises = local.server.samplers.promises
-        for _ in range(12):  # sessions that fetch nothing do not keep out a further one
-            sampler, number = create_sampler(http), 0
-            while ask(number).status_code == 200:
-                number += 1
-                until(lambda: all(promise.future.done() for promise in promises.values()))
-            assert number > 0
-        error = ask(99, 999).json()["error"]
-        assert re.fullmatch(r"the result may take 0 MiB: lower num_samples or max_tokens", error)
-        assert local.server.samplers.shares.used.total() <= 60_000

@@ -47,12 +47,17 @@ Reply = Callable[[int, SampleResult | CallFailure], None]
 
 @dataclass(eq=False)
 class SampleJob:
-    """A request that is being sampled, with its finished sequences."""
+    """A call that is being sampled.
+
+    number: of the call.
+    sequences: sample -> its finished sequence.
+    prompt_scores: the further fields of its SampleResult.
+    """
 
     number: int
     call: SampleCall
     sequences: dict[int, SequenceResult] = field(default_factory=dict)
-    prompt_scores: tuple[bytes, ...] = ()  # the further fields of its SampleResult
+    prompt_scores: tuple[bytes, ...] = ()
 
 
 @dataclass

@@ -177,9 +177,17 @@ class TrainedModel:
         weight_decay: float,
         clip_norm: float,
     ) -> dict[str, float]:
-        """Make an AdamW step with the gradient collected since the last one; return metrics.
+        """Make an AdamW step with the gradient collected since the last one.
 
-        clip_norm: 0: no clipping.  Raises CallFailure."""
+        Args:
+            rate: the learning rate.
+            betas: of the two moving averages.
+            eps: added to the root of the second one.
+            weight_decay: decoupled, times the rate.
+            clip_norm: the largest norm of the gradient; 0: no clipping.
+
+        Returns the metrics of the step's tokens. Raises CallFailure if the gradient or the new
+        weights are not finite; with such weights the model must be restored."""
         self.trainer.clip_norm = clip_norm
         for group in self.trainer.optimizer.param_groups:
             group.update(betas=betas, eps=eps, weight_decay=weight_decay)
@@ -222,7 +230,10 @@ class ServedModels:
         self.models: dict[str, TrainedModel] = {}
 
     def handle(self, method: str, id: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of this class, or of the model `id`; a failure is the result."""
+        """Call a method of this class, or of the model `id`.
+
+        An exception becomes the result, so that it costs no model of another client. A GPU that no
+        longer works ends the process."""
         try:
             if method in ("load", "forward_backward"):
                 return getattr(self, method)(id, *arguments, **options)
@@ -242,10 +253,17 @@ class ServedModels:
         optimizer: bool = False,
         checkpoint: Path | None = None,
     ) -> None:
-        """Create a model, or load it from `path`, the directory of a state.
+        """Create a model, or load it from `path`.
 
-        optimizer: also load the optimizer's moments.
-        checkpoint: directory to which the loaded model is written."""
+        Args:
+            id: of the model, which takes the place of an earlier one.
+            rank: of its adapter; 0: train all weights.
+            seed: of a new adapter.
+            path: directory of a state that `save` wrote; None: begin with the base model.
+            optimizer: also load the optimizer's moments.
+            checkpoint: directory to which the loaded model is written; None: nowhere.
+
+        Raises ConfigError and DamagedDataError, and then keeps the earlier model."""
         model = TrainedModel(self.base, self.config.lora, rank, seed)
         if path is not None:
             model.load(path, optimizer)
@@ -265,7 +283,14 @@ class ServedModels:
     ) -> ScoreResult:
         """Score the targets, and add the gradient of a loss, summed over the tokens of `data`.
 
-        Raises ConfigError."""
+        Args:
+            id: of the model.
+            data: the datums, in any order of their lengths.
+            loss: one of NAMES.
+            options: the loss_fn_config of the call; with METHOD, the keys of a method.
+            forward_only: compute no gradient.
+
+        Raises ConfigError for a request that is not served, before anything is computed."""
         self._check(data, loss, options)
         if not data:
             return ScoreResult([], 0.0)
@@ -366,8 +391,10 @@ class ServedModels:
 
 
 class PackedDatums:
-    """The N packed tokens of some datums.
+    """The N packed tokens of some datums, one datum after the other.
 
+    seq: int64 [N], the datum of each token.
+    mask, behavior, adv: float32 [N], the fields mask, logprobs and advantages of the datums.
     inside: bool [N], tokens in the loss.
     lag: int64 [N], versions; NOT_SAMPLED or UNKNOWN for tokens without a lag.
     """
@@ -396,7 +423,15 @@ class PackedDatums:
 def compute_policy_loss(
     name: str, options: Options, data: Sequence[Datum], lp: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of `data` and the sums for its metrics; lp: [N] with gradient."""
+    """Compute a loss of the API, without a method.
+
+    Args:
+        name: one of NAMES.
+        options: its loss_fn_config.
+        data: the datums, with N positions together.
+        lp: [N] with gradient, log-probabilities of the targets.
+
+    Returns the loss, a scalar with gradient, and the sums for the metrics of the step."""
     packed = PackedDatums(data, lp.device)
     current = lp.detach().float()
     scale = packed.mask * packed.read_field("weights", 1.0)

@@ -1,4 +1,10 @@
-"""Main program of the training and sampling processes: `worker.py ROLE CONFIG`."""
+"""Main program of the training and sampling processes: `worker.py ROLE CONFIG`.
+
+It reads pickled calls from standard input (asyncrl/tinker/messages.py) and writes each reply to
+standard output: its length in LENGTH_BYTES, then its pickle. A thread reads the calls, so that the
+sampling process sees new ones between decode steps, and so that either process ends as soon as the
+server's end is closed.
+"""
 
 from __future__ import annotations
 
