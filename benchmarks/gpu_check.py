@@ -5,9 +5,9 @@
 It needs one CUDA GPU, at most 8 minutes, and only torch, transformers, numpy, safetensors, msgspec,
 pyzmq, xxhash, click and rich, in whatever versions the machine has; asyncrl itself need not be
 installed.  Each part runs in a process of its own with a time limit, so that a failure, a crash or
-a hang of one leaves the others.  A part computes on the GPU and compares log-probabilities and
-gradients with the CPU in float32.  Without a GPU all parts run on the CPU.  The exit code is 1 if a
-part fails.  Tokens a second are those of a small model and small batches."""
+a hang of one leaves the others.  A part computes on the GPU and compares with the CPU, engines'
+log-probabilities in float64 and learners in float32.  Without a GPU all parts run on the CPU.  The
+exit code is 1 if a part fails.  Tokens a second are those of a small model and small batches."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def main() -> int:
     failed = [row["part"] for row in rows if not row["works"]]
     print(f"\n{len(rows) - len(failed)} of {len(rows)} parts work")
     result = {
-        "what": "parts of asyncrl on this machine, compared with the CPU in float32",
+        "what": "parts of asyncrl on this machine, compared with the CPU",
         "machine": results_file.machine() | device,
         "versions": versions,
         "size": size,

@@ -1,7 +1,7 @@
 """The parts of benchmarks/gpu_check.py.  Each runs in a process of its own.
 
-A part computes on the device and, in float32, on the CPU, and raises an error where the two differ
-by more than LIMITS."""
+A part computes on the device and on the CPU (log-probabilities of engines in float64, learners in
+float32), and raises an error where the two differ by more than LIMITS."""
 
 from __future__ import annotations
 
@@ -117,9 +117,11 @@ class Setting:
         return policy.load_policy(self.model_directory(), dtype, self.device)
 
     def load_reference(self) -> PolicyModel:
-        """Return the model on the CPU, in float32."""
+        """Return the model on the CPU, in float64; its log-probabilities are rounded at the end."""
         torch.set_num_threads(self.threads)
-        return policy.load_policy(self.model_directory(), "float32", "cpu")
+        model = policy.load_policy(self.model_directory(), "float32", "cpu")
+        model.hf.double()
+        return model
 
     def config(
         self, dtype: str = "float32", device: str = "", replaced: Sections = NO_SECTIONS
