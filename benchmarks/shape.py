@@ -65,7 +65,7 @@ LIMITS = {
     "modules with one importer": 46,
     "one-call helpers": 127,
     "lines of tables and pages' code": 6_763,
-    "lines of benchmarks": 27_640,
+    "lines of benchmarks": 27_642,
     "lines of tests, % of the product": 107,
     "words of pages outside the log": 39_944,
 }
