@@ -54,10 +54,6 @@ class EvaluationSet(NamedTuple):
         """The sample numbers of a prompt; the last one is the greedy completion, if any."""
         return range(self.samples + self.greedy)
 
-    def compute_ticket(self, index: int) -> int:
-        """Compute the ticket number of the prompt at `index`."""
-        return EVAL_BASE + self.number * SET_TICKETS + index
-
 
 @dataclass
 class EvaluationJob:
@@ -111,14 +107,26 @@ class EvaluationRound:
         self.lengths.append(sample.length)
         self.places.append(job.index)
 
-    def compute_metrics(self, plan: EvaluationSet) -> Numbers:
-        """Compute the metrics of the set, by name."""
-        by_prompt: dict[int, list[float]] = {}
-        for index, reward in zip(self.places, self.rewards, strict=True):
-            by_prompt.setdefault(index, []).append(reward)
-        return compute_set_metrics(
-            self.split, by_prompt, self.greedy, self.lengths, plan.passing, plan.counts
-        )
+    def compute_metrics(self, plan: EvaluationSet, prompt: Callable[[str, int], Prompt]) -> Numbers:
+        """Compute the metrics of the set, by name.
+
+        Heldout and ood also have those of each task of a mixture: eval/TASK and eval/TASK-ood."""
+        positions = {self.split: [*range(len(self.places))]}
+        for position, index in enumerate(self.places if self.split in ("heldout", "ood") else ()):
+            if task := prompt(self.split, index).task:
+                name = f"{task}-ood" if self.split == "ood" else task
+                positions.setdefault(name, []).append(position)
+        metrics: Numbers = {}
+        for name, chosen in positions.items():
+            by_prompt: dict[int, list[float]] = {}
+            for position in chosen:
+                by_prompt.setdefault(self.places[position], []).append(self.rewards[position])
+            greedy = self.greedy if name == self.split else []
+            lengths = [self.lengths[position] for position in chosen]
+            metrics |= compute_set_metrics(
+                name, by_prompt, greedy, lengths, plan.passing, plan.counts
+            )
+        return metrics
 
 
 class EvaluationPlan(NamedTuple):
@@ -359,31 +367,8 @@ class Evaluations:
             current_round.add(job, sample, plan)
         if current_round.is_done:
             self.rounds.remove(current_round)
-            values = current_round.compute_metrics(plan) | self._compute_task_metrics(current_round)
+            assert self.prompt is not None
+            values = current_round.compute_metrics(plan, self.prompt)
             self.results[current_round.split, job.label.number] = values
             self.on_result(job.label.number, values)
         return "evaluated"
-
-    def _compute_task_metrics(self, finished: EvaluationRound) -> Numbers:
-        """Compute the metrics of each task of a mixture: eval/TASK and eval/TASK-ood.
-
-        Only heldout and ood have them; another set gives {}."""
-        if finished.split not in ("heldout", "ood"):
-            return {}
-        assert self.prompt is not None
-        tasks: dict[str, EvaluationRound] = {}
-        for index, reward, length in zip(
-            finished.places, finished.rewards, finished.lengths, strict=True
-        ):
-            if task := self.prompt(finished.split, index).task:
-                name = f"{task}-ood" if finished.split == "ood" else task
-                part = tasks.setdefault(name, EvaluationRound(finished.label, name, 0))
-                part.rewards.append(reward)
-                part.lengths.append(length)
-                part.places.append(index)
-        plan = self.plan.find_set(finished.split)
-        return {
-            name: value
-            for part in tasks.values()
-            for name, value in part.compute_metrics(plan).items()
-        }

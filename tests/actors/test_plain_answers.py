@@ -90,13 +90,10 @@ TAKEN = [
 REFUSED: list[dict[str, Any]] = [
     {"ticket": 2},
     {"attempt": 1},  # of another group
-    {"rows": [m.TrainingSequence(b"", b"", b"", b"", [])]},
-    {"failed": m.RewardFailure("data", "x" * 70_000)},
     {"failed": m.RewardFailure("refused", "what the buffer alone says")},
     {"mask": b"\1"},
     {"mask": b"", "tokens": b"", "behavior_logprobs": b"", "spans": [], "segments": []},
     {"tokens": b"\5" + b"\0" * 7},
-    {"behavior_logprobs": np.float32([-1, NAN]).tobytes()},
     {"token_rewards": b"\0" * 4},
     {"text": "x" * (128 * (LONG + 1) + (1 << 16) + 1)},
     {"group_key": "k" * 201},

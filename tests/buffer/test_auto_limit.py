@@ -251,7 +251,6 @@ def test_the_simulation_moves_it_by_idle_time_and_the_ratios_that_it_is_given() 
         (["staleness.inject=2"], "needs staleness.on_exceed = pace and no injected lag"),
         (["staleness.on_exceed='mask'"], "needs staleness.on_exceed = pace and no injected lag"),
         (["staleness.max_lag={auto='ess',floor=1.0}"], "staleness.max_lag"),
-        (["staleness.max_lag={auto='kl'}"], "staleness.max_lag"),
         (["staleness.max_lag={auto='ess',flor=0.4}"], "staleness.max_lag"),
         (["staleness.max_lag=-1"], "staleness.max_lag"),
         (["staleness.max_lag=2.5"], "must be a whole number or inf"),

@@ -22,6 +22,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import TaskConfig
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
 from asyncrl.contract.versions import Label
 from asyncrl.experiments import serial
 from asyncrl.experiments.replay import diff
@@ -262,7 +263,7 @@ def test_an_evaluation_does_not_hang_on_the_order_of_arrival() -> None:
     for order in itertools.permutations(range(6)):
         arrived = [rewards[place] for place in order]
         made = EvaluationRound(Label(1, 0), "heldout", 6, arrived, [1] * 6, places=list(order))
-        means.add(made.compute_metrics(plan)["eval/heldout"])
+        means.add(made.compute_metrics(plan, lambda _, i: Prompt(i, ""))["eval/heldout"])
     assert means == {1.3 / 6}
 
 
