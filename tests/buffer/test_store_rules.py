@@ -325,7 +325,8 @@ def test_evaluations_start_over_with_a_resumed_learner() -> None:
     store = make(4, 1, 1, steps=3, evaluations=evaluations(every=1))
     first = store.grant("g", 1, 2, 0.0)
     assert all(t.ticket >= EVAL_BASE for t in first)
-    assert store.list_pinned_versions() == [Label(1, 0)] and resumed(store, 2, 0, [], origin=0)
+    assert store.list_pinned_versions() == [Label(1, 0)] and store.leases.count() == 2
+    assert resumed(store, 2, 0, [], origin=0) and store.leases.count() == 0
     again = store.grant("g", 1, 2, 0.0)
     assert [t.exact_version for t in again] == [Label(2, 0)] * 2
     assert store.list_pinned_versions() == [Label(2, 0)]

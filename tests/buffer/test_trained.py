@@ -46,6 +46,7 @@ def test_sums_of_old_batches_say_what_their_rows_said(tmp_path: Path) -> None:
         start = r.randint(summed.summed, max(summed.rows, default=-1) + 1)
         plain.begin_at(start)
         summed.begin_at(start)
+        assert max([*plain.rows, *summed.rows], default=-1) < start
         for n in range(start, start + 30):
             b = batch(n, r)
             for t in (plain, summed):
