@@ -356,17 +356,17 @@ def check_hello(message: LearnerHello) -> None:
         f"versions of its epoch: {', '.join(str(label) for label, _ in message.ring[:8])}",
     )
     mixture = message.mixture
-    try:
-        for ledger in (message.ledger, *(mixture.ledgers.values() if mixture else ())):
-            require(
-                set(ledger) <= set(DISPOSITIONS),
-                f"{learner} has a ledger with other lines than {', '.join(DISPOSITIONS)}",
-            )
+    for ledger in (message.ledger, *(mixture.ledgers.values() if mixture else ())):
+        require(
+            set(ledger) <= set(DISPOSITIONS),
+            f"{learner} has a ledger with other lines than {', '.join(DISPOSITIONS)}",
+        )
+        try:
             Ledger.restore(ledger)
-    except (KeyError, ValueError, OverflowError) as error:
-        raise BadMessage(
-            f"{learner} has an invalid ledger: {type(error).__name__} {error}"
-        ) from error
+        except (KeyError, ValueError, OverflowError) as error:
+            raise BadMessage(
+                f"{learner} has an invalid ledger: {type(error).__name__} {error}"
+            ) from error
 
 
 def check_batch_request(store: StoreState, number: int) -> None:

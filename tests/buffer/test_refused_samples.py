@@ -392,6 +392,7 @@ def test_what_no_learner_can_be(more: dict[str, Any], why: str) -> None:
         look(**more)
     message = str(refused.value)
     assert message.startswith(("the learner of epoch ", "Expected ")) and why in message
+    assert "BadMessage" not in message
 
 
 SHAPE = images.ImageShape(40, 2)
