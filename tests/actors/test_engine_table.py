@@ -20,6 +20,7 @@ from actors.engine import (
     load_model,
     require_room,
 )
+from actors.engine_vllm import ProbedEngine
 from asyncrl.cli import main
 from asyncrl.config import load, rules, tree
 from asyncrl.config.engines import ENGINES, EngineInfo, EngineName
@@ -162,6 +163,15 @@ def test_of_two_versions_at_one_position_the_later_one_counts() -> None:
     assert build_spans(marks, 5, "keep_kv") == [first, VersionSpan(two, "d2", 3, 5, one)]
     own = [VersionSpan(two, "d2", 3, 5, two), VersionSpan(three, "d3", 5, 6, three)]
     assert build_spans(marks, 6, "recompute_kv") == [first, *own]
+    # of vLLM: the keys of a prompt that was sent before the version of its first token
+    named = [SimpleNamespace(version=f"1.{n}.d{n}", start=n - 1, end=n) for n in (1, 2)]
+    for in_flight, keys in (("keep_kv", [labels[0]] * 2), ("recompute_kv", labels[1:3])):
+        probed: Any = SimpleNamespace(in_flight=in_flight)
+        made = ProbedEngine.build_spans(probed, named, labels[0])
+        assert [(s.label, s.digest, s.start, s.kv) for s in made] == [
+            (one, "d1", 0, keys[0]),
+            (two, "d2", 1, keys[1]),
+        ]
 
 
 def test_a_completion_has_its_dtypes_its_end_and_room() -> None:
