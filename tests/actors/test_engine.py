@@ -516,6 +516,11 @@ def test_a_call_that_is_cut_leaves_its_prompt_alone(model: policy.PolicyModel) -
     again = request(9, 0, [*prompt, 9, 9, 9, 9, 9, 9, 9, 9, 9], 10)
     check(model, list(zip([again], run(e, [again]).values(), strict=True)))
     assert e.reused % KEPT_BLOCK == 0 and e.reused >= 2 * KEPT_BLOCK and e.hits == 1
+    # one that would have ended before the others, which are too many to be moved up
+    more = [dataclasses.replace(request(20 + n, 0, prompt, 6 + n), stop=()) for n in range(6)]
+    e.add(more)
+    assert not e.step(2) and e.abort([more[0].key]) == {more[0].key: 2}
+    assert list(run(e, [])) == [one.key for one in more[1:]]
 
 
 def test_memory_is_bounded_and_what_was_used_last_stays(model: policy.PolicyModel) -> None:
