@@ -220,14 +220,7 @@ def run(
             source = Path(config)
         else:
             source = Path(folder) / "notebook.toml"
-            if isinstance(config, Config):
-                text = load.dump(config)
-            else:
-                table = bundled_configs.substitute_here(dict(config), Path.cwd())
-                runs = Path(table.get("runs", "runs")).resolve()
-                row_objects.write_objects(table, runs / row_objects.FOLDER)
-                text = toml_writer.dumps(table)
-            source.write_text(text, encoding="utf-8")
+            source.write_text(_format_toml(config), encoding="utf-8")
         options = [word for item in sets for word in ("--set", item)]
         argv = importing.make_command("asyncrl.cli", "run", str(source), "--json", *options)
         follower = RunFollower(on_step, on_evaluation, on_checkpoint)
@@ -332,6 +325,15 @@ def _export_function(function: Callable[..., Any], folder: Path) -> str:
             pending += [x.id for x in ast.walk(node) if isinstance(x, ast.Name)]
     source = "\n\n".join(ast.unparse(node) for node in statements if node in needed)
     return f"{row_objects.write_content(source, folder, '.py')}:{name}"
+
+
+def _format_toml(config: Mapping[str, Any] | Config) -> str:
+    """Format a config or a table as TOML that does not depend on the working directory."""
+    if isinstance(config, Config):
+        return load.dump(config)
+    table = bundled_configs.substitute_here(dict(config), Path.cwd())
+    row_objects.write_objects(table, Path(table.get("runs", "runs")).resolve() / row_objects.FOLDER)
+    return toml_writer.dumps(table)
 
 
 def _run_command(
