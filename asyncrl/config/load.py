@@ -361,7 +361,7 @@ def require_same_config(started: Config, current: Config, sets: Sequence[str], p
     which applies to all its processes, so that the --set would be ignored."""
     differences = toml_writer.find_differences(*map(msgspec.to_builtins, (started, current)))
     for key, (started_value, current_value) in differences.items():
-        for item in sets:
+        for item in reversed(sets):  # the last item of a repeated key applies
             if is_inside(key, [key_of(item)]):
                 raise ConfigError(
                     f"--set {item}: the run has {key} = {format_value(current_value)}, not "
