@@ -101,7 +101,12 @@ def write_prime_rl(source: Path, out: Path, steps: int, top_p: float) -> None:
         seconds = types.SimpleNamespace(duration=0.5)
         phases = types.SimpleNamespace(duration=2.0, model=seconds, harness=seconds)
         timing = {"setup": seconds, "agent": phases, "finalize": seconds, "scoring": seconds}
-        facts = {"num_turns": 1, "num_branches": 1, "is_truncated": False, "is_completed": True}
+        facts: dict[str, Any] = {
+            "num_turns": 1,
+            "num_branches": 1,
+            "is_truncated": False,
+            "is_completed": True,
+        }
         facts |= {"metrics": {}, "rewards": {}, "stop_condition": None, "has_error": False}
         facts |= {"agent": types.SimpleNamespace(name="policy"), "num_input_tokens": 8}
         facts["timing"] = types.SimpleNamespace(**timing)

@@ -48,7 +48,7 @@ def complete(
     """CPU seconds of sampling ROWS completions, and the completions."""
     engine = EmbeddedEngine(model, slots=ROWS, context=length + 80, max_new_tokens=length)
     if not record:
-        engine._record_kept = lambda masks, made: None  # type: ignore[method-assign]
+        engine.record_kept = lambda masks, made: None  # type: ignore[method-assign]
     engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
     ids = load_tokenizer(model.tokenizer_dir).encode(PROMPT)
     prompt = np.array(ids or range(5, 13), np.int32)

@@ -26,6 +26,7 @@ from asyncrl.config import presets, rules
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing, toml_writer
+from asyncrl.contract.blobs import images
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import TEMPLATE_COLUMNS, Prompt
 from asyncrl.contract.printable import escape_line
@@ -454,7 +455,7 @@ def check_characters(subject: Subject) -> str:
     origins: dict[str, str] = {}  # character -> the first prompt that has it
     for prompt in _read_first_prompts(subject):
         text = prompt.text + "".join(str(turn.get("content") or "") for turn in prompt.messages)
-        for character in sorted(set(text)):
+        for character in sorted(set(text.replace(images.MARKER, ""))):
             if character.isprintable() and not character.isspace():
                 origins.setdefault(character, f"{character!r} ({prompt.split} prompt {prompt.id})")
     tokens = {x: subject.tokenizer.encode(x, add_special_tokens=False) for x in origins}

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import pickle
 import signal
 import subprocess
 from dataclasses import dataclass
@@ -16,8 +15,13 @@ from typing import Any
 from asyncrl.contract.importing import end_with_parent, make_command
 from asyncrl.contract.printable import LONGEST_LINE, describe_exit, escape_line
 from asyncrl.records import process_log
-from asyncrl.tinker.messages import CallFailure, ErrorCategory
-from asyncrl.tinker.workers.worker import LENGTH_BYTES
+from asyncrl.tinker.messages import (
+    LENGTH_BYTES,
+    CallFailure,
+    ErrorCategory,
+    decode_frame,
+    encode_frame,
+)
 
 
 def log(text: str, *, traceback: bool = False) -> None:
@@ -94,7 +98,7 @@ class WorkerLink:
     def _send(self, *call: Any) -> None:
         if self.process is None or self.process.stdin is None:
             raise WorkerExited(f"the {self.role} process has ended")
-        self.process.stdin.write(pickle.dumps(call))
+        self.process.stdin.write(encode_frame(*call))
 
     async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method in the process, which is started if need be, and return its result.
@@ -122,7 +126,7 @@ class WorkerLink:
         try:
             while True:
                 length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "big")
-                number, result = pickle.loads(await process.stdout.readexactly(length))
+                number, result = decode_frame(await process.stdout.readexactly(length))
                 waiting = self._waiting.get(number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(result)

@@ -11,17 +11,18 @@ A call is the name of a method with its arguments. Its reply is the result of th
               cancel            drops the call of the same number without a reply
 
 The methods are those of `ServedModels`, `TrainedModel` and `Sampler`. A call that fails has a
-CallFailure as its reply. Calls and replies are pickled, because both ends of the pipes belong to
-the server.
+CallFailure as its reply. Calls and replies are MessagePack, with the kind beside each object.
 """
 
 from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from msgspec import Struct
+import numpy as np
+from msgspec import Struct, msgpack
 from numpy import ndarray
 
 from actors.engine import CompletionRequest
@@ -131,6 +132,48 @@ class CallFailure(Exception):
 
     def __str__(self) -> str:
         return self.error
+
+
+KINDS: tuple[type, ...] = (Datum, SampleCall, ScoreResult, SampleResult, CallFailure, Path)
+LENGTH_BYTES = 8  # before each frame
+
+
+def encode_frame(*values: Any) -> bytes:
+    """Encode a call or a reply; its length comes first."""
+    payload = ENCODER.encode([_name_kinds(value) for value in values])
+    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
+
+
+def decode_frame(payload: bytes) -> list[Any]:
+    """Decode what comes behind the length.  Raises DecodeError if it is cut."""
+    decoded: list[Any] = msgpack.decode(payload, ext_hook=_decode_kind)
+    return decoded
+
+
+def _name_kinds(value: Any) -> Any:
+    for code, kind in enumerate(KINDS):
+        if isinstance(value, kind):
+            return msgpack.Ext(code, ENCODER.encode(value))
+    if isinstance(value, list | tuple):
+        return [_name_kinds(part) for part in value]
+    return {key: _name_kinds(part) for key, part in value.items()} if type(value) is dict else value
+
+
+def _decode_kind(code: int, data: memoryview) -> Any:
+    return msgpack.decode(data, type=KINDS[code], dec_hook=_decode_other)
+
+
+def _encode_other(value: Any) -> Any:
+    return (value.tobytes(), value.dtype.str) if isinstance(value, ndarray) else str(value)
+
+
+def _decode_other(kind: type, value: Any) -> Any:
+    if kind is ndarray:
+        return np.frombuffer(*value).copy()  # torch asks for an array that can be written
+    return Path(value) if kind is Path else value
+
+
+ENCODER = msgpack.Encoder(enc_hook=_encode_other)
 
 
 def describe_failure(error: Exception) -> CallFailure:

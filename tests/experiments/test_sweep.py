@@ -97,6 +97,12 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
         arms = [parse_arm("configured")]
         what = grid.SweepPlan("configs/demo.toml", sets, arms, [0.0, 2.0], injected=True)
         grid.Sweep(out, what, 2, print)
+    gone.write_text("{")
+    with pytest.raises(ConfigError, match=r"json \(delete it, and the run is read"):
+        warm_pool.CellStore(out).read(gone.stem)
+    (out / "run_id").touch()
+    with pytest.raises(ConfigError, match="holds a run; choose another directory"):
+        grid.Sweep(out, what, 2, print)
 
 
 @pytest.mark.parametrize(

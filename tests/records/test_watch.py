@@ -446,7 +446,7 @@ def write_summary(run_dir: Path, **given: Any) -> dict[str, Any]:
 
 
 def wait_for_summary(run: RunView) -> dict[str, Any]:
-    return dict(until(run.read_summary))
+    return until(run.read_summary)
 
 
 def test_the_row_of_a_run_has_its_newest_numbers(client: TestClient, run_dir: Path) -> None:

@@ -2,7 +2,6 @@
 behind them, without processes to start."""
 
 import asyncio
-import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,13 @@ from tinker_kit import output_logprobs, tuned_datum, write_config
 from asyncrl.tinker import settings
 from asyncrl.tinker.app import TinkerServer
 from asyncrl.tinker.links import WorkerExited
-from asyncrl.tinker.messages import CallFailure, SampleCall
+from asyncrl.tinker.messages import (
+    LENGTH_BYTES,
+    CallFailure,
+    SampleCall,
+    decode_frame,
+    encode_frame,
+)
 from asyncrl.tinker.server import prepare_directory, run_workers
 from asyncrl.tinker.workers.sampler import Sampler
 from asyncrl.tinker.workers.trainer import ServedModels
@@ -64,7 +69,7 @@ class DirectLink:
             self.kill()
             self.generation += 1
             raise WorkerExited("the process ended")
-        call, options = pickle.loads(pickle.dumps((call, options)))
+        call, options = decode_frame(encode_frame(call, options)[LENGTH_BYTES:])
         result = self.act(self.number, *call, **options)
         if isinstance(result, CallFailure):
             raise result

@@ -408,6 +408,8 @@ class Grid:
         self.cells = warm_pool.CellStore(directory)
         arms = {name: convert_config(config) for name, config in configs.items()}
         path = directory / self.file
+        if (directory / "run_id").exists():
+            raise ConfigError(f"{directory} holds a run; choose another directory with --out")
         if path.exists():
             previous = json.loads(path.read_bytes())["arms"]
             try:  # fills configs of older versions with the defaults of newer keys

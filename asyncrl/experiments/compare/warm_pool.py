@@ -31,7 +31,7 @@ from asyncrl.contract.importing import end_with_parent
 from asyncrl.contract.printable import describe_exit
 from asyncrl.experiments import process_run
 from asyncrl.experiments.compare.verdict import find_collapse
-from asyncrl.records import atomic_write
+from asyncrl.records import atomic_write, jsonl
 from asyncrl.records.jsonl import JsonObject
 from asyncrl.supervise.hosts import find_last_words, read_last_lines
 
@@ -66,7 +66,9 @@ class CellStore:
         return self.directory / "runs" / name
 
     def read(self, name: str) -> JsonObject:
-        return dict(json.loads(self.get_path(name).read_bytes()))
+        path = self.get_path(name)
+        with jsonl.name_damaged(f"{path} (delete it, and the run is read or made again)"):
+            return dict(json.loads(path.read_bytes()))
 
     def is_finished(self, name: str) -> bool:
         return self.get_path(name).exists()

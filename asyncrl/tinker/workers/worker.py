@@ -1,15 +1,13 @@
 """Main program of the training and sampling processes: `worker.py ROLE CONFIG`.
 
-It reads pickled calls from standard input (asyncrl/tinker/messages.py) and writes each reply to
-standard output: its length in LENGTH_BYTES, then its pickle. A thread reads the calls, so that the
-sampling process sees new ones between decode steps, and so that either process ends as soon as the
-server's end is closed.
+It reads frames of calls from standard input (asyncrl/tinker/messages.py) and writes that of each
+reply to standard output. A thread reads the calls, so that the sampling process sees new ones
+between decode steps, and so that either process ends as soon as the server's end is closed.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import queue
 import signal
 import sys
@@ -17,10 +15,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import DecodeError
+
 from asyncrl.contract.importing import pause_collection
 from asyncrl.tinker import settings
+from asyncrl.tinker.messages import LENGTH_BYTES, decode_frame, encode_frame
 
-LENGTH_BYTES = 8
 # number, method and arguments of each
 Calls = queue.SimpleQueue[tuple[int, str, tuple[Any, ...], dict[str, Any]]]
 Reply = Callable[[int, Any], None]
@@ -30,8 +30,9 @@ def receive_calls(calls: Calls) -> None:
     """Queue the calls that arrive; exit the process when the server's end is closed."""
     try:
         while True:
-            calls.put(pickle.load(sys.stdin.buffer))
-    except (EOFError, ConnectionError, pickle.UnpicklingError):
+            length = int.from_bytes(sys.stdin.buffer.read(LENGTH_BYTES), "big")
+            calls.put(tuple(decode_frame(sys.stdin.buffer.read(length))))
+    except (DecodeError, ConnectionError):
         os._exit(0)
 
 
@@ -68,8 +69,7 @@ def main(role: str, config: str) -> None:
     threading.Thread(target=receive_calls, args=(calls,), daemon=True).start()
 
     def reply(number: int, result: Any) -> None:
-        payload = pickle.dumps((number, result))
-        replies.write(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
+        replies.write(encode_frame(number, result))
         replies.flush()
 
     ROLES[role](settings.read(config), calls, reply)
