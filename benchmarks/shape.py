@@ -60,14 +60,14 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 438_102,
-    "lines": 70_865,
-    "modules with one importer": 46,
+    "code tokens": 427_101,
+    "lines": 69_480,
+    "modules with one importer": 37,
     "one-call helpers": 127,
     "lines of tables and pages' code": 6_763,
-    "lines of benchmarks": 27_642,
+    "lines of benchmarks": 27_634,
     "lines of tests, % of the product": 107,
-    "words of pages outside the log": 39_944,
+    "words of pages outside the log": 39_942,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
