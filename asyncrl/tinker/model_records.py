@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +188,11 @@ class CallLog:
 
     def measure(self) -> int:
         """Return the bytes of all calls and results on disk."""
-        # without *.part, which a thread may rename meanwhile
-        return sum(path.stat().st_size for path in self.calls.glob("*[!t]"))
+        size = 0
+        for path in self.calls.iterdir():
+            with suppress(FileNotFoundError):  # a thread may rename or prune it meanwhile
+                size += path.stat().st_size
+        return size
 
     def locate_checkpoint(self, number: int, version: int) -> Path:
         return self.checkpoints / f"{number:09d}-{version}"
