@@ -60,8 +60,8 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 427_101,
-    "lines": 69_480,
+    "code tokens": 427_114,
+    "lines": 69_484,
     "modules with one importer": 37,
     "one-call helpers": 127,
     "lines of tables and pages' code": 6_763,
