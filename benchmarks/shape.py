@@ -60,7 +60,7 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 427_114,
+    "code tokens": 427_109,
     "lines": 69_484,
     "modules with one importer": 37,
     "one-call helpers": 127,

@@ -125,7 +125,7 @@ class WorkerLink:
         assert process.stdout is not None
         try:
             while True:
-                length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "big")
+                length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES))
                 number, result = decode_frame(await process.stdout.readexactly(length))
                 waiting = self._waiting.get(number)
                 if waiting is not None and not waiting.done():

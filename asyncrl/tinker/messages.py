@@ -134,20 +134,19 @@ class CallFailure(Exception):
         return self.error
 
 
-KINDS: tuple[type, ...] = (Datum, SampleCall, ScoreResult, SampleResult, CallFailure, Path)
+KINDS = (Datum, SampleCall, ScoreResult, SampleResult, CallFailure, Path)
 LENGTH_BYTES = 8  # before each frame
 
 
 def encode_frame(*values: Any) -> bytes:
     """Encode a call or a reply; its length comes first."""
     payload = ENCODER.encode([_name_kinds(value) for value in values])
-    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
+    return len(payload).to_bytes(LENGTH_BYTES) + payload
 
 
 def decode_frame(payload: bytes) -> list[Any]:
     """Decode what comes behind the length.  Raises DecodeError if it is cut."""
-    decoded: list[Any] = msgpack.decode(payload, ext_hook=_decode_kind)
-    return decoded
+    return list(msgpack.decode(payload, ext_hook=_decode_kind))
 
 
 def _name_kinds(value: Any) -> Any:

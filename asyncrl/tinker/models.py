@@ -222,7 +222,8 @@ class ServedModel:
         # the one that all others wait for is always accepted
         if number > self.next and not self.shares.is_free(self.record.session, len(call.body)):
             raise self.shares.refuse(self.record.session, "training calls")
-        if self.logged > 2 * CALL_BYTES and call.route.startswith("forward"):
+        is_full = self.logged > 2 * CALL_BYTES and (self.lags or self.refused)  # see `_carry_out`
+        if is_full and call.route.startswith("forward"):
             call = msgspec.structs.replace(call, body=b"")  # refused in its turn, also if repeated
         await asyncio.to_thread(self.log.write, number, "call", call)
         self.logged += len(call.body)

@@ -30,7 +30,7 @@ def receive_calls(calls: Calls) -> None:
     """Queue the calls that arrive; exit the process when the server's end is closed."""
     try:
         while True:
-            length = int.from_bytes(sys.stdin.buffer.read(LENGTH_BYTES), "big")
+            length = int.from_bytes(sys.stdin.buffer.read(LENGTH_BYTES))
             calls.put(tuple(decode_frame(sys.stdin.buffer.read(length))))
     except (DecodeError, ConnectionError):
         os._exit(0)
